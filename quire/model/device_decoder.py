@@ -58,6 +58,9 @@ class DeviceDecoder:
         policy: QuantizationPolicy | None = None,
         is_in_order: bool = False,
     ) -> None:
+        refusal = device_refusal(spec)
+        if refusal is not None:
+            raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
@@ -67,7 +70,8 @@ class DeviceDecoder:
         own = weights.tensors
         self._positions = own.get("pos.weight")
         self.embedding = DeviceLinear(weights.linears["embed.weight"])
-        self.head = DeviceLinear(weights.linears.get("lm_head.weight", self.embedding.parts), None, is_in_order)
+        head_weight, head_bias = weights.linears.get("lm_head.weight", self.embedding.parts), own.get("lm_head.bias")
+        self.head = DeviceLinear(head_weight, head_bias, is_in_order)
         scale = spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
@@ -174,12 +178,29 @@ def _rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: 
     return Rope(spec, torch.cat((long.table, short.table)))
 
 
+def device_refusal(spec: ModelSpec) -> str | None:
+    """Return what of a model the kernels for GPUs do not know; None: nothing."""
+    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
+        return "a clamped gate outside of a mixture of experts"
+    attentions = {layer.attention for layer in spec.layers}
+    if any(attention.latent is not None for attention in attentions):
+        return "multi-head latent attention"
+    if any(attention.qk_norm_after_rope for attention in attentions):
+        return "a norm of q and k after their rotation"
+    if any(attention.query_scaling is not None for attention in attentions):
+        return "a scaling of queries by their positions"
+    ropes = [(attention.rope, attention.qk_norm) for attention in attentions if attention.rope is not None]
+    if any(rope.is_interleaved and norm is not None for rope, norm in ropes):
+        return "a norm of heads whose neighbours are rotated together"
+    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.weighs_inputs for layer in spec.layers):
+        return "a mixture whose weights multiply the experts' inputs"
+    return None
+
+
 class DeviceLayer:
     def __init__(
         self, spec: LayerSpec, prefix: str, weights: DeviceWeights, ropes: Mapping[RopeSpec, Rope], is_in_order: bool
     ) -> None:
-        if isinstance(spec.mlp, MlpSpec) and spec.mlp.clamp is not None:
-            raise UnsupportedError("a clamped gate outside of a mixture of experts is not supported on a GPU; use device cpu")
         own = _under(weights.tensors, prefix)
         self._spec, self._is_in_order = spec, is_in_order
         self._linears = {
@@ -190,6 +211,8 @@ class DeviceLayer:
         self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
         biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
         self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
+        self._correction, scale = own.get("correction.bias"), own.get("shared_scale.weight")
+        self._shared_scale = None if scale is None else DeviceLinear((scale,), None, is_in_order)
         self._sinks = own.get("sinks.weight")
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
@@ -224,7 +247,10 @@ class DeviceLayer:
         norms = self._qk_norms
         if norms is not None and spec.qk_norm_over == "all":
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
-        heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
+        q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
+        if spec.rope is not None and spec.rope.is_interleaved:
+            q, k = _split_pairs(q, spec.rope.dim), _split_pairs(k, spec.rope.dim)
+        heads = Projections(q, k, v)
         q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
         return self._linears["o"](attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
 
@@ -232,12 +258,27 @@ class DeviceLayer:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-            return mixture_of_experts(y, self._router(y), spec, *weights, self._is_in_order, self._expert_biases)
+            logits = self._router(y.float() if spec.is_router_f32 else y)
+            out = mixture_of_experts(
+                y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
+            )
+            return out if spec.shared is None else out + self._shared_expert(y, spec.shared)
         both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
             return self._linears["down"](activate(gate, up, spec.activation))
         return self._linears["down"](activate(both, None, spec.activation))
+
+
+    def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
+        gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
+        out = self._linears["shared.down"](activate(gate, up, spec.activation))
+        return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
+
+
+def _split_pairs(heads: Tensor, dim: int) -> Tensor:
+    """Return heads [T, H, D] with the pairs of the first `dim` values apart: even places, then odd ones."""
+    return torch.cat((heads[..., :dim:2], heads[..., 1:dim:2], heads[..., dim:]), -1)
 
 
 T = TypeVar("T")

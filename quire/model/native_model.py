@@ -55,6 +55,12 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"heads of {min(odd)} values (an odd number)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
+    attentions = {layer.attention for layer in spec.layers}
+    ropes = [(attention.rope, attention.qk_norm) for attention in attentions if attention.rope is not None]
+    if any(rope.is_interleaved and norm is not None for rope, norm in ropes):
+        return "a norm of heads whose neighbours are rotated together"
+    if spec.is_tied and spec.has_head_bias:
+        return "a bias of a head that is the embedding"
     mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(moe.num_experts > _MAX_EXPERTS or (moe.groups is not None and moe.groups.count > _MAX_GROUPS) for moe in mixtures):
         return f"more than {_MAX_EXPERTS} experts, or {_MAX_GROUPS} groups of them"
@@ -249,7 +255,7 @@ class NativeModelBuilder:
         if attention.latent is None:
             self._build_heads(layer, spec, prefix, shard)
         else:
-            self._build_latent(layer, attention, attention.latent, prefix)
+            self._build_latent(layer, attention, attention.latent, prefix, shard)
         if shard is not None:
             _set_shard(layer, spec, shard)
         layer.scale, layer.window, layer.softcap = (
@@ -284,11 +290,17 @@ class NativeModelBuilder:
         for name in ("q", "k", "v", "o"):
             setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
 
-    def _build_latent(self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str) -> None:
+    def _build_latent(
+        self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None
+    ) -> None:
         """Pack the projections, and of kv_b for each head what brings a key's half of the query into the latent space, and the
         values out of it. These are kept in the model's dtype: the former is transposed, across the groups of a quantised one."""
         q_a = None if latent.q_rank is None else self._pack(f"{prefix}q_a")
-        layer.q, layer.k, layer.o = (self._pack(prefix + name) for name in ("q", "kv_a", "o"))
+        heads = ShardRange(0, attention.num_heads) if shard is None else shard.heads.heads
+        q_dim = latent.nope_dim + latent.rope_dim
+        layer.q = self._pack(f"{prefix}q", rows=None if shard is None else ShardRange(heads.start * q_dim, heads.stop * q_dim))
+        layer.k = self._pack(f"{prefix}kv_a")
+        layer.o = self._pack(f"{prefix}o", rows=None if shard is None else shard.outputs)
         layer.set_latent(latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim, q_a)
         if latent.q_rank is not None:
             self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
@@ -297,7 +309,7 @@ class NativeModelBuilder:
         weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
         if not isinstance(weight, Tensor):
             weight = weight.dequantize(self._dtype)
-        for head in weight.view(attention.num_heads, -1, latent.kv_rank):
+        for head in weight.view(attention.num_heads, -1, latent.kv_rank)[heads.start : heads.stop]:
             key_up = head[: latent.nope_dim].t().contiguous()
             parts = (key_up, head[latent.nope_dim :].contiguous())
             layer.add_latent_head(*(self._packer.pack(part, may_be_short=False) for part in parts))

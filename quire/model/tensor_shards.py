@@ -65,7 +65,7 @@ def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that a rank has; norms, routers and learned positions are whole on every rank.
+    """The part of a model that a rank has; norms, routers, learned positions and what makes latent rows are whole on every rank.
 
     vocabulary  its rows of the embedding and of the LM head
     """
@@ -81,10 +81,6 @@ class ModelShard:
 
         Raises ConfigError where a rank would have no part of a weight.
         """
-        if any(layer.attention.latent is not None for layer in spec.layers):
-            raise ConfigError(
-                f"tensor_parallel_size is {len(shares)}, but multi-head latent attention ({spec.model_type}) runs on one rank only"
-            )
         layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
         least = min(spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers))
@@ -104,6 +100,8 @@ class ModelShard:
         _, index, *middle, _ = name.split(".")
         layer, module = self.layers[int(index)], ".".join(middle)
         heads, kv_heads = layer.heads.heads.size, layer.heads.kv_heads.size
+        if module == "kv_b":
+            return (shape[0] // layer.total_heads * heads, *shape[1:])
         if module in ("q", "k", "v", "sinks"):
             own = kv_heads if module in ("k", "v") else heads
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads

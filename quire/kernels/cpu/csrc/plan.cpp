@@ -141,7 +141,6 @@ void Plan::finish_attention(PlanLayer& l) {
         measure(l.attn_site, 1);
         return;
     }
-    if (is_sharded()) throw std::invalid_argument("multi-head latent attention is not sharded");
     if (static_cast<i32>(latent.heads.size()) != l.num_heads || l.head_dim != latent.rank + latent.rope || l.num_kv_heads != 1)
         throw std::invalid_argument("multi-head latent attention has a weight for each head, and one head of rank + rope values in the cache");
     if (latent.q_a) l.q_a_form = l.attn_site.add(latent.q_a->weight);
@@ -157,7 +156,8 @@ void Plan::finish_attention(PlanLayer& l) {
     measure(l.value_up_site, l.num_heads);
     max_jobs_ = std::max(max_jobs_, l.num_heads);
     latent_size_ = std::max(latent_size_, l.head_dim);
-    question_size_ = std::max(question_size_, l.num_heads * std::max(latent.nope + latent.rope, latent.value));
+    question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
+    answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
     if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
 }
 
@@ -279,6 +279,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             take(extra_, rows * row_stride(hidden_));
             take(pair_out_, pairs * row_stride(hidden_));
             take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+            take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         }
         take(shared_scales_, has_shared_ ? rows : 0);
         take(latent_, latent_size_ == 0 ? 0 : rows * row_stride(latent_size_));
@@ -326,6 +327,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);

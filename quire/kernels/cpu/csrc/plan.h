@@ -231,7 +231,7 @@ private:
     i32 beside_size_ = 0;
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
     i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_jobs_ = 0;
-    i32 latent_size_ = 0, question_size_ = 0, question_rank_ = 0;
+    i32 latent_size_ = 0, question_size_ = 0, question_rank_ = 0, answer_size_ = 0;
     i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site; one row is packed by every thread for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.
     i32 capacity_ = 0;
@@ -241,8 +241,8 @@ private:
     float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;
     float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_weight_ = nullptr, *pair_out_ = nullptr;
     float *shared_out_ = nullptr, *shared_scales_ = nullptr;
-    // Of multi-head latent attention: cached rows, questions before and answers after they are in the latent space.
-    float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr;
+    // Of multi-head latent attention: cached rows, questions before they are in the latent space, and answers after it.
+    float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
     bool has_shared_ = false;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
     u32* packed_data_ = nullptr;

@@ -261,12 +261,14 @@ struct Stepper : StepExperts {
         run(plan.jobs_.data(), l.num_heads);
     }
 
-    // Bring what heads have found in the latent space out of it, into question_.
+    // Bring what heads have found in the latent space out of it, into answer_. attended: of the rank's own heads.
     void leave_latent(const PlanLayer& l, const float* attended, i64 width) {
-        const i64 to_width = row_stride(plan.question_size_);
+        const i64 to_width = row_stride(plan.answer_size_);
+        float* const own = plan.answer_ + static_cast<i64>(l.first_head) * l.latent.value;
         run_heads(l, l.value_up_site, l.latent.rank, attended + l.latent.rope, width, l.head_dim, [&](const LatentHead& head, i32 index, const Packed& input) {
-            return job(*head.value_up, input, Finish::store, plan.question_ + static_cast<i64>(index) * l.latent.value, to_width);
+            return job(*head.value_up, input, Finish::store, own + static_cast<i64>(index) * l.latent.value, to_width);
         });
+        rank_barrier();
     }
 
     void attend(const PlanLayer& l, const Batch& batch) {
@@ -321,8 +323,8 @@ struct Stepper : StepExperts {
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
         if (is_latent) {
-            leave_latent(l, attended, width);
-            pack_all(l.o_site, plan.question_, row_stride(plan.question_size_));
+            leave_latent(l, attended + static_cast<i64>(l.first_head) * l.head_dim, width);
+            pack_all(l.o_site, plan.answer_, row_stride(plan.answer_size_));
         } else {
             pack_all(l.o_site, attended, width);
         }
