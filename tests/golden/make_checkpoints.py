@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
@@ -311,8 +312,16 @@ _CONFIGS: dict[str, tuple[str, dict[str, object]]] = {
 _CONFIGS |= _MIXTURES
 
 CASES: tuple[str, ...] = tuple(_CONFIGS)
+QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
+"""Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 LATENT_CASES: tuple[str, ...] = tuple(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options)
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
+
+
+def case_params(cases: Iterable[str] = CASES) -> list[object]:
+    """Return cases as parameters of a test; most mixtures are slow."""
+    is_slow = {name: name in _MIXTURES and name not in QUICK_MIXTURES for name in cases}
+    return [pytest.param(name, marks=pytest.mark.slow) if slow else name for name, slow in is_slow.items()]
 
 
 def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:

@@ -13,7 +13,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES, parameter_quantizer
-from tests.golden.make_checkpoints import CASES
+from tests.golden.make_checkpoints import case_params
 from tests.rank_threads import RankThreads
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
@@ -101,7 +101,7 @@ def _compare(folder, dtype, layouts, quantization=None, kv_dtype=None):
                 assert same.all(), f"{(~same).sum()} of {same.size} logits of call {step} differ with {layout} ranks"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params())
 def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32", LAYOUTS)
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"])

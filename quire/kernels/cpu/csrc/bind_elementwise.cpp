@@ -95,7 +95,8 @@ void route(uintptr_t logits, i64 rows, i32 num_experts, i32 top_k, bool is_renor
     const ElementwiseTable& table = table_of(isa);
     if (top_k < 1 || top_k > num_experts)
         throw std::invalid_argument("top_k: got " + std::to_string(top_k) + ", allowed are 1 to " + std::to_string(num_experts));
-    const RouteJob job = (routing == nullptr ? Routing{} : *routing).of(num_experts, top_k, is_renormalized);
+    const Routing plain;
+    const RouteJob job = (routing == nullptr ? plain : *routing).of(num_experts, top_k, is_renormalized);
     each_row(rows, num_threads, [&](i64 row) {
         table.route(job, at<float>(logits) + row * num_experts, at<i32>(chosen) + row * top_k, at<float>(weights) + row * top_k);
     });
