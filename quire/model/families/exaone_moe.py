@@ -24,7 +24,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     if any(is_sliding) and window is None:
         raise config.error("sliding_window", None, "an integer >= 1, as some layers have a window")
     whole = attention if window is None else replace(attention, rope=None)
-    dense, moe = read_mlp(config), read_sigmoid_moe(config)
+    dense, moe = read_mlp(config), read_sigmoid_moe(config, "num_shared_experts")
     layers = [
         LayerSpec(
             replace(attention, window=window) if slides else whole, moe if is_sparse else dense, attn_in=norm, mlp_in=norm

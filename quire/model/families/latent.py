@@ -28,6 +28,9 @@ def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> A
     num_heads, has_bias = config.integer("num_attention_heads"), config.boolean("attention_bias")
     rope_dim, nope_dim = config.integer("qk_rope_head_dim", minimum=2), config.integer("qk_nope_head_dim")
     kv_rank = config.integer("kv_lora_rank")
+    if config.nullable_integer("num_key_value_heads") not in (None, num_heads):
+        given = config.raw("num_key_value_heads")
+        raise config.error("num_key_value_heads", given, f"num_attention_heads ({num_heads}) with latent attention")
     value_dim = config.nullable_integer("v_head_dim")
     if value_dim is None:
         value_dim = config.integer("hidden_size") // num_heads

@@ -27,9 +27,9 @@ def read_moe(config: ConfigView, inner: str, counts: tuple[str, ...] = _COUNTS, 
     return MoeSpec(num_experts, num_chosen, MlpSpec(config.integer(inner), read_activation(config)))
 
 
-def read_shared_expert(config: ConfigView, moe: MoeSpec, *keys: str) -> MlpSpec | None:
+def read_shared_expert(config: ConfigView, moe: MoeSpec, key: str) -> MlpSpec | None:
     """Return the expert that every token is given: as wide as so many of the others as a key says; None where that is 0."""
-    count = 0 if config.raw(*keys) is None else config.integer(*keys, minimum=0)
+    count = 0 if config.raw(key) is None else config.integer(key, minimum=0)
     return None if count == 0 else replace(moe.expert, intermediate_size=count * moe.expert.intermediate_size)
 
 
@@ -48,11 +48,14 @@ def read_groups(config: ConfigView, moe: MoeSpec, num_best: int) -> ExpertGroups
     return ExpertGroups(count, num_chosen, num_best) if count > num_chosen else None
 
 
-def read_sigmoid_moe(config: ConfigView, inner: str = "moe_intermediate_size") -> MoeSpec:
-    """Return the mixture of DeepSeek-V3: sigmoid scores in groups, chosen with a correction, and shared experts."""
+def read_sigmoid_moe(config: ConfigView, shared: str = "n_shared_experts") -> MoeSpec:
+    """Return the mixture of DeepSeek-V3: sigmoid scores in groups, chosen with a correction, and shared experts.
+
+    shared  the key of how many there are
+    """
     _refuse_other(config, "scoring_func", "sigmoid")
     _refuse_other(config, "topk_method", "noaux_tc")
-    moe = read_moe(config, inner)
+    moe = read_moe(config, "moe_intermediate_size")
     return replace(
         moe,
         scoring="sigmoid",
@@ -63,7 +66,7 @@ def read_sigmoid_moe(config: ConfigView, inner: str = "moe_intermediate_size") -
         least_sum=LEAST_SUM,
         routed_scale=config.number("routed_scaling_factor"),
         groups=read_groups(config, moe, num_best=2),
-        shared=read_shared_expert(config, moe, "n_shared_experts", "num_shared_experts"),
+        shared=read_shared_expert(config, moe, shared),
     )
 
 
