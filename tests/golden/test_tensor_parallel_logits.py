@@ -107,7 +107,13 @@ def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"])
 
 
-@pytest.mark.parametrize("case", ["llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3")),
+    ],
+)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_logits_of_quantised_weights_are_the_same_bits_on_any_number_of_ranks(checkpoint, case, quantization):
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"], quantization, "int8")
