@@ -34,14 +34,16 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary position embedding (Su et al., 2021) over the first `dim` of each head.
+    """Rotary position embedding (Su et al., 2021) over the first `dim` of each head, pairing i with i + dim / 2.
+
+    Families that pair 2i with 2i + 1 have the rows of their q and k reordered when they are loaded (`sources.pair_halves`):
+    scores do not depend on the order of a head's elements.
 
     kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023) or "longrope"
     original_max        positions the model was trained on before scaling
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
     is_f32              rotate in f32 and round once; otherwise cos and sin are rounded to the dtype first
-    is_interleaved      2 * i is paired with 2 * i + 1, as in GPT-J; otherwise i with i + dim / 2
     "dynamic" and "longrope" depend on the length of a sequence, see ModelSpec.rope_switch_len
     """
 
@@ -59,7 +61,6 @@ class RopeSpec:
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     is_f32: bool = False
-    is_interleaved: bool = False
 
     @property
     def depends_on_length(self) -> bool:
@@ -78,6 +79,7 @@ class LatentSpec:
     value_dim   of a head of values
     norm        of both latent rows
     has_bias    on the projections to the latent rows
+    is_interleaved  2i is rotated with 2i + 1 of the rope_dim values, and not i with i + rope_dim / 2
     """
 
     q_rank: int | None
@@ -87,15 +89,16 @@ class LatentSpec:
     value_dim: int
     norm: NormSpec
     has_bias: bool = False
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class QueryScaling:
-    """Queries are multiplied by 1 + beta * log(1 + floor((position + offset) / period)) (Llama 4, Mistral 4)."""
+    """A factor on the queries of late positions (Llama 4): 1 + beta * log(1 + floor((position + offset) / original_max))."""
 
     beta: float
-    period: float
-    offset: float = 0.0
+    original_max: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +111,8 @@ class AttentionSpec:
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
-    qk_norm_after_rope  q and k are normed after they are rotated (Hunyuan)
-    query_scaling  of queries by their positions
+    is_qk_norm_last q and k are normalised after the rotation, head by head
+    query_scaling  None: queries are the same at any position
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     """
@@ -127,7 +130,7 @@ class AttentionSpec:
     softcap: float | None = None
     is_softmax_f32: bool = True
     has_sinks: bool = False
-    qk_norm_after_rope: bool = False
+    is_qk_norm_last: bool = False
     query_scaling: QueryScaling | None = None
     latent: LatentSpec | None = None
 

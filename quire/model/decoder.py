@@ -181,7 +181,7 @@ class LayerPlace:
         """Return heads [T, H, D] rotated."""
         if self.angles is None or spec.rope is None:
             return heads
-        return rotate(heads, *self.angles, is_interleaved=spec.rope.is_interleaved)
+        return rotate(heads, *self.angles, is_interleaved=spec.latent is not None and spec.latent.is_interleaved)
 
     def scale(self, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Return queries [T, H, D] scaled by their positions."""
@@ -190,7 +190,7 @@ class LayerPlace:
             return q
         if self.positions is None:
             raise InvariantError("a layer that scales queries by their positions is run without positions")
-        factors = 1 + scaling.beta * torch.log1p(torch.floor((self.positions + scaling.offset) / scaling.period))
+        factors = 1 + scaling.beta * torch.log1p(torch.floor((self.positions + scaling.offset) / scaling.original_max))
         return q * factors.to(q.dtype)[:, None, None]
 
 
@@ -242,10 +242,10 @@ class DecoderLayer:
             q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
         q, k, v = (y.view(len(x), -1, spec.head_dim) for y in (q, k, v))
         head_norm = spec.qk_norm if spec.qk_norm_over == "head" else None
-        if head_norm is not None and not spec.qk_norm_after_rope:
+        if head_norm is not None and not spec.is_qk_norm_last:
             q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
         q, k = place.rotate(q, spec), place.rotate(k, spec)
-        if head_norm is not None and spec.qk_norm_after_rope:
+        if head_norm is not None and spec.is_qk_norm_last:
             q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
         q = place.scale(q, spec)
         store_kv(k, v, place.k_cache, place.v_cache, place.step.slots)

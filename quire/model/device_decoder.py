@@ -185,13 +185,10 @@ def device_refusal(spec: ModelSpec) -> str | None:
     attentions = {layer.attention for layer in spec.layers}
     if any(attention.latent is not None for attention in attentions):
         return "multi-head latent attention"
-    if any(attention.qk_norm_after_rope for attention in attentions):
+    if any(attention.is_qk_norm_last for attention in attentions):
         return "a norm of q and k after their rotation"
     if any(attention.query_scaling is not None for attention in attentions):
         return "a scaling of queries by their positions"
-    ropes = [(attention.rope, attention.qk_norm) for attention in attentions if attention.rope is not None]
-    if any(rope.is_interleaved and norm is not None for rope, norm in ropes):
-        return "a norm of heads whose neighbours are rotated together"
     if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.weighs_inputs for layer in spec.layers):
         return "a mixture whose weights multiply the experts' inputs"
     return None
@@ -247,10 +244,7 @@ class DeviceLayer:
         norms = self._qk_norms
         if norms is not None and spec.qk_norm_over == "all":
             q, k, norms = normalize(q, norms[0]), normalize(k, norms[1]), None
-        q, k, v = (part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v))
-        if spec.rope is not None and spec.rope.is_interleaved:
-            q, k = _split_pairs(q, spec.rope.dim), _split_pairs(k, spec.rope.dim)
-        heads = Projections(q, k, v)
+        heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         q = place_heads(heads, cache, step.slots, positions, self._rope, norms, self._is_in_order)
         return self._linears["o"](attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
 
@@ -274,11 +268,6 @@ class DeviceLayer:
         gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
         out = self._linears["shared.down"](activate(gate, up, spec.activation))
         return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
-
-
-def _split_pairs(heads: Tensor, dim: int) -> Tensor:
-    """Return heads [T, H, D] with the pairs of the first `dim` values apart: even places, then odd ones."""
-    return torch.cat((heads[..., :dim:2], heads[..., 1:dim:2], heads[..., dim:]), -1)
 
 
 T = TypeVar("T")

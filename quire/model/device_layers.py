@@ -25,8 +25,6 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> 
         return "a mixture of experts"
     if spec.attention.has_sinks:
         return "attention sinks"
-    if spec.attention.rope is not None and spec.attention.rope.is_interleaved:
-        return "neighbours that are rotated together"
     if spec.attn_out is not None or spec.mlp_out is not None:
         return "a norm behind attention or feed-forward block"
     if any(norm is not None and norm.kind != "rms" for norm in (spec.attn_in, spec.mlp_in, spec.attention.qk_norm)):

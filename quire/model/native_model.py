@@ -55,11 +55,7 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"heads of {min(odd)} values (an odd number)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
-    attentions = {layer.attention for layer in spec.layers}
-    ropes = [(attention.rope, attention.qk_norm) for attention in attentions if attention.rope is not None]
-    if any(rope.is_interleaved and norm is not None for rope, norm in ropes):
-        return "a norm of heads whose neighbours are rotated together"
-    if spec.is_tied and spec.has_head_bias:
+    if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(moe.num_experts > _MAX_EXPERTS or (moe.groups is not None and moe.groups.count > _MAX_GROUPS) for moe in mixtures):
@@ -265,8 +261,7 @@ class NativeModelBuilder:
         )
         if attention.query_scaling is not None:
             scaling = attention.query_scaling
-            layer.query_beta, layer.query_offset, layer.query_period = scaling.beta, scaling.offset, scaling.period
-        layer.is_interleaved = attention.rope is not None and attention.rope.is_interleaved
+            layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
         sinks = self._vector(f"{prefix}sinks.weight")
         if sinks is not None and shard is not None:
             sinks = sinks[shard.heads.heads.start : shard.heads.heads.stop]
@@ -282,7 +277,7 @@ class NativeModelBuilder:
     def _build_heads(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
         attention = spec.attention
         layer.is_qk_norm_whole = attention.qk_norm_over == "all"
-        layer.is_rotated_first = attention.qk_norm_after_rope
+        layer.is_qk_norm_last = attention.is_qk_norm_last
         for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
             size = attention.head_dim * (heads if layer.is_qk_norm_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size)
@@ -301,7 +296,8 @@ class NativeModelBuilder:
         layer.q = self._pack(f"{prefix}q", rows=None if shard is None else ShardRange(heads.start * q_dim, heads.stop * q_dim))
         layer.k = self._pack(f"{prefix}kv_a")
         layer.o = self._pack(f"{prefix}o", rows=None if shard is None else shard.outputs)
-        layer.set_latent(latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim, q_a)
+        sizes = latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim
+        layer.set_latent(*sizes, latent.is_interleaved, q_a)
         if latent.q_rank is not None:
             self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
         self._set_norm(layer.latent_kv_norm, latent.norm, f"{prefix}kv_a_norm", latent.kv_rank)

@@ -43,9 +43,8 @@ def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
         "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),
         "attention sinks": attention.has_sinks,
         "latent attention": attention.latent is not None,
-        "neighbours that are rotated together": rope is not None and rope.is_interleaved,
         "norms after the rotation, or queries scaled by position": (
-            attention.qk_norm_after_rope or attention.query_scaling is not None
+            attention.is_qk_norm_last or attention.query_scaling is not None
         ),
         "queries and keys that are normed together": attention.qk_norm is not None and attention.qk_norm_over != "head",
         "scaled attention, residuals or logits": (

@@ -11,7 +11,7 @@ from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import MixtureNames, find_mixture_sources, read_moe, read_shared_expert
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
-from quire.model.families.sources import PRE_NORM_LAYER, Sources, rename
+from quire.model.families.sources import PRE_NORM_LAYER, Sources, pair_halves, rename
 
 MODEL_TYPE = "ernie4_5_moe"
 
@@ -19,7 +19,7 @@ MODEL_TYPE = "ernie4_5_moe"
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of an ERNIE 4.5 mixture."""
     norm, has_bias = read_rms_norm(config), config.boolean("use_bias")
-    rope = replace(read_rope(config, read_head_dim(config), is_f32=True), is_interleaved=True)
+    rope = read_rope(config, read_head_dim(config), is_f32=True)
     attention, dense = read_attention(config, rope, has_bias=has_bias), read_mlp(config, has_bias=has_bias)
     moe = read_moe(config, "moe_intermediate_size", counts=("moe_num_experts", "num_experts"), top_k="moe_k")
     shared = read_shared_expert(config, moe, "moe_num_shared_experts")
@@ -46,7 +46,7 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
         correction=("moe_statics.e_score_correction_bias", "gate.moe_statics.e_score_correction_bias"),
         has_correction_rows=True,
     )
-    return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored, names)
+    return pair_halves(spec, rename(spec, PRE_NORM_LAYER)) | find_mixture_sources(spec, stored, names)
 
 
 PAGE = FamilyPage(("Ernie4_5_MoeForCausalLM",), read_spec, find_sources)

@@ -50,7 +50,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Hunyuan mixture."""
     norm = read_rms_norm(config)
     attention = read_attention(config, read_alpha_rope(config), has_bias=config.boolean("attention_bias"))
-    attention = replace(attention, qk_norm=norm, qk_norm_after_rope=True)
+    attention = replace(attention, qk_norm=norm, is_qk_norm_last=True)
     if config.raw("use_qk_norm") is False:
         raise UnsupportedError("use_qk_norm false is not supported in a 'hunyuan_v1_moe' model; supported: true")
     num_experts, expert = config.integer("num_experts"), MlpSpec(config.integer("intermediate_size"), read_activation(config))

@@ -49,8 +49,8 @@ def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> A
 
 def interleaved(attention: AttentionSpec, is_interleaved: bool = True) -> AttentionSpec:
     """Return attention whose pairs stand side by side in the checkpoint's heads."""
-    assert attention.rope is not None
-    return replace(attention, rope=replace(attention.rope, is_interleaved=is_interleaved))
+    assert attention.latent is not None
+    return replace(attention, latent=replace(attention.latent, is_interleaved=is_interleaved))
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:

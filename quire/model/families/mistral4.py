@@ -20,9 +20,9 @@ def _read_scaling(config: ConfigView) -> QueryScaling | None:
     beta, period = values.get("llama_4_scaling_beta"), values.get("original_max_position_embeddings")
     if beta is None:
         return None
-    if not is_number(beta) or not is_number(period) or not period > 0:
+    if not is_number(beta) or not is_number(period) or not period >= 1:
         raise config.error("rope_parameters.llama_4_scaling_beta", beta, "a number, with original_max_position_embeddings")
-    return QueryScaling(float(beta), float(period))
+    return QueryScaling(float(beta), int(period))
 
 
 def read_spec(config: ConfigView) -> ModelSpec:

@@ -152,3 +152,25 @@ def _find_mixture(moe: MoeSpec, block: str, stored: Collection[str], names: Mixt
     if moe.has_shared_gate:
         sources["shared_scale.weight"] = Source.of(f"{block}.{names.shared_scale}")
     return sources
+
+
+def read_llama4_moe(config: ConfigView) -> MoeSpec:
+    """Return the mixture of Llama 4: sigmoid scores, by which the inputs of experts are multiplied, and a shared expert."""
+    moe = read_moe(config, "intermediate_size", counts=("num_local_experts",))
+    return replace(moe, scoring="sigmoid", is_renormalized=False, weighs_inputs=True, shared=moe.expert)
+
+
+def find_llama4_sources(spec: ModelSpec) -> Sources:
+    """Return sources of the mixtures of a Llama 4 model, whose experts are stacks of [in, out]."""
+    sources: Sources = {}
+    for index, layer in enumerate(spec.layers):
+        if not isinstance(layer.mlp, MoeSpec):
+            continue
+        block, ours, count = f"layers.{index}.feed_forward", f"layers.{index}", layer.mlp.num_experts
+        sources[f"{ours}.router.weight"] = Source.of(f"{block}.router.weight")
+        for name in ("gate_up", "down"):
+            pieces = [(Piece(f"{block}.experts.{name}_proj", is_transposed=True, entry=expert),) for expert in range(count)]
+            sources[f"{ours}.experts.{name}.weight"] = Source.stack_pieces(pieces)
+        for name in ("gate", "up", "down"):
+            sources[f"{ours}.shared.{name}.weight"] = Source.of(f"{block}.shared_expert.{name}_proj.weight")
+    return sources

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.parameters import parameter_shapes
 
 
@@ -89,3 +89,50 @@ def rename(spec: ModelSpec, layer: Mapping[str, str], top: Mapping[str, str] = T
         elif module in top:
             sources[name] = Source.of(f"{top[module]}.{kind}")
     return sources
+
+
+def pair_halves(spec: ModelSpec, sources: Sources) -> Sources:
+    """Return sources whose q and k rotate element i with i + dim / 2, given those of a model that rotates 2i with 2i + 1.
+
+    The rows of each head of q and k are reordered, and the weights of its norms: the scores stay the same.
+    """
+
+    def order(layer: LayerSpec) -> list[tuple[int, int, int]]:
+        dim = 0 if layer.attention.rope is None else layer.attention.rope.dim
+        return [(0, dim, 2), (1, dim, 2), (dim, layer.attention.head_dim, 1)]
+
+    return _reorder_heads(spec, sources, order)
+
+
+def _reorder_heads(spec: ModelSpec, sources: Sources, order: Callable[[LayerSpec], list[tuple[int, int, int]]]) -> Sources:
+    """Return sources whose heads of q and k have their elements in another order: runs (start, stop, step) of a head."""
+    found = dict(sources)
+    for index, layer in enumerate(spec.layers):
+        head_dim, runs = layer.attention.head_dim, [run for run in order(layer) if run[0] < run[1]]
+        for name, num_heads in (("q", layer.attention.num_heads), ("k", layer.attention.num_kv_heads)):
+            for kind in ("weight", "bias"):
+                for module, count in ((name, num_heads), (f"{name}_norm", 1)):
+                    key = f"layers.{index}.{module}.{kind}"
+                    if key in sources:
+                        is_each = layer.attention.qk_norm_over == "each" and module != name
+                        found[key] = (_each_head if is_each else _heads)(
+                            sources[key], num_heads if is_each else count, head_dim, runs
+                        )
+    return found
+
+
+def _heads(source: Source, num_heads: int, head_dim: int, runs: list[tuple[int, int, int]]) -> Source:
+    ((piece,),) = source.groups
+    first = 0 if piece.rows is None else piece.rows[0]
+    starts = [first + head * head_dim for head in range(num_heads)]
+    pieces = [replace(piece, rows=(start + begin, start + end), step=step) for start in starts for begin, end, step in runs]
+    return Source((tuple(pieces),))
+
+
+def _each_head(source: Source, num_heads: int, _head_dim: int, runs: list[tuple[int, int, int]]) -> Source:
+    ((piece,),) = source.groups
+    heads = [
+        tuple(replace(piece, rows=(begin, end), step=step, entry=head) for begin, end, step in runs)
+        for head in range(num_heads)
+    ]
+    return Source.stack_pieces(heads)

@@ -51,7 +51,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
     QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
-    QUIRE_FIELD(is_interleaved); QUIRE_FIELD(is_rotated_first); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_offset); QUIRE_FIELD(query_period);
+    QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max); QUIRE_FIELD(query_offset);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
@@ -60,13 +60,14 @@ void bind_layer(nb::module_& m) {
         .def("add_expert", [](PlanLayer& l, std::shared_ptr<NativeWeight> gate, std::shared_ptr<NativeWeight> up, std::shared_ptr<NativeWeight> down) {
             l.experts.push_back({std::move(gate), std::move(up), std::move(down)});
         })
-        .def("set_latent", [](PlanLayer& l, i32 rank, i32 nope, i32 rope, i32 value, std::shared_ptr<NativeWeight> q_a) {
+        .def("set_latent", [](PlanLayer& l, i32 rank, i32 nope, i32 rope, i32 value, bool is_interleaved, std::shared_ptr<NativeWeight> q_a) {
+            l.latent.is_interleaved = is_interleaved;
             l.latent.rank = rank;
             l.latent.nope = nope;
             l.latent.rope = rope;
             l.latent.value = value;
             l.latent.q_a = std::move(q_a);
-        }, "rank"_a, "nope"_a, "rope"_a, "value"_a, "q_a"_a.none(), "Make the layer one of multi-head latent attention; see Latent in plan.h.")
+        }, "rank"_a, "nope"_a, "rope"_a, "value"_a, "is_interleaved"_a, "q_a"_a.none(), "Make the layer one of multi-head latent attention; see Latent in plan.h.")
         .def("add_latent_head", [](PlanLayer& l, std::shared_ptr<NativeWeight> key_up, std::shared_ptr<NativeWeight> value_up) {
             l.latent.heads.push_back({std::move(key_up), std::move(value_up)});
         })

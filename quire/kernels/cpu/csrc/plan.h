@@ -57,6 +57,7 @@ struct LatentHead {
 };
 struct Latent {
     i32 rank = 0, nope = 0, rope = 0, value = 0;  // rank 0: the layer has none
+    bool is_interleaved = false;                  // rotated pairs stand side by side: they are split first
     std::shared_ptr<NativeWeight> q_a;            // before q, or null
     Norm q_norm, kv_norm;
     std::vector<LatentHead> heads;
@@ -71,7 +72,9 @@ struct PlanLayer {
     Latent latent;  // k is then the projection to rank + rope values, v is null
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
-    bool is_qk_norm_whole = false;
+    bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
+    float query_beta = 0.0f;       // of the factor on queries by their position; 0: none
+    i64 query_max = 1, query_offset = 0;
     Activation activation = Activation::silu;
     float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
     std::vector<float> sinks;                    // [num_heads], or none
@@ -79,11 +82,6 @@ struct PlanLayer {
     bool is_renormalized = true;
     Routing routing;
     bool weighs_inputs = false;  // the weights of experts multiply what they read, not what they give
-    // The pairs that are rotated stand side by side in q and k: they are split first. Norms of heads have the order that results.
-    bool is_interleaved = false;
-    bool is_rotated_first = false;  // q and k are normed after they are rotated
-    // q is multiplied by 1 + query_beta * log(1 + floor((position + query_offset) / query_period)); beta 0: it is not.
-    float query_beta = 0.0f, query_offset = 0.0f, query_period = 1.0f;
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
     // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
     i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;

@@ -151,10 +151,10 @@ struct Stepper : StepExperts {
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
             if (row < num_rows) {
                 const i64 position = in.positions[has_few ? in.wanted_rows[row] : row];
-                turn_heads(l, l.q_norm, !is_whole, q, heads, position);
-                scale_queries(l, q, static_cast<i64>(heads) * l.head_dim, position);
+                turn_heads(l, {&l.q_norm, !is_whole, l.first_head + part * heads}, q, heads, position);
+                scale_queries(l, q, heads, position);
             }
-            turn_heads(l, l.k_norm, !is_whole, key, kv_heads, in.positions[row]);
+            turn_heads(l, {&l.k_norm, !is_whole, l.first_kv_head + part * kv_heads}, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
     }
@@ -181,22 +181,36 @@ struct Stepper : StepExperts {
         });
     }
 
+    // The norm of heads that follow one another, of which `first` is the first in the whole layer.
+    struct HeadNorm {
+        const Norm* norm;
+        bool is_used;
+        i32 first;
+    };
+
     // Norm, where heads have one of their own, and rotate heads that follow one another.
-    void turn_heads(const PlanLayer& l, const Norm& norm, bool has_norm, float* heads, i32 count, i64 position) const {
-        const NormJob* const job = norm.is_present && has_norm ? &norm.job : nullptr;
-        if (l.rope < 0) return kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
-        const Plan::Angles& a = plan.angles_[l.rope];
-        if (l.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, 2 * a.half);
-        const NormJob* const before = l.is_rotated_first ? nullptr : job;
-        kernels.elementwise->turn_heads(before, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
-        if (l.is_rotated_first && job != nullptr) kernels.elementwise->turn_heads(job, heads, count, l.head_dim, nullptr, nullptr, 0);
+    void turn_heads(const PlanLayer& l, const HeadNorm& norm, float* heads, i32 count, i64 position) const {
+        const ElementwiseTable& table = *kernels.elementwise;
+        const NormJob* const job = norm.norm->is_present && norm.is_used ? &norm.norm->job : nullptr;
+        const Plan::Angles none, &a = l.rope < 0 ? none : plan.angles_[l.rope];
+        const float *const cosine = a.cosine + position * a.half, *const sine = a.sine + position * a.half;
+        if (job == nullptr || (!l.is_qk_norm_each && !l.is_qk_norm_last)) return table.turn_heads(job, heads, count, l.head_dim, cosine, sine, a.half);
+        if (l.is_qk_norm_last) table.turn_heads(nullptr, heads, count, l.head_dim, cosine, sine, a.half);
+        for (i32 head = 0; head < count; ++head, heads += l.head_dim) {
+            NormJob own = *job;
+            const i64 offset = l.is_qk_norm_each ? static_cast<i64>(norm.first + head) * l.head_dim : 0;
+            own.weight += offset;
+            if (own.bias != nullptr) own.bias += offset;
+            table.turn_heads(&own, heads, 1, l.head_dim, cosine, sine, l.is_qk_norm_last ? 0 : a.half);
+        }
     }
 
-    // What a query at a position is multiplied by.
-    void scale_queries(const PlanLayer& l, float* heads, i64 size, i64 position) const {
-        if (l.query_beta == 0.0f) return;
-        const float periods = std::floor((static_cast<float>(position) + l.query_offset) / l.query_period);
-        kernels.elementwise->scale_and_cap(heads, size, 1.0f + l.query_beta * std::log1p(periods), 0.0f);
+    // See QueryScaling.
+    void scale_queries(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        const i64 steps = (position + l.query_offset) / l.query_max;
+        if (l.query_beta == 0.0f || steps == 0) return;
+        const float factor = 1.0f + l.query_beta * std::log1p(static_cast<float>(steps));
+        kernels.elementwise->scale_and_cap(heads, static_cast<i64>(count) * l.head_dim, factor, 0.0f);
     }
 
     // Multi-head latent attention: cached rows into latent_, and questions in the space of these into qkv_.
@@ -226,12 +240,18 @@ struct Stepper : StepExperts {
             const float* const from = plan.question_ + row * width;
             for (i32 head = 0; head < l.num_heads; ++head)
                 memcpy(heads + static_cast<i64>(head) * l.head_dim, from + static_cast<i64>(head) * head_size + latent.nope, sizeof(float) * latent.rope);
-            turn_heads(l, l.q_norm, false, heads, l.num_heads, in.positions[row]);
+            turn_latent(l, heads, l.num_heads, in.positions[row]);
         });
         run_heads(l, l.key_up_site, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
             return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
         });
-        each(num_rows, [&](i64 row) { scale_queries(l, plan.qkv_ + row * q_width, static_cast<i64>(l.num_heads) * l.head_dim, in.positions[row]); });
+        each(num_rows, [&](i64 row) { scale_queries(l, plan.qkv_ + row * q_width, l.num_heads, in.positions[row]); });
+    }
+
+    // Rotate the first values of heads of latent rows.
+    void turn_latent(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        if (l.latent.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, l.latent.rope);
+        turn_heads(l, {&l.q_norm, false, 0}, heads, count, position);
     }
 
     // Norm and rotate a row of latent_, and store it.
@@ -241,7 +261,7 @@ struct Stepper : StepExperts {
         float* const cached = own_row();
         memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
         kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
-        turn_heads(l, l.k_norm, false, cached, 1, in.positions[row]);
+        turn_latent(l, cached, 1, in.positions[row]);
         kernels.attention->store(l.kv, in.slots[row], 0, 1, cached, cached);
     }
 

@@ -65,12 +65,9 @@ MODELS = {
         )
         for window in (6, None)
     ],
-    "interleaved": [
-        LayerSpec(attention(rope=RopeSpec(16, 1e4, is_interleaved=True)), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)
-    ],
     "shared-experts": [
         LayerSpec(
-            attention(rope=RopeSpec(16, 1e4, is_interleaved=True)),
+            attention(),
             MoeSpec(
                 8,
                 3,
@@ -106,7 +103,7 @@ def make_models(name, device):
     return Decoder(spec, dict(parameters), 64), DeviceDecoder(spec, dict(parameters), 64, device)
 
 
-QUICK = ("qwen3", "gpt-oss", "interleaved", "shared-experts")
+QUICK = ("qwen3", "gpt-oss", "shared-experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS])
