@@ -69,6 +69,23 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys that a query attends to, the best top_k of all before it (DeepSeek-V3.2, GLM-5).
+
+    The score of a key is the sum over heads of relu(q.k / sqrt(head_dim)), times a weight that the query's token gives each head.
+
+    norm            of keys, a layer norm with bias
+    is_interleaved  how the first values of its heads are rotated, as in LatentSpec
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    norm: NormSpec
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LatentSpec:
     """Multi-head latent attention (MLA, DeepSeek-V2: https://arxiv.org/abs/2405.04434): keys and values of all heads are made of
     one latent row per token, which is what is cached, beside a rotated key that all heads share.
@@ -80,6 +97,7 @@ class LatentSpec:
     norm        of both latent rows
     has_bias    on the projections to the latent rows
     is_interleaved  2i is rotated with 2i + 1 of the rope_dim values, and not i with i + rope_dim / 2
+    indexer     None: queries attend to all keys before them
     """
 
     q_rank: int | None
@@ -90,6 +108,7 @@ class LatentSpec:
     norm: NormSpec
     has_bias: bool = False
     is_interleaved: bool = False
+    indexer: IndexerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)

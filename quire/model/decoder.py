@@ -10,9 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import (
+    AttentionSpec,
+    IndexerSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
+from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
@@ -177,11 +187,9 @@ class LayerPlace:
     v_cache: Tensor
     positions: Tensor | None = None
 
-    def rotate(self, heads: Tensor, spec: AttentionSpec) -> Tensor:
+    def rotate(self, heads: Tensor, is_interleaved: bool = False) -> Tensor:
         """Return heads [T, H, D] rotated."""
-        if self.angles is None or spec.rope is None:
-            return heads
-        return rotate(heads, *self.angles, is_interleaved=spec.latent is not None and spec.latent.is_interleaved)
+        return heads if self.angles is None else rotate(heads, *self.angles, is_interleaved=is_interleaved)
 
     def scale(self, q: Tensor, spec: AttentionSpec) -> Tensor:
         """Return queries [T, H, D] scaled by their positions."""
@@ -244,7 +252,7 @@ class DecoderLayer:
         head_norm = spec.qk_norm if spec.qk_norm_over == "head" else None
         if head_norm is not None and not spec.is_qk_norm_last:
             q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
-        q, k = place.rotate(q, spec), place.rotate(k, spec)
+        q, k = place.rotate(q), place.rotate(k)
         if head_norm is not None and spec.is_qk_norm_last:
             q, k = self._norm(q, head_norm, "q_norm"), self._norm(k, head_norm, "k_norm")
         q = place.scale(q, spec)
@@ -258,19 +266,38 @@ class DecoderLayer:
         latent = spec.latent
         assert latent is not None
         nope, rank = latent.nope_dim, latent.kv_rank
-        q = self._linear(x, "q" if latent.q_rank is None else "q_a")
-        if latent.q_rank is not None:
-            q = self._linear(self._norm(q, latent.norm, "q_a_norm"), "q")
+        q_latent = x if latent.q_rank is None else self._norm(self._linear(x, "q_a"), latent.norm, "q_a_norm")
+        q = self._linear(q_latent, "q")
         q_nope, q_rope = q.view(len(x), spec.num_heads, -1).split((nope, latent.rope_dim), -1)
         row, k_rope = self._linear(x, "kv_a").split((rank, latent.rope_dim), -1)
         row = self._norm(row, latent.norm, "kv_a_norm")
         up = self._parameters["kv_b.weight"].view(spec.num_heads, -1, rank)
-        q_rope, k_rope = place.rotate(q_rope, spec), place.rotate(k_rope[:, None], spec)
+        q_rope, k_rope = (place.rotate(heads, latent.is_interleaved) for heads in (q_rope, k_rope[:, None]))
         q = place.scale(torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, up[:, :nope])), -1), spec)
         row = torch.cat((k_rope, row[:, None]), -1)
-        store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
-        attended = attend(q, place.k_cache, place.v_cache, place.step, spec)[..., latent.rope_dim :]
+        if latent.indexer is None:
+            store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
+            attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
+        else:
+            # The keys of the indexer lie where there would be values: rows are both.
+            index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
+            store_index_keys(row[:, 0], place.k_cache, place.step.slots)
+            store_index_keys(keys, place.v_cache, place.step.slots)
+            attended = attend_indexed(q, index, (place.k_cache, place.v_cache), place.step, spec, latent.indexer)
+        attended = attended[..., latent.rope_dim :]
         return self._linear(torch.einsum("thr,hvr->thv", attended, up[:, nope:]).flatten(1), "o")
+
+    def _index(
+        self, x: Tensor, q_latent: Tensor, spec: IndexerSpec, rope_dim: int, place: LayerPlace
+    ) -> tuple[IndexQueries, Tensor]:
+        """Return what tokens ask the indexer, and its keys [T, D]."""
+        q = self._linear(q_latent, "index_q").view(len(x), spec.num_heads, spec.head_dim)
+        k = self._norm(self._linear(x, "index_k"), spec.norm, "index_k_norm")[:, None]
+        q, k = (
+            torch.cat((place.rotate(heads[..., :rope_dim], spec.is_interleaved), heads[..., rope_dim:]), -1) for heads in (q, k)
+        )
+        weights = self._linear(x, "index_weights").float() * spec.num_heads**-0.5
+        return IndexQueries(q, weights), k[:, 0]
 
     def _mlp(self, x: Tensor) -> Tensor:
         spec = self.spec.mlp

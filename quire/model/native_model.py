@@ -55,6 +55,9 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"heads of {min(odd)} values (an odd number)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
+    latents = [layer.attention.latent for layer in spec.layers if layer.attention.latent is not None]
+    if any(latent.indexer is not None for latent in latents):
+        return "an indexer of keys"
     if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     mixtures = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]

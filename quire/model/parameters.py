@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import AttentionSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,17 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
         **_linear("kv_a", rank + latent.rope_dim, hidden, latent.has_bias),
         **_norm("kv_a_norm", latent.norm, rank),
         **_linear("kv_b", spec.num_heads * (latent.nope_dim + latent.value_dim), rank, False),
+        **({} if latent.indexer is None else _indexer(latent.indexer, latent.q_rank or hidden, hidden)),
         **_linear("o", hidden, spec.output_size, spec.has_o_bias),
+    }
+
+
+def _indexer(spec: IndexerSpec, query_size: int, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("index_q", spec.num_heads * spec.head_dim, query_size, False),
+        **_linear("index_k", spec.head_dim, hidden, False),
+        **_norm("index_k_norm", spec.norm, spec.head_dim),
+        **_linear("index_weights", spec.num_heads, hidden, False),
     }
 
 

@@ -81,6 +81,8 @@ class ModelShard:
 
         Raises ConfigError where a rank would have no part of a weight.
         """
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank")
         layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
         least = min(spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers))

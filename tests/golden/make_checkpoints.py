@@ -106,6 +106,7 @@ _LATENT = {
     "v_head_dim": 14,
     "num_key_value_heads": 4,
 }
+_INDEXER = {"index_head_dim": 12, "index_n_heads": 3, "index_topk": 9}
 _MSCALE_YARN = {**_LONG_YARN, "mscale": 0.8, "mscale_all_dim": 1.2}
 _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-moe": (
@@ -231,6 +232,8 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
             "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
         },
     ),
+    "deepseek-v32": ("deepseek_v32", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER, "rope_parameters": _MSCALE_YARN}),
+    "glm-moe-dsa": ("glm_moe_dsa", {**_DEEPSEEK_MOE, **_LATENT, **_INDEXER}),
     "minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 3.0, "scale_depth": 1.4, "dim_model_base": 16}),
 }
 
@@ -314,6 +317,8 @@ _CONFIGS |= _MIXTURES
 CASES: tuple[str, ...] = tuple(_CONFIGS)
 QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
+INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")
+"""Whose keys are chosen by an indexer: torch runs them, no native kernel does."""
 LATENT_CASES: tuple[str, ...] = tuple(name for name, (_, options) in _CONFIGS.items() if "kv_lora_rank" in options)
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
 

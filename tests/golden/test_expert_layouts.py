@@ -14,7 +14,7 @@ pytestmark = pytest.mark.golden
 CASES = (
     *("mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "flex-olmo", "glm4-moe", "minimax-m2", "ernie4-5-moe", "hunyuan-moe"),
     *("phimoe", "granitemoe", "granitemoe-shared", "dots1", "solar-open", "exaone-moe", "deepseek-v2", "deepseek-v3"),
-    *("glm4-moe-lite", "mistral4"),
+    *("glm4-moe-lite", "mistral4", "deepseek-v32"),
 )
 
 

@@ -3,6 +3,7 @@
 from quire.model.families import (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5_moe,
     exaone_moe,
@@ -38,6 +39,7 @@ from quire.model.families.page import FAMILIES, FamilyPage, find_family
 _PAGES = (
     deepseek_v2,
     deepseek_v3,
+    deepseek_v32,
     dots1,
     ernie4_5_moe,
     exaone_moe,
@@ -71,6 +73,7 @@ _PAGES = (
 for _page in _PAGES:
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
 FAMILIES.register(deepseek_v3.KIMI_MODEL_TYPE)(deepseek_v3.PAGE)
+FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
 FAMILIES.register(granitemoe.SHARED_MODEL_TYPE)(granitemoe.SHARED_PAGE)
 
 __all__ = ["FAMILIES", "FamilyPage", "find_family"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.contracts.model_spec import AttentionSpec, LatentSpec, ModelSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, ModelSpec, NormSpec, RopeSpec
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import find_mixture_sources
 from quire.model.families.rope_config import read_rope, read_score_scaling
@@ -18,6 +18,10 @@ _LATENT_LAYER = {
     "kv_a": "self_attn.kv_a_proj_with_mqa",
     "kv_a_norm": "self_attn.kv_a_layernorm",
     "kv_b": "self_attn.kv_b_proj",
+    "index_q": "self_attn.indexer.wq_b",
+    "index_k": "self_attn.indexer.wk",
+    "index_k_norm": "self_attn.indexer.k_norm",
+    "index_weights": "self_attn.indexer.weights_proj",
 }
 _NORM_EPS = 1e-6
 """Of the norms of latent rows, whatever rms_norm_eps is."""
@@ -51,6 +55,23 @@ def interleaved(attention: AttentionSpec, is_interleaved: bool = True) -> Attent
     """Return attention whose pairs stand side by side in the checkpoint's heads."""
     assert attention.latent is not None
     return replace(attention, latent=replace(attention.latent, is_interleaved=is_interleaved))
+
+
+def read_indexer(config: ConfigView, attention: AttentionSpec, *, is_interleaved: bool) -> AttentionSpec:
+    """Return latent attention to the keys that an indexer chooses."""
+    assert attention.latent is not None
+    head_dim = config.integer("index_head_dim")
+    if head_dim < attention.latent.rope_dim or head_dim > attention.head_dim:
+        allowed = f"from qk_rope_head_dim ({attention.latent.rope_dim}) to kv_lora_rank + qk_rope_head_dim ({attention.head_dim})"
+        raise config.error("index_head_dim", head_dim, allowed)
+    indexer = IndexerSpec(
+        config.integer("index_n_heads"),
+        head_dim,
+        config.integer("index_topk"),
+        NormSpec("layer", _NORM_EPS, has_bias=True),
+        is_interleaved,
+    )
+    return replace(attention, latent=replace(attention.latent, indexer=indexer))
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
