@@ -106,7 +106,8 @@ _LATENT = {
     "v_head_dim": 14,
     "num_key_value_heads": 4,
 }
-_INDEXER = {"index_head_dim": 12, "index_n_heads": 3, "index_topk": 9}
+# So many heads that one at least is above 0 for every key: keys with equal scores may be chosen in any order.
+_INDEXER = {"index_head_dim": 12, "index_n_heads": 24, "index_topk": 9}
 _MSCALE_YARN = {**_LONG_YARN, "mscale": 0.8, "mscale_all_dim": 1.2}
 _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2-moe": (
