@@ -72,7 +72,7 @@ class RopeSpec:
 class IndexerSpec:
     """What chooses the keys that a query attends to, the best top_k of all before it (DeepSeek-V3.2, GLM-5).
 
-    The score of a key is the sum over heads of relu(q.k / sqrt(head_dim)), times a weight that the query's token gives each head.
+    The score of a key is the sum over heads of relu(q.k / sqrt(head_dim)), times a weight that the query gives each head.
 
     norm            of keys, a layer norm with bias
     is_interleaved  how the first values of its heads are rotated, as in LatentSpec
@@ -87,8 +87,9 @@ class IndexerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """Multi-head latent attention (MLA, DeepSeek-V2: https://arxiv.org/abs/2405.04434): keys and values of all heads are made of
-    one latent row per token, which is what is cached, beside a rotated key that all heads share.
+    """Multi-head latent attention (MLA, DeepSeek-V2: https://arxiv.org/abs/2405.04434).
+
+    Keys and values of all heads are made of one latent row per token, which is cached, with a rotated key that all heads share.
 
     q_rank      size of the latent row that queries are made of; None: they are made of the input
     kv_rank     size of the latent row that keys and values are made of
@@ -183,7 +184,7 @@ class MlpSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Experts in equal groups, of which a token takes the best `num_chosen`; a group counts by the sum of its num_best best scores."""
+    """Experts in equal groups, of which a token takes the best `num_chosen`, by the sum of the num_best best scores of each."""
 
     count: int
     num_chosen: int

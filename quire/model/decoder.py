@@ -228,7 +228,11 @@ class DecoderLayer:
         rope = spec.attention.rope
         y = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         place = LayerPlace(None if rope is None else angles[rope], step, k_cache, v_cache, positions)
-        y = self._latent_attention(y, spec.attention, place) if spec.attention.latent else self._attention(y, spec.attention, place)
+        y = (
+            self._latent_attention(y, spec.attention, place)
+            if spec.attention.latent
+            else self._attention(y, spec.attention, place)
+        )
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         y = self._mlp(self._norm(x, spec.mlp_in, "mlp_in"))
         return self._add(x, self._norm(y, spec.mlp_out, "mlp_out"))

@@ -253,16 +253,13 @@ class DeviceLayer:
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
             logits = self._router(y.float() if spec.is_router_f32 else y)
-            out = mixture_of_experts(
-                y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
-            )
+            out = mixture_of_experts(y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction)
             return out if spec.shared is None else out + self._shared_expert(y, spec.shared)
         both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
             return self._linears["down"](activate(gate, up, spec.activation))
         return self._linears["down"](activate(both, None, spec.activation))
-
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
         gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)

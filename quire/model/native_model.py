@@ -291,8 +291,10 @@ class NativeModelBuilder:
     def _build_latent(
         self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None
     ) -> None:
-        """Pack the projections, and of kv_b for each head what brings a key's half of the query into the latent space, and the
-        values out of it. These are kept in the model's dtype: the former is transposed, across the groups of a quantised one."""
+        """Pack the projections, and of kv_b for each head what brings queries into the latent space, and values out of it.
+
+        These are kept in the model's dtype: the former is transposed, across the groups of a quantised weight.
+        """
         q_a = None if latent.q_rank is None else self._pack(f"{prefix}q_a")
         heads = ShardRange(0, attention.num_heads) if shard is None else shard.heads.heads
         q_dim = latent.nope_dim + latent.rope_dim

@@ -100,7 +100,9 @@ class WeightPacker:
             logger.warning("some %s weights do not fit the native layouts and are kept in %s", kind, self._dtype)
         self._has_warned = True
 
-    def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool, is_exact: bool = False) -> NativeWeight:
+    def _pack_dense(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool, is_exact: bool = False
+    ) -> NativeWeight:
         num_rows, num_columns = weight.shape
         is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
         step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)

@@ -12,7 +12,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
     rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads].
-    Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head the rows of its key first.
+    Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head those of its key first.
     """
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden)}

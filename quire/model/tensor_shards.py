@@ -65,7 +65,7 @@ def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that a rank has; norms, routers, learned positions and what makes latent rows are whole on every rank.
+    """The part of a model that a rank has; norms, routers, positions and what makes latent rows are whole on every rank.
 
     vocabulary  its rows of the embedding and of the LM head
     """
@@ -82,10 +82,14 @@ class ModelShard:
         Raises ConfigError where a rank would have no part of a weight.
         """
         if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
-            raise ConfigError(f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank")
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank"
+            )
         layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
-        least = min(spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers))
+        least = min(
+            spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers)
+        )
         if least < len(shares):
             raise ConfigError(f"tensor_parallel_size must be at most {least} for this model, got {len(shares)}")
         return found

@@ -132,7 +132,10 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     "olmoe-renorm": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True, "attention_bias": True}),
     "flex-olmo": ("flex_olmo", {"num_experts": 5, "num_experts_per_tok": 3}),
     "glm4-moe": ("glm4_moe", {**_DEEPSEEK_MOE, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
-    "glm4-moe-no-renorm": ("glm4_moe", {**_DEEPSEEK_MOE, "head_dim": 20, "norm_topk_prob": False, "n_group": 1, "topk_group": 1}),
+    "glm4-moe-no-renorm": (
+        "glm4_moe",
+        {**_DEEPSEEK_MOE, "head_dim": 20, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
     "minimax-m2": (
         "minimax_m2",
         {
@@ -145,7 +148,14 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "ernie4-5-moe": (
         "ernie4_5_moe",
-        {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_end_index": 2, "num_hidden_layers": 4, "tie_word_embeddings": False},
+        {
+            "moe_num_experts": 6,
+            "moe_k": 3,
+            "moe_intermediate_size": 40,
+            "moe_layer_end_index": 2,
+            "num_hidden_layers": 4,
+            "tie_word_embeddings": False,
+        },
     ),
     "ernie4-5-moe-bias": (
         "ernie4_5_moe",
@@ -169,7 +179,13 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "phimoe": (
         "phimoe",
-        {"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "router_jitter_noise": 0.2, "sliding_window": 11},
+        {
+            "num_local_experts": 6,
+            "attention_bias": True,
+            "lm_head_bias": True,
+            "router_jitter_noise": 0.2,
+            "sliding_window": 11,
+        },
     ),
     "phimoe-longrope": (
         "phimoe",
@@ -210,7 +226,13 @@ _MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "deepseek-v2": (
         "deepseek_v2",
-        {**_DEEPSEEK_MOE, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False, "rope_parameters": _MSCALE_YARN},
+        {
+            **_DEEPSEEK_MOE,
+            **_LATENT,
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "rope_parameters": _MSCALE_YARN,
+        },
     ),
     "deepseek-v2-lite": (
         "deepseek_v2",
@@ -340,7 +362,9 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
     )
     torch.manual_seed(0)
-    model = _class_of(model_type)._from_config(config) if model_type in _OWN_CLASSES else AutoModelForCausalLM.from_config(config)
+    model = (
+        _class_of(model_type)._from_config(config) if model_type in _OWN_CLASSES else AutoModelForCausalLM.from_config(config)
+    )
     _randomise(model, name)
     model.save_pretrained(folder)
     if style == "v4":

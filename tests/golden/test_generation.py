@@ -72,7 +72,9 @@ def decoders(monkeypatch):
 
 @pytest.mark.parametrize(("block_size", "num_blocks", "kind", "num_steps", "num_cached_steps"), BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", case_params())
-def test_greedy_tokens_are_those_of_transformers(folder, case, decoders, block_size, num_blocks, kind, num_steps, num_cached_steps):
+def test_greedy_tokens_are_those_of_transformers(
+    folder, case, decoders, block_size, num_blocks, kind, num_steps, num_cached_steps
+):
     model = reference_model(folder)
     options = {"block_size": block_size, "num_kv_blocks": num_blocks, "max_num_seqs": 4, "max_num_batched_tokens": 23}
     llm = LLM(str(folder), skip_tokenizer_init=True, **options)

@@ -41,8 +41,7 @@ def _random_prompt(length):
 
 
 def _are_experts_clear(logits, moe, correction):
-    """Return whether the experts of a token, and the weights of sparse ones, stay what they are where its logits [E] are a little
-    different."""
+    """Return whether a token's experts, and the weights of sparse ones, stay where its logits [E] are a little different."""
     noise = torch.rand(32, moe.num_experts, generator=torch.Generator().manual_seed(1)) - 0.5
     weights, chosen = route(torch.cat((logits[None], logits + LEAST_ROUTER_MARGIN * noise)), moe, correction)
     chosen, order = chosen.sort(1)

@@ -1,4 +1,4 @@
-"""Latent attention to the keys that an indexer chooses (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556), over the paged cache."""
+"""Latent attention to the keys that an indexer chooses (DeepSeek-V3.2: https://arxiv.org/abs/2512.02556)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ def store_index_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 
 def attend_indexed(
-    q: Tensor, index: IndexQueries, caches: tuple[Tensor, Tensor], step: AttentionInput, spec: AttentionSpec, indexer: IndexerSpec
+    q: Tensor,
+    index: IndexQueries,
+    caches: tuple[Tensor, Tensor],
+    step: AttentionInput,
+    spec: AttentionSpec,
+    indexer: IndexerSpec,
 ) -> Tensor:
     """Attend every query to the rows that the indexer chooses of those of its sequence, itself and what is before it.
 

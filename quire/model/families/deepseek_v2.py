@@ -22,7 +22,9 @@ def _read_moe(config: ConfigView) -> MoeSpec:
     if method not in _METHODS:
         raise UnsupportedError(f"topk_method {method!r} is not supported; supported: {', '.join(_METHODS)}")
     if config.boolean("norm_topk_prob") or config.raw("scoring_func") not in (None, "softmax"):
-        raise UnsupportedError("norm_topk_prob true, or a scoring_func that is not 'softmax', is not supported in a 'deepseek_v2' model")
+        raise UnsupportedError(
+            "norm_topk_prob true, or a scoring_func that is not 'softmax', is not supported in a 'deepseek_v2' model"
+        )
     moe = read_moe(config, "moe_intermediate_size")
     return replace(
         moe,

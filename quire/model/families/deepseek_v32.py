@@ -20,7 +20,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     if types != {"full"}:
         raise UnsupportedError(f"indexer_types {sorted(types)} are not supported; supported: full")
     if set(config.strings("layer_types") or ["indexed_attention"]) != {"indexed_attention"}:
-        raise UnsupportedError(f"layer_types of a {config.model_type!r} model are supported only where all are indexed_attention")
+        raise UnsupportedError(
+            f"layer_types of a {config.model_type!r} model are supported only where all are indexed_attention"
+        )
     norm, dense = read_rms_norm(config), read_mlp(config, has_bias=config.boolean("mlp_bias"))
     attention = interleaved(read_latent_attention(config))
     attention = read_indexer(config, attention, is_interleaved=config.model_type == GLM_MODEL_TYPE)

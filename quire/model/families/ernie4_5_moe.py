@@ -34,7 +34,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     first, last = config.integer("moe_layer_start_index", minimum=0), config.integer("moe_layer_end_index", minimum=-1)
     last = num_layers - 1 if last == -1 else last
     layers = [
-        LayerSpec(attention, moe if (index + 1) % interval == 0 and first <= index <= last else dense, attn_in=norm, mlp_in=norm)
+        LayerSpec(
+            attention, moe if (index + 1) % interval == 0 and first <= index <= last else dense, attn_in=norm, mlp_in=norm
+        )
         for index in range(num_layers)
     ]
     return replace(assemble(config, layers, norm), has_head_bias=has_bias)

@@ -1,4 +1,4 @@
-"""Granite mixtures of experts (IBM): Granite with a mixture in every layer; the shared variant adds an expert for all tokens."""
+"""Granite mixtures (IBM): Granite with a mixture in every layer; the shared variant adds an expert for all tokens."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
         block, ours = f"layers.{index}.block_sparse_moe", f"layers.{index}"
         is_new = f"{block}.experts.gate_up_proj" in stored
         sources[f"{ours}.router.weight"] = Source.of(f"{block}.router.weight" if is_new else f"{block}.router.layer.weight")
-        gate_up, down = ("experts.gate_up_proj", "experts.down_proj") if is_new else ("input_linear.weight", "output_linear.weight")
+        gate_up, down = (
+            ("experts.gate_up_proj", "experts.down_proj") if is_new else ("input_linear.weight", "output_linear.weight")
+        )
         sources[f"{ours}.experts.gate_up.weight"] = Source.of(f"{block}.{gate_up}")
         sources[f"{ours}.experts.down.weight"] = Source.of(f"{block}.{down}")
         if layer.mlp.shared is not None:

@@ -62,7 +62,9 @@ def read_indexer(config: ConfigView, attention: AttentionSpec, *, is_interleaved
     assert attention.latent is not None
     head_dim = config.integer("index_head_dim")
     if head_dim < attention.latent.rope_dim or head_dim > attention.head_dim:
-        allowed = f"from qk_rope_head_dim ({attention.latent.rope_dim}) to kv_lora_rank + qk_rope_head_dim ({attention.head_dim})"
+        allowed = (
+            f"from qk_rope_head_dim ({attention.latent.rope_dim}) to kv_lora_rank + qk_rope_head_dim ({attention.head_dim})"
+        )
         raise config.error("index_head_dim", head_dim, allowed)
     indexer = IndexerSpec(
         config.integer("index_n_heads"),

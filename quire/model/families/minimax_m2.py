@@ -1,4 +1,4 @@
-"""MiniMax-M2 (2025): sigmoid scores with a correction in every layer, a norm over all of q and k, a part of each head rotated."""
+"""MiniMax-M2 (2025): sigmoid scores with a correction, a norm over all of q and k, a part of each head rotated."""
 
 from __future__ import annotations
 

@@ -26,7 +26,9 @@ def read_spec(config: ConfigView) -> ModelSpec:
     attention = replace(attention, window=config.nullable_integer("sliding_window"))
     moe = read_moe(config, "intermediate_size")
     if moe.top_k != _NUM_CHOSEN:
-        raise UnsupportedError(f"num_experts_per_tok {moe.top_k} is not supported in a 'phimoe' model; supported: {_NUM_CHOSEN}")
+        raise UnsupportedError(
+            f"num_experts_per_tok {moe.top_k} is not supported in a 'phimoe' model; supported: {_NUM_CHOSEN}"
+        )
     jitter = config.number("router_jitter_noise", is_positive=False)
     moe = replace(moe, scoring="sparse", sparse_margin=2 * jitter, is_renormalized=False)
     layers = [LayerSpec(attention, moe, attn_in=norm, mlp_in=norm)] * config.integer("num_hidden_layers")

@@ -196,7 +196,9 @@ def _long_attention_factor(config: ConfigView, key: str, parameters: _Parameters
     if short is None and long is None:
         return parameters.number("attention_factor", is_required=False)
     if short != long:
-        raise UnsupportedError(f"{key}: short_mscale ({short}) and long_mscale ({long}) are supported only where they are equal")
+        raise UnsupportedError(
+            f"{key}: short_mscale ({short}) and long_mscale ({long}) are supported only where they are equal"
+        )
     return short
 
 

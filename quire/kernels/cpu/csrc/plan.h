@@ -186,6 +186,7 @@ public:
 private:
     friend struct StepRows;
     friend struct StepExperts;
+    friend struct StepLatent;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
