@@ -66,7 +66,9 @@ def test_logits_are_those_of_the_dense_weights(checkpoint, tmp_path, case, metho
 def test_weights_are_quantised_when_they_are_loaded(checkpoint, case, quantization):
     folder = checkpoint(case, "v5")
     spec, want = read_model_spec(folder), whole_prompt_logits(load_model(folder), PROMPT)
-    dense, model = (build_model(spec, open_parameters(folder, spec), 64, 16, policy) for policy in (None, POLICIES[quantization]))
+    dense, model = (
+        build_model(spec, open_parameters(folder, spec), 64, 16, policy) for policy in (None, POLICIES[quantization])
+    )
     assert isinstance(model, NativeDecoder)
     assert model.weight_bytes < dense.weight_bytes
     error = (whole_prompt_logits(model, PROMPT) - want).abs().mean() / want.abs().mean()
