@@ -13,19 +13,19 @@ from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.cpu.sampling import DrawOptions
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.float8 import float8_launches
-from quire.kernels.triton.heads import Projections, place_heads_launch, rope_table
 from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import in_order_launches, multiply_launches
 from quire.kernels.triton.moe import expert_launches
-from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.qk_rope_store import Projections, place_heads_launch, rope_table
+from quire.kernels.triton.quantized_weights import pack_float8, pack_integers
 from quire.kernels.triton.sampling import Choices, row_options, sample_launches
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceAttentionMetadata
 
 _CACHE_BYTES = 120 << 20
 _MAX_COPIES = 16
@@ -85,12 +85,12 @@ class Shapes:
         def make() -> list[Launch]:
             tables = torch.randperm(shape[0]).view(num_sequences, num_blocks)
             starts = [count * index for index in range(num_sequences + 1)]
-            step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
+            step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
             q = self.random(starts[-1], spec.num_heads, spec.head_dim)
             stored = [self.random(*shape, dtype=kv_dtype) for _ in "kv"]
             scales = [torch.rand(shape[:3], device=self.device) for _ in "kv"] if kv_dtype != BF16 else []
             cache = KvCache(*stored, *scales)
-            return attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(step, self.device), spec)
+            return attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(step, self.device), spec)
 
         kept_bytes = 2 * (spec.head_dim * kv_dtype.itemsize + (0 if kv_dtype == BF16 else 4))
         seen_keys = length if window is None else min(length, window + count - 1)

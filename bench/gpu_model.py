@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.ahead import compile_variant
+from quire.kernels.triton.precompile import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder

@@ -23,7 +23,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import Constraint, Grammar, StructuredOutputsParams
 from quire.contracts.sampling_params import SamplingParams
 from quire.engine.llm import LLM
-from quire.grammar.compiler import GrammarCompiler, Use
+from quire.grammar.compiler import GrammarCompiler, GrammarContext
 from quire.grammar.matcher import MaskedMatcher
 from quire.grammar.vocabulary import read_vocabulary
 from quire.model.resolve import resolve_model
@@ -134,7 +134,7 @@ def measure_schemas(config: EngineConfig, trial: SchemaTrial, show_progress: boo
         begin = time.perf_counter()
         try:
             constraint = Constraint(kind="json_schema", source=json.dumps(schema), param="schema")
-            grammar = compiler.start(constraint, (), Use((), trial.max_tokens)).result()
+            grammar = compiler.start(constraint, (), GrammarContext((), trial.max_tokens)).result()
         except RequestError as error:
             refusals.append(str(error))
             continue

@@ -27,7 +27,7 @@ from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.speculative import SpeculativeConfig
 from quire.engine.llm import LLM
 from quire.engine.llm_engine import EngineStats
-from quire.speculate.replay import ReplayProposer
+from quire.speculate.oracle_proposer import OracleProposer
 from quire.speculate.speculator import Speculator
 
 _REPLAY = "replay:"
@@ -260,7 +260,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
         outputs = {tuple(output.prompt_token_ids): output.outputs[0].token_ids for batch in expected for output in batch}
         vocab_size = engine.report.spec.vocab_size
         drafter = None if is_replay else drafting.proposer
-        drafting = drafting.with_proposer(ReplayProposer(outputs, share, vocab_size, drafter))
+        drafting = drafting.with_proposer(OracleProposer(outputs, share, vocab_size, drafter))
     for index in range(trial.num_warm_up):
         _run(llm, batches[index % len(batches)], trial, drafting)
         bar.update()

@@ -16,15 +16,15 @@ from torch import Tensor
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import CompiledKernel, compile_launch
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import multiply_launches
 from quire.kernels.triton.moe import expert_launches
-from quire.kernels.triton.narrow_weights import pack_float8, pack_integers
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.quantized_weights import pack_float8, pack_integers
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_table, user_path, using
 
 logger = get_logger(__name__)
@@ -186,10 +186,10 @@ class _Shapes:
         cache = KvCache(self._random(*shape).to(kv_dtype), self._random(*shape).to(kv_dtype), *scales)
         starts = [count * index for index in range(num_sequences + 1)]
         tables = torch.arange(shape[0]).view(num_sequences, num_blocks)
-        step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
+        step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables)
 
         def make() -> list[Launch]:
-            return attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(step, self._device), spec)
+            return attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(step, self._device), spec)
 
         when = {"dtype": "bfloat16", "head_dim": head_dim, "is_quantised": is_quantised}
         keys, stages = (32, 64, 128), (2, 3)

@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import quire
 from quire.base.errors import QuireError
-from quire.base.guesses import did_you_mean
 from quire.base.logging import setup_logging
+from quire.base.suggestions import did_you_mean
 from quire.base.threads import prefer_short_spins
 from quire.cli import (
     batch,

@@ -215,5 +215,7 @@ def _read_keys(given: list[str] | None, path: Path | None) -> tuple[Any, ...]:
     if any(not text.strip() for text in texts):
         raise ConfigError("--api-key: a key must not be empty")
     names = ["default"] if len(texts) == 1 else [f"key-{number}" for number in range(1, len(texts) + 1)]
-    keys = [ApiKey(name, hash_key(text), is_admin=True, may_hurry=True) for name, text in zip(names, texts, strict=True)]
+    keys = [
+        ApiKey(name, hash_key(text), is_admin=True, may_use_interactive=True) for name, text in zip(names, texts, strict=True)
+    ]
     return (*keys, *(read_key_file(path) if path is not None else ()))

@@ -40,7 +40,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--num-steps-ahead", type=int, help="tokens ahead that are learned; of medusa, heads")
     parser.add_argument("--draft-vocab-size", type=int, help="draft the most frequent tokens only; 32000 at most, if not given")
     parser.add_argument(
-        "--tap-layers", type=int, nargs=3, help="layers whose inputs eagle3 reads; 2, n // 2, n - 3, if not given"
+        "--aux-hidden-state-layers",
+        "--tap-layers",
+        type=int,
+        nargs=3,
+        help="layers whose inputs eagle3 reads; 2, n // 2, n - 3, if not given",
     )
     parser.add_argument("--learning-rate", type=float, help="of the matrices")
     parser.add_argument("--start-from", metavar="HEAD", help="go on from a head of the same shapes: a folder, or a bundled one")
@@ -54,8 +58,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Train and print what came of it."""
     chosen = {name: getattr(args, name) for name in _DEFAULTS}
-    if chosen["tap_layers"] is not None:
-        chosen["tap_layers"] = tuple(chosen["tap_layers"])
+    if chosen["aux_hidden_state_layers"] is not None:
+        chosen["aux_hidden_state_layers"] = tuple(chosen["aux_hidden_state_layers"])
     wanted = DraftTraining(kind=args.kind, model=args.model, text=args.text.expanduser(), out=args.out.expanduser(), **chosen)
     from quire.training.loop import train_draft
 

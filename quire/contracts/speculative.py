@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
-from quire.base.guesses import with_guesses
+from quire.base.suggestions import with_guesses
 from quire.contracts.medusa_choices import Choices, read_choices
 from quire.contracts.speculative_names import renamed
 from quire.contracts.speculative_ranges import LOOKUP, MAX_SPECULATIVE_TOKENS, check_int, check_number

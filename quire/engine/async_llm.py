@@ -204,7 +204,7 @@ class AsyncLLM:
 
     def _run(self) -> None:
         try:
-            while self._obey():
+            while self._handle_command():
                 for output in self.engine.step():
                     self._deliver(output)
             failure = "the engine has been closed"
@@ -221,7 +221,7 @@ class AsyncLLM:
         except Exception:  # broken already, and said so above; the memory goes with the process
             logger.exception("the engine could not be closed")
 
-    def _obey(self) -> bool:
+    def _handle_command(self) -> bool:
         """Carry out the commands that wait, sleeping until there is one when there is nothing else to do."""
         while True:
             try:

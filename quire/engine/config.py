@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.base.guesses import with_guesses
+from quire.base.suggestions import with_guesses
 from quire.contracts.config import EngineConfig
 
 

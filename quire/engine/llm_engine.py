@@ -30,7 +30,7 @@ from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_loop import StepLoop
 from quire.engine.scheduling.step_record import StepRecord
-from quire.grammar.compiler import Compilation, GrammarCompiler, Use
+from quire.grammar.compiler import Compilation, GrammarCompiler, GrammarContext
 from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
@@ -212,13 +212,13 @@ class LLMEngine:
             return None
         return self.grammars.start(params.constraint, tuple(params.bad_words or ()), self._use_of(request))
 
-    def _use_of(self, request: Request) -> Use:
+    def _use_of(self, request: Request) -> GrammarContext:
         params, constraint = request.params, request.params.constraint
         max_tokens = None
         if self.config.fit_structured_outputs and constraint is not None and constraint.fit_max_tokens:
             room = self.scheduler.config.max_model_len - len(request.prompt_token_ids)
             max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return Use(request.prompt_token_ids if params.bad_words else (), max_tokens)
+        return GrammarContext(request.prompt_token_ids if params.bad_words else (), max_tokens)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams (generation_config.json), changed by `overrides`."""

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
-from quire.base.mixing import mix_seed
+from quire.base.seeds import mix_seed
 from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.pooling_params import PoolingParams

@@ -12,42 +12,42 @@ from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.constraint import Constraint, Grammar
 from quire.grammar.banned import BannedGrammar
-from quire.grammar.endings import JsonEndings
 from quire.grammar.errors import GrammarError, PassingError
-from quire.grammar.fitted import FittedGrammar
 from quire.grammar.free_text import FreeGrammar
+from quire.grammar.length_bounded import LengthBoundedGrammar
 from quire.grammar.matcher import Backend
 from quire.grammar.phrases import BannedPhrases, TokenIndex
-from quire.grammar.probing import Prober
-from quire.grammar.rehearsal import can_go_on
+from quire.grammar.reasoning_prefix import ReasoningPrefix, text_before
+from quire.grammar.sandbox import SandboxedCompiler
 from quire.grammar.schema_faults import NOTHING_MATCHES
-from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.shortest_completion import ShortestCompletions
+from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.spelling_check import check_places, check_texts
 from quire.grammar.string_forms import NO_FORMS, StringForms, string_forms_of
-from quire.grammar.text_before import TextBefore, text_before
+from quire.grammar.trial_decode import can_continue
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.without_phrases import without_phrases
 
 logger = get_logger(__name__)
 
 _NUM_THREADS = 64
-"""Most wait for a place in the Prober, which bounds how many compile."""
+"""Most wait for a place in the SandboxedCompiler, which bounds how many compile."""
 _MAX_CACHED = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class GrammarKey:
     """What is compiled once and kept: a constraint, phrases that are banned, or both."""
 
     constraint: Constraint | None
     bad_words: tuple[str, ...] = ()
 
     @property
-    def text_before(self) -> TextBefore | None:
+    def text_before(self) -> ReasoningPrefix | None:
         """What comes before the JSON of an output, None where it is not all JSON but for that."""
         if self.constraint is None or self.constraint.kind not in ("json_schema", "json_object", "structural_tag"):
             return None
-        return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else TextBefore()
+        return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else ReasoningPrefix()
 
     @property
     def string_forms(self) -> StringForms:
@@ -62,7 +62,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class GrammarContext:
     """What a grammar has to know of the request that it is for.
 
     prompt_token_ids  in which a banned phrase may begin
@@ -76,7 +76,7 @@ class Use:
 class Compilation:
     """A demand that is being compiled, or has been."""
 
-    def __init__(self, future: Future[Grammar], demand: Demand, finish: Callable[[Grammar], Grammar]) -> None:
+    def __init__(self, future: Future[Grammar], demand: GrammarKey, finish: Callable[[Grammar], Grammar]) -> None:
         self._future = future
         self._demand = demand
         self._finish = finish
@@ -109,30 +109,32 @@ class GrammarCompiler:
     """Compiles in threads of its own; what was compiled lately, refusals too, is kept. Thread-safe.
 
     read_vocabulary  makes the vocabulary when it is first needed; it may raise RequestError
-    prober           for tests
+    sandbox           for tests
     """
 
     def __init__(
-        self, read_vocabulary: Callable[[], Vocabulary], prober: Prober | None = None, max_cached: int = _MAX_CACHED
+        self, read_vocabulary: Callable[[], Vocabulary], sandbox: SandboxedCompiler | None = None, max_cached: int = _MAX_CACHED
     ) -> None:
         self._read_vocabulary = read_vocabulary
-        self.prober = Prober() if prober is None else prober
+        self.sandbox = SandboxedCompiler() if sandbox is None else sandbox
         self._max_cached = max_cached
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="quire-grammar")
         self._lock = threading.Lock()
-        self._found: OrderedDict[Demand, Future[Grammar]] = OrderedDict()
+        self._found: OrderedDict[GrammarKey, Future[Grammar]] = OrderedDict()
         self._making = {name: threading.Lock() for name in ("vocabulary", "index", "endings", "llguidance", "xgrammar")}
         self._backends: dict[str, Backend] = {}
         self._vocabulary: Vocabulary | None = None
         self._index: TokenIndex | None = None
-        self._endings: JsonEndings | None = None
+        self._endings: ShortestCompletions | None = None
         self._is_closed = False
         self.num_compiled = 0
         self.num_sent_on = 0  # schemas that xgrammar has taken where llguidance did not
 
-    def start(self, constraint: Constraint | None, bad_words: tuple[str, ...] = (), use: Use | None = None) -> Compilation:
+    def start(
+        self, constraint: Constraint | None, bad_words: tuple[str, ...] = (), use: GrammarContext | None = None
+    ) -> Compilation:
         """Begin to compile, unless that was done before. Raises RequestError after `close`."""
-        demand = Demand(constraint, bad_words)
+        demand = GrammarKey(constraint, bad_words)
         with self._lock:
             future = self._found.get(demand)
             is_new = future is None
@@ -147,21 +149,23 @@ class GrammarCompiler:
                 self._found.move_to_end(demand)
         if is_new:  # outside of the lock: it may be called at once
             future.add_done_callback(lambda done: self._forget_passing(demand, done))
-        return Compilation(future, demand, lambda grammar: self._finish(grammar, demand, Use() if use is None else use))
+        return Compilation(
+            future, demand, lambda grammar: self._finish(grammar, demand, GrammarContext() if use is None else use)
+        )
 
-    def _forget_passing(self, demand: Demand, future: Future[Grammar]) -> None:
+    def _forget_passing(self, demand: GrammarKey, future: Future[Grammar]) -> None:
         if not future.cancelled() and isinstance(future.exception(), PassingError):
             with self._lock:
                 if self._found.get(demand) is future:
                     del self._found[demand]
 
-    def _finish(self, grammar: Grammar, demand: Demand, use: Use) -> Grammar:
+    def _finish(self, grammar: Grammar, demand: GrammarKey, use: GrammarContext) -> Grammar:
         """Return the grammar for a request."""
         if isinstance(grammar, BannedGrammar) and use.prompt_token_ids:
             grammar = grammar.behind(use.prompt_token_ids)
         text = None if use.max_tokens is None else demand.text_before
         if text is not None and use.max_tokens is not None:
-            grammar = FittedGrammar(grammar, self._get_endings().behind(text, demand.string_forms), use.max_tokens)
+            grammar = LengthBoundedGrammar(grammar, self._get_endings().behind(text, demand.string_forms), use.max_tokens)
         return grammar
 
     def warm(self) -> None:
@@ -182,12 +186,12 @@ class GrammarCompiler:
         with self._lock:
             self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self.prober.close()
+        self.sandbox.close()
         self._threads.shutdown()
         for backend in self._backends.values():
             backend.close()
 
-    def _compile(self, demand: Demand) -> Grammar:
+    def _compile(self, demand: GrammarKey) -> Grammar:
         try:
             if demand.constraint is None:
                 grammar: Grammar = FreeGrammar(self._get_vocabulary())
@@ -217,7 +221,7 @@ class GrammarCompiler:
         is_for_other = constraint.backend == "xgrammar" != left.backend  # it shows only whether anything is left
         try:
             grammar = self._compile_constraint(left)
-            is_kept = not is_for_other and (left.kind == "choice" or can_go_on(grammar))  # expressions have more states
+            is_kept = not is_for_other and (left.kind == "choice" or can_continue(grammar))  # expressions have more states
             return grammar if is_kept else self._compile_constraint(constraint)
         except PassingError:
             raise
@@ -264,12 +268,12 @@ class GrammarCompiler:
                 self._index = TokenIndex(vocabulary)
         return BannedPhrases(_phrases_of(words), vocabulary, self._index)
 
-    def _get_endings(self) -> JsonEndings:
+    def _get_endings(self) -> ShortestCompletions:
         if self._endings is None:  # whoever steps asks when it is there, and waits for nobody
             vocabulary = self._get_vocabulary()
             with self._making["endings"]:
                 if self._endings is None:
-                    self._endings = JsonEndings(vocabulary)
+                    self._endings = ShortestCompletions(vocabulary)
         return self._endings
 
     def _get_vocabulary(self) -> Vocabulary:
@@ -284,7 +288,7 @@ class GrammarCompiler:
         with self._making[name]:
             if name not in self._backends:
                 try:
-                    self._backends[name] = _make_backend(name, vocabulary, self.prober)
+                    self._backends[name] = _make_backend(name, vocabulary, self.sandbox)
                 except ImportError as error:
                     raise UnsupportedError(
                         f"the backend {name!r} of constraints is not installed ({error}): pip install 'quire[grammar]' "
@@ -311,11 +315,11 @@ def _enforces(constraint: Constraint, vocabulary: Vocabulary) -> bool:
     return True
 
 
-def _make_backend(name: str, vocabulary: Vocabulary, prober: Prober) -> Backend:
+def _make_backend(name: str, vocabulary: Vocabulary, sandbox: SandboxedCompiler) -> Backend:
     if name == "xgrammar":
         from quire.grammar.xgrammar_backend import XgrammarBackend
 
-        return XgrammarBackend(vocabulary, prober)
+        return XgrammarBackend(vocabulary, sandbox)
     from quire.grammar.llguidance_backend import LlguidanceBackend
 
-    return LlguidanceBackend(vocabulary, prober)
+    return LlguidanceBackend(vocabulary, sandbox)

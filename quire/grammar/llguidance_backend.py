@@ -13,7 +13,7 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.llguidance_source import llguidance_source
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, StateMatcher
-from quire.grammar.probing import Prober
+from quire.grammar.sandbox import SandboxedCompiler
 from quire.grammar.schema_faults import NOTHING_MATCHES, plain_words
 from quire.grammar.vocabulary import Vocabulary
 
@@ -32,9 +32,9 @@ _SLOW_S = 2e-3
 class LlguidanceBackend:
     """Compiles by llguidance; the vocabulary is read in when the backend is made, which takes parts of a second."""
 
-    def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
+    def __init__(self, vocabulary: Vocabulary, sandbox: SandboxedCompiler) -> None:
         self._vocabulary = vocabulary
-        self._prober = prober
+        self._sandbox = sandbox
         self._tokenizer = make_tokenizer(vocabulary)
         self._limits = make_limits()
 
@@ -44,7 +44,7 @@ class LlguidanceBackend:
         special = sorted(vocabulary.special_token_ids)
         spelled = [vocabulary.tokens[token_id].decode("utf-8", errors="replace") for token_id in special]
         setup = {"backend": "llguidance", "size": vocabulary.size, "special": special, "spelled": spelled}
-        with self._prober.probe(setup, constraint):
+        with self._sandbox.probe(setup, constraint):
             source = llguidance_source(constraint, vocabulary)
 
             def compile_anew() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import quote
-from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 ANY_TEXT = r"/(?s:.*)/"

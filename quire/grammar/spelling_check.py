@@ -16,7 +16,7 @@ from quire.grammar.matcher import MaskedMatcher
 from quire.grammar.schema_check import iter_tag_schemas
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_walk import iter_schemas
-from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 _MAX_PLACES = 128

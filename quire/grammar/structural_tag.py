@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
-from quire.grammar.argument_styles import STYLES, ArgumentWriter
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import inline_schema, quote_regex
 from quire.grammar.rules import ANY_TEXT, Rules, without
@@ -36,6 +35,7 @@ from quire.grammar.tag_fields import (
     schema_of,
     texts_of,
 )
+from quire.grammar.tool_call_grammar import STYLES, ArgumentWriter
 from quire.grammar.vocabulary import Vocabulary
 
 

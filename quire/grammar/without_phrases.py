@@ -12,11 +12,11 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.excluding import excluding
 from quire.grammar.lark import regex_source
+from quire.grammar.prune_schema import prune_schema
 from quire.grammar.rules import without
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_shape import check_shape
 from quire.grammar.schema_walk import iter_schemas
-from quire.grammar.thinned_schema import thin_schema
 
 _MAX_FORCED = 8
 _MAX_FORCED_CHARACTERS = 128
@@ -94,7 +94,7 @@ def _thin_schema(schema: object, phrases: Sequence[str], can_exclude: bool) -> o
         check_shape(inner, pointer)
         if can_exclude:
             _exclude_from_pattern(inner, phrases)
-    return thin_schema(schema, lambda value: _has_phrase(json.dumps(value, ensure_ascii=False), phrases))
+    return prune_schema(schema, lambda value: _has_phrase(json.dumps(value, ensure_ascii=False), phrases))
 
 
 def _exclude_from_pattern(schema: dict[str, Any], phrases: Sequence[str]) -> None:

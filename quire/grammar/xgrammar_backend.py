@@ -1,4 +1,4 @@
-"""Grammars by xgrammar, which compiles for the whole vocabulary: in a Prober's process, which hands the result back as text."""
+"""Grammars by xgrammar, which compiles for the whole vocabulary, in a SandboxedCompiler's process; the result comes back as text."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.contracts.argument_types import type_name
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.matcher import BackendGrammar, MaskedMatcher, MaskSource, StateMatcher
-from quire.grammar.probing import Prober
+from quire.grammar.sandbox import SandboxedCompiler
 from quire.grammar.schema_check import KNOWN_KEYWORDS, XGRAMMAR, check_schema, close_ends
 from quire.grammar.schema_depth import flatten_schema
 from quire.grammar.schema_faults import NOTHING_MATCHES
 from quire.grammar.schema_formats import FORMATS
 from quire.grammar.schema_walk import has_open_names, iter_reached
-from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 from quire.grammar.xgrammar_tags import SAFE_PATTERN, count_optional_groups, xgrammar_format
 
@@ -63,8 +63,8 @@ _SURROGATE_LEAD = b"\xed"
 class XgrammarBackend:
     """See Backend."""
 
-    def __init__(self, vocabulary: Vocabulary, prober: Prober) -> None:
-        self._prober = prober
+    def __init__(self, vocabulary: Vocabulary, sandbox: SandboxedCompiler) -> None:
+        self._sandbox = sandbox
         self._end_token_id = vocabulary.end_token_id
         self._spelling = vocabulary.spelling
         self._folder = Path(tempfile.mkdtemp(prefix="quire-grammar-"))
@@ -79,7 +79,7 @@ class XgrammarBackend:
         """See Backend."""
         from xgrammar import CompiledGrammar, GrammarMatcher
 
-        with self._prober.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
+        with self._sandbox.probe({"backend": "xgrammar", "vocabulary": str(self._file)}, constraint) as answer:
             compiled = CompiledGrammar.deserialize_json(answer["compiled"], self._info)
             self._spelling.check(_forced_bytes(GrammarMatcher(compiled)).decode("utf-8", errors="ignore"))
             if not self._masks.next_of(GrammarMatcher(compiled)).any():
@@ -109,7 +109,7 @@ def make_tokenizer_info(tokens: list[bytes]) -> Any:
 
 
 class ProbedXgrammar:
-    """What a Prober's process does: compile, and write down what came out."""
+    """What a SandboxedCompiler's process does: compile, and write down what came out."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from xgrammar import GrammarCompiler

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.grammar.errors import GrammarError
-from quire.grammar.special_texts import SpecialTexts
+from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.tag_fields import (
     Fields,
     begun_tags,

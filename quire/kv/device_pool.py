@@ -7,7 +7,7 @@ from torch import Tensor
 
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.triton.attention import KvCache
-from quire.kernels.triton.moving import move_tokens_launch
+from quire.kernels.triton.kv_move import move_tokens_launch
 
 _DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 

@@ -12,7 +12,7 @@ from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -96,5 +96,5 @@ def whole_prompt_logits(decoder: Model, token_ids: list[int], block_size: int = 
     is_half = isinstance(decoder, NativeDecoder) and decoder.spec.dtype == "float16"
     kv = KvPool(KvSpec.of(decoder.spec, block_size, "float32" if is_half else decoder.spec.dtype), num_blocks)
     positions = torch.arange(num_tokens)
-    step = AttentionInput(positions, [0, num_tokens], [num_tokens], torch.arange(num_blocks)[None])
+    step = AttentionMetadata(positions, [0, num_tokens], [num_tokens], torch.arange(num_blocks)[None])
     return decoder.step(torch.tensor(token_ids), positions, step, kv, list(range(num_tokens)), keeps_all=True)

@@ -21,7 +21,7 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
-from quire.kernels.reference.attention import AttentionInput, attend, move_kv, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
@@ -52,12 +52,12 @@ class Decoder:
         self._hidden: Tensor | None = None
         self._hidden_rows: list[int] = []
         self._kept_rows: list[int] | None = None
-        self._tap_layers: tuple[int, ...] = ()
+        self._aux_hidden_state_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
         self._head_bias = dense.get("lm_head.bias")
 
-    def _frequencies_of(self, rope: RopeSpec, step: AttentionInput) -> Tensor:
+    def _frequencies_of(self, rope: RopeSpec, step: AttentionMetadata) -> Tensor:
         """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
         short = self._short_frequencies.get(rope)
         if short is None or step.short_ropes is None:
@@ -66,7 +66,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, layers: Sequence[int] | None = None
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, layers: Sequence[int] | None = None
     ) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
@@ -82,7 +82,7 @@ class Decoder:
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
-            if index in self._tap_layers:
+            if index in self._aux_hidden_state_layers:
                 self._taps.append(x)
             x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index], positions=positions)
         return normalize(x, spec.final_norm, self._parameters["final_norm.weight"], self._parameters.get("final_norm.bias"))
@@ -91,7 +91,7 @@ class Decoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        step: AttentionInput,
+        step: AttentionMetadata,
         kv: KvPool,
         logit_rows: list[int],
         keeps_all: bool = False,
@@ -151,7 +151,7 @@ class Decoder:
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers, low to high, in every step from now on."""
-        self._tap_layers = layers
+        self._aux_hidden_state_layers = layers
 
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
         """Return the kept inputs [R, layers * hidden_size] f32 of rows of the last step's tokens."""
@@ -182,7 +182,7 @@ class LayerPlace:
     """
 
     angles: tuple[Tensor, Tensor] | None
-    step: AttentionInput
+    step: AttentionMetadata
     k_cache: Tensor
     v_cache: Tensor
     positions: Tensor | None = None
@@ -213,7 +213,7 @@ class DecoderLayer:
         self,
         x: Tensor,
         angles: dict[RopeSpec, tuple[Tensor, Tensor]],
-        step: AttentionInput,
+        step: AttentionMetadata,
         k_cache: Tensor,
         v_cache: Tensor,
         attended: Tensor | None = None,

@@ -18,10 +18,10 @@ from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
@@ -120,7 +120,7 @@ class DeviceDecoder:
         return self._features.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self.device))
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceAttentionMetadata, pool: DeviceKvPool) -> Tensor:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other. Tokens with the short variant of a rope
@@ -231,7 +231,7 @@ class DeviceLayer:
         return reason
 
     def forward(
-        self, x: Tensor, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, following: Norm | None
+        self, x: Tensor, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, following: Norm | None
     ) -> Tensor:
         """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x."""
         scale = self._spec.residual_scale
@@ -239,7 +239,9 @@ class DeviceLayer:
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
         return add_and_normalize(x, self._mlp(y), following, self._mlp_out, scale)
 
-    def _attention(self, y: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache, spec: AttentionSpec) -> Tensor:
+    def _attention(
+        self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, spec: AttentionSpec
+    ) -> Tensor:
         q, k, v = self._linears["qkv"](y).split(self._sizes, 1)
         norms = self._qk_norms
         if norms is not None and spec.qk_norm_over == "all":

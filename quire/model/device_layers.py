@@ -11,9 +11,9 @@ from quire.contracts.model_spec import LayerSpec, MlpSpec
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.heads import Rope
 from quire.kernels.triton.norm import Norm
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.qk_rope_store import Rope
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear
 
 
@@ -32,7 +32,7 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear]) -> 
     if spec.attention.qk_norm is not None and spec.attention.qk_norm_over == "all":
         return "a norm over all heads"
     if not all(linear.is_dense for linear in linears.values()):
-        return "narrow weights"
+        return "quantised weights"
     return None
 
 
@@ -67,7 +67,7 @@ class FusedLayer:
             "down": Epilogue(linears["down"].bias, residual_scale=scale),
         }
 
-    def forward(self, x: Tensor, positions: Tensor, step: DeviceStep, cache: KvCache) -> None:
+    def forward(self, x: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache) -> None:
         """Change the residual stream x [S, hidden_size], in one piece, in place.
 
         positions  [S] i64; step is a decode step of at most FEW_TOKENS sequences

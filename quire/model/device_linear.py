@@ -1,4 +1,4 @@
-"""DeviceLinear: one linear layer on a GPU, dense or narrow, of one weight or of several over the same inputs."""
+"""DeviceLinear: one linear layer on a GPU, dense or quantised, of one weight or of several over the same inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from quire.kernels.triton.float8 import multiply_float8, suits_float8
 from quire.kernels.triton.linear import multiply, multiply_in_order, widen
-from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
 _WIDENED_FROM = 257
-"""Tokens from which on a narrow weight is made dense for the product: the library's product of plain weights is then faster
+"""Tokens from which on a quantised weight is made dense for the product: the library's product of plain weights is then faster
 by more than making it dense takes. Not measured yet."""
 
-DeviceWeight = Tensor | NarrowWeight
-"""[O, K], dense or narrow."""
+DeviceWeight = Tensor | DeviceQuantizedWeight
+"""[O, K], dense or quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class DeviceLinear:
         return F.embedding(ids, weight) if isinstance(weight, Tensor) else widen(weight, dtype, ids)
 
     def _product(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-        if isinstance(weight, NarrowWeight):
+        if isinstance(weight, DeviceQuantizedWeight):
             is_float8 = not self.is_in_order and suits_float8(x, weight)
             if is_float8 or self.is_in_order or len(x) < _WIDENED_FROM:
                 found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias)

@@ -12,9 +12,9 @@ from tqdm import tqdm
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.narrow_weights import (
+from quire.kernels.triton.quantized_weights import (
     FLOAT4_LEVELS,
-    NarrowWeight,
+    DeviceQuantizedWeight,
     fits_kernels,
     join_rows,
     pack_float4,
@@ -52,7 +52,7 @@ class DeviceWeights:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     linears: dict[str, tuple[DeviceWeight, ...]] = field(default_factory=dict)
-    experts: dict[str, Tensor | NarrowWeight] = field(default_factory=dict)
+    experts: dict[str, Tensor | DeviceQuantizedWeight] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def load_on_device(
     """Return every parameter on a device, narrow where it is stored so, else in the model's dtype; `parameters` is emptied.
 
     The host holds one parameter, or one expert, at a time beside the checkpoint's own pages, which are given back. Two names
-    of one parameter stay one. What no kernel runs narrow is made dense, which is said in the log.
+    of one parameter stay one. What no kernel runs quantised is made dense, which is said in the log.
 
     quantize  applied on the device to every weight that is dense in the checkpoint, to an expert's on its own
     shapes    of the parameters, q before k before v and gate before up; None: those of the spec
@@ -102,7 +102,7 @@ class _Loader:
         for place in self._places.values():
             self._sizes[place.name] = max(self._sizes.get(place.name, 0), place.start + place.count)
         self._dense: dict[str, Tensor] = {}
-        self._parts: dict[str, list[tuple[_Place, NarrowWeight | None]]] = {}
+        self._parts: dict[str, list[tuple[_Place, DeviceQuantizedWeight | None]]] = {}
         self._widened: dict[str, list[str]] = {}
         self._orders: dict[bytes, Tensor] = {}
         self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
@@ -143,34 +143,34 @@ class _Loader:
         return found
 
     def _place_rows(self, parameter: Parameter | StoredParameter, place: _Place, name: str) -> None:
-        opened = parameter.open_narrow() if isinstance(parameter, StoredParameter) else parameter
+        opened = parameter.open_quantized() if isinstance(parameter, StoredParameter) else parameter
         if isinstance(opened, QuantizedStack):
             raise InvariantError(f"{name} is a stack of weights")
         opened = self._quantized(opened, name)
-        narrow = self._narrow(opened, name)
-        if narrow is None:
+        packed = self._open_quantized(opened, name)
+        if packed is None:
             self._copy(opened, place, name)
-        elif narrow.shape != self._shapes[name]:
-            raise InvariantError(f"{name} is {narrow.shape}, its place on the device {self._shapes[name]}")
-        self._parts.setdefault(place.name, []).append((place, narrow))
+        elif packed.shape != self._shapes[name]:
+            raise InvariantError(f"{name} is {packed.shape}, its place on the device {self._shapes[name]}")
+        self._parts.setdefault(place.name, []).append((place, packed))
 
     def _finish(self, name: str) -> tuple[DeviceWeight, ...]:
         """Return the parts of a weight, as few as they can be."""
         parts: list[DeviceWeight] = []
         runs: list[tuple[int, int]] = []  # of dense rows
-        for place, narrow in self._parts.pop(name):
+        for place, packed in self._parts.pop(name):
             end = place.start + place.count
-            if narrow is None and parts and isinstance(parts[-1], Tensor):
+            if packed is None and parts and isinstance(parts[-1], Tensor):
                 runs[-1] = (runs[-1][0], end)
                 parts[-1] = self._dense[name][slice(*runs[-1])]
-            elif narrow is None:
+            elif packed is None:
                 runs.append((place.start, end))
                 parts.append(self._dense[name][place.start : end])
             else:
                 last = parts[-1] if parts else None
-                joined = join_rows([last, narrow]) if isinstance(last, NarrowWeight) else None
+                joined = join_rows([last, packed]) if isinstance(last, DeviceQuantizedWeight) else None
                 if joined is None:
-                    parts.append(narrow)
+                    parts.append(packed)
                 else:
                     parts[-1] = joined
         self._dense.pop(name, None)
@@ -181,7 +181,7 @@ class _Loader:
             return weight
         return self._quantize.narrowed(name, self._copies.upload(weight))
 
-    def _narrow(self, weight: Opened, name: str) -> NarrowWeight | None:
+    def _open_quantized(self, weight: Opened, name: str) -> DeviceQuantizedWeight | None:
         """Return a weight as kernels run it, on the device, or None where it is to be dense."""
         if isinstance(weight, Tensor):
             return None
@@ -215,13 +215,13 @@ class _Loader:
         if name not in names:
             names.append(name)
 
-    def _place_experts(self, parameter: Parameter | StoredParameter, name: str) -> Tensor | NarrowWeight:
+    def _place_experts(self, parameter: Parameter | StoredParameter, name: str) -> Tensor | DeviceQuantizedWeight:
         """Return a stack of experts, narrow where all are of one kind, filled expert by expert."""
         shape = self._shapes[name]
-        stack: NarrowWeight | None = None
+        stack: DeviceQuantizedWeight | None = None
         for index in range(shape[0]):
-            narrow = self._narrow(self._quantized(_expert(parameter, index, True), name), name)
-            stack = None if narrow is None else self._put(stack, narrow, index, shape, name)
+            packed = self._open_quantized(self._quantized(_expert(parameter, index, True), name), name)
+            stack = None if packed is None else self._put(stack, narrow, index, shape, name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
             if stack is None:
@@ -236,8 +236,8 @@ class _Loader:
         return dense
 
     def _put(
-        self, stack: NarrowWeight | None, expert: NarrowWeight, index: int, shape: Shape, name: str
-    ) -> NarrowWeight | None:
+        self, stack: DeviceQuantizedWeight | None, expert: DeviceQuantizedWeight, index: int, shape: Shape, name: str
+    ) -> DeviceQuantizedWeight | None:
         """Return the stack with an expert in its place, or None, with a line for the log, where that is of another kind."""
         if expert.shape != shape[1:]:
             raise InvariantError(f"an expert of {name} is {expert.shape}, its place on the device {shape[1:]}")
@@ -275,7 +275,7 @@ class _Loader:
 
 
 def _is_linear(name: str) -> bool:
-    """Return whether a joined name is that of a weight that kernels may run narrow."""
+    """Return whether a joined name is that of a weight that kernels may runs quantised."""
     parts = name.split(".")
     return name in _ENDS or (_is_projection(parts) and parts[-2] in _LINEARS and parts[-1] == "weight")
 
@@ -299,7 +299,7 @@ def _places(shapes: Mapping[str, Shape]) -> dict[str, _Place]:
     return found
 
 
-def _stack_like(expert: NarrowWeight, num_experts: int) -> NarrowWeight:
+def _stack_like(expert: DeviceQuantizedWeight, num_experts: int) -> DeviceQuantizedWeight:
     """Return an empty stack of experts of that kind, the rows of all one after the other."""
 
     def repeated(part: Tensor) -> Tensor:
@@ -309,9 +309,9 @@ def _stack_like(expert: NarrowWeight, num_experts: int) -> NarrowWeight:
     return replace(expert, codes=repeated(expert.codes), scales=repeated(expert.scales), offsets=offsets)
 
 
-def _expert(parameter: Parameter | StoredParameter, index: int, is_narrow: bool) -> Opened:
+def _expert(parameter: Parameter | StoredParameter, index: int, is_packed: bool) -> Opened:
     if isinstance(parameter, StoredParameter):
-        return parameter.open_narrow(index) if is_narrow else parameter.open_expert(index)
+        return parameter.open_quantized(index) if is_packed else parameter.open_expert(index)
     if isinstance(parameter, QuantizedStack):
         return parameter.weights[index]
     if isinstance(parameter, Tensor):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.native_angles import NativeAngles
 from quire.model.native_model import NativeModelBuilder
@@ -22,7 +22,7 @@ from quire.model.native_weights import NativeWeight
 from quire.model.reused_rows import ReusedRows
 from quire.model.tensor_shards import RankGroup
 from quire.model.token_runs import TokenRuns
-from quire.quant.parameters import Narrow, Parameter, StoredParameter
+from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
 
 class PlanMirror(Protocol):
@@ -62,7 +62,7 @@ class NativeDecoder:
         spec: ModelSpec,
         parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
-        quantize: Callable[[str, Tensor], Narrow] | None = None,
+        quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
         group: RankGroup | None = None,
     ) -> None:
         self.spec = spec
@@ -164,7 +164,7 @@ class NativeDecoder:
         self,
         token_ids: Tensor,
         positions: Tensor,
-        step: AttentionInput,
+        step: AttentionMetadata,
         kv: KvPool,
         logit_rows: list[int],
         keeps_all: bool = False,

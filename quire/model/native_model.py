@@ -28,7 +28,7 @@ from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, in
 from quire.model.parameters import parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
-from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
+from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
@@ -111,7 +111,7 @@ class NativeModelBuilder:
         spec: ModelSpec,
         parameters: dict[str, Parameter | StoredParameter],
         ropes: Mapping[RopeSpec, int],
-        quantize: Callable[[str, Tensor], Narrow] | None = None,
+        quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
         shard: ModelShard | None = None,
         has_whole_vocabulary: bool = False,
     ) -> None:
@@ -196,13 +196,13 @@ class NativeModelBuilder:
             parameter.give_back()
         return packed
 
-    def _open(self, parameter: StoredParameter, index: int | None = None) -> Narrow:
+    def _open(self, parameter: StoredParameter, index: int | None = None) -> DenseOrQuantized:
         """Return a stored weight, or that of one expert: as it is stored, or as numbers where it will be quantised."""
         if self._quantize is None:
-            return parameter.open_narrow(index)
+            return parameter.open_quantized(index)
         return parameter.open() if index is None else parameter.open_expert(index)
 
-    def _quantized(self, name: str, weight: Narrow) -> Narrow:
+    def _quantized(self, name: str, weight: DenseOrQuantized) -> DenseOrQuantized:
         """Return a weight as it is packed: quantised, where it is to be, or made exact, see `is_made_exact`."""
         if isinstance(weight, Tensor):
             return weight if self._quantize is None else self._quantize(name, weight)
@@ -389,7 +389,7 @@ class NativeModelBuilder:
             packed.append(self._pack_parts(stack, index, [dense[part.start : part.stop] for part in ranges], biases, ranges))
         return packed
 
-    def _expert(self, stack: Parameter | StoredParameter, index: int) -> Narrow:
+    def _expert(self, stack: Parameter | StoredParameter, index: int) -> DenseOrQuantized:
         if isinstance(stack, StoredParameter):
             return self._open(stack, index)
         if isinstance(stack, QuantizedStack):
@@ -400,7 +400,7 @@ class NativeModelBuilder:
         self,
         stack: Parameter | StoredParameter,
         index: int,
-        parts: Sequence[Narrow],
+        parts: Sequence[DenseOrQuantized],
         biases: Tensor | None,
         ranges: tuple[ShardRange, ...],
     ) -> list[NativeWeight]:
@@ -437,7 +437,7 @@ def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
     layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size
 
 
-def _rows(weight: Narrow, start: int, stop: int) -> Narrow:
+def _rows(weight: DenseOrQuantized, start: int, stop: int) -> DenseOrQuantized:
     """Return rows of a weight; the weight itself where these are all."""
     if start == 0 and stop == weight.shape[0]:
         return weight

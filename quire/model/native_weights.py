@@ -12,7 +12,7 @@ from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.logging import get_logger
 from quire.kernels.cpu.pages import SpentPages, is_file_view
 from quire.quant.float8 import Float8Weight
-from quire.quant.parameters import Narrow
+from quire.quant.parameters import DenseOrQuantized
 from quire.quant.weight import QuantizedWeight, StoredWeight
 
 logger = get_logger(__name__)
@@ -59,7 +59,7 @@ class WeightPacker:
 
     def pack(
         self,
-        weight: Narrow,
+        weight: DenseOrQuantized,
         bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
         may_be_short: bool = True,
@@ -81,7 +81,7 @@ class WeightPacker:
         self.num_bytes += packed.num_bytes
         return packed
 
-    def fitting(self, weight: Narrow, dtype: torch.dtype | None = None) -> Narrow:
+    def fitting(self, weight: DenseOrQuantized, dtype: torch.dtype | None = None) -> DenseOrQuantized:
         """Return a weight, dense where the native layouts have no room for it as it is stored; dtype as in `pack`.
 
         To be called with whole weights: if rows of one were asked for one by one, ranks would disagree.
@@ -248,7 +248,7 @@ InputForm = tuple[int, tuple[int, ...] | None, bool, bool, bytes]
 """What weights that read the same packed inputs have in common."""
 
 
-def input_form(weight: Narrow) -> InputForm | None:
+def input_form(weight: DenseOrQuantized) -> InputForm | None:
     """Return the form in which a packed weight reads its inputs; None: not quantised."""
     if not isinstance(weight, QuantizedWeight) or not _is_packable(weight):
         return None

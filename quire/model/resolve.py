@@ -9,8 +9,8 @@ from pathlib import Path, PurePosixPath
 import quire
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, shard_number
-from quire.base.guesses import did_you_mean
 from quire.base.logging import get_logger
+from quire.base.suggestions import did_you_mean
 
 logger = get_logger(__name__)
 

@@ -12,7 +12,7 @@ from quire.model.families.sources import Piece, Source
 from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape
 from quire.quant.float8 import Float8Weight, concatenate_float8
-from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter
+from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter
 from quire.quant.weight import QuantizedWeight, StoredWeight, concatenate_rows
 
 Stored = Mapping[str, Tensor | StoredWeight]
@@ -31,7 +31,7 @@ class StoredTensors:
         self._files = files
         self.spent = SpentPages()
         self._last_name = ""
-        self._last: Narrow | None = None
+        self._last: DenseOrQuantized | None = None
 
     def is_integer(self, source: Source) -> bool:
         """Return whether everything that a parameter is made of is stored as integers."""
@@ -49,7 +49,7 @@ class StoredTensors:
         )
         return source.is_stacked, *found
 
-    def rows(self, piece: Piece, keeps_float8: bool = False) -> Narrow:
+    def rows(self, piece: Piece, keeps_float8: bool = False) -> DenseOrQuantized:
         """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one.
 
         Raises ModelFormatError where its file has become shorter.
@@ -77,7 +77,7 @@ class StoredTensors:
                 stored = stored[piece.entry]
             self.spent.add(stored.tensors if isinstance(stored, StoredWeight) else (stored,))
 
-    def _unpack(self, piece: Piece, weight: StoredWeight, keeps_float8: bool) -> Narrow:
+    def _unpack(self, piece: Piece, weight: StoredWeight, keeps_float8: bool) -> DenseOrQuantized:
         is_kept = keeps_float8 and weight.load_float8 is not None
         if self._last is not None and self._last_name == piece.name and isinstance(self._last, Float8Weight) == is_kept:
             return self._last
@@ -119,7 +119,7 @@ class CheckpointParameter(StoredParameter):
     def open(self) -> Tensor | QuantizedWeight:
         return self._join(self._source.groups[0])
 
-    def open_narrow(self, index: int | None = None) -> Narrow:
+    def open_quantized(self, index: int | None = None) -> DenseOrQuantized:
         if index is not None and not self._source.is_stacked:
             return self.open_expert(index)
         parts = [self._tensors.rows(piece, keeps_float8=True) for piece in self._source.groups[index or 0]]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 
 BlockTable = NDArray[np.int64]
 
@@ -76,7 +76,7 @@ class TokenRuns(NamedTuple):
 
     def tensors(
         self, block_size: int, origins: list[int] | None = None, room: list[int] | None = None
-    ) -> tuple[Tensor, Tensor, AttentionInput]:
+    ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Return token ids and positions [T] i64, and what attention reads.
 
         origins  positions, starts of blocks, from which on a sequence is seen; None: from its start
@@ -98,7 +98,7 @@ class TokenRuns(NamedTuple):
             trees = TreeInput(torch.from_numpy(self.trees.num_drafts), ancestors)
         lengths = (ends - first_seen).tolist()
         short = self.short_rope_tokens()
-        attention = AttentionInput(
+        attention = AttentionMetadata(
             torch.from_numpy(slots),
             self.starts,
             lengths,

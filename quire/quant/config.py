@@ -84,7 +84,7 @@ class Mxfp4Config:
 QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | Mxfp4Config | BitsAndBytesConfig
 
 
-def has_narrow_form(config: QuantizationConfig | None) -> bool:
+def has_quantized_form(config: QuantizationConfig | None) -> bool:
     """Return whether a GPU may run the quantised weights of a checkpoint as they are stored: integers and float8."""
     return config is not None and not isinstance(config, BitsAndBytesConfig)
 

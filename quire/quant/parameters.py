@@ -38,7 +38,7 @@ class QuantizedStack:
 
 
 Parameter = Tensor | QuantizedWeight | QuantizedStack
-Narrow = Tensor | QuantizedWeight | Float8Weight
+DenseOrQuantized = Tensor | QuantizedWeight | Float8Weight
 """One weight [O, K] as it is stored, where kernels can run it so."""
 
 
@@ -69,7 +69,7 @@ class StoredParameter(ABC):
         """Return the weight [O, K] of one expert of a stack, as `open` does."""
 
     @abstractmethod
-    def open_narrow(self, index: int | None = None) -> Narrow:
+    def open_quantized(self, index: int | None = None) -> DenseOrQuantized:
         """Return what `open`, or `open_expert` of an index, does, but float8 numbers with their scales as they are stored."""
 
     @abstractmethod

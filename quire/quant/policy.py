@@ -13,7 +13,7 @@ from tqdm import tqdm
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.quant.float8 import quantize_float8
-from quire.quant.parameters import Narrow, Parameter, QuantizedStack, StoredParameter, load_parameter
+from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.quantize import FINE_INT4, FLOAT8, INT4, INT8, Scheme, fit_scheme, quantize_weight
 from quire.quant.weight import QuantizedWeight
 
@@ -36,7 +36,7 @@ class QuantizationPolicy:
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
     min_columns      weights with fewer columns are narrow: their few values carry more
-    narrow_linears   of narrow projections; None: as the others. Narrow embeddings and heads get int8
+    narrow_linears   of narrow projections; None: as the others. DenseOrQuantized embeddings and heads get int8
     narrow_int8      names of projections that get int8 where they are narrow
     """
 
@@ -108,7 +108,7 @@ class ParameterQuantizer:
             return QuantizedStack(tuple(self._quantize(expert, scheme) for expert in weight))
         return self._quantize(weight, scheme)
 
-    def narrowed(self, name: str, weight: Tensor) -> Narrow:
+    def narrowed(self, name: str, weight: Tensor) -> DenseOrQuantized:
         """Return one weight, or that of one expert, as the policy has it, float8 included; it may be on a GPU."""
         scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
         if scheme is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.base.mixing import mix_seed
+from quire.base.seeds import mix_seed
 from quire.contracts.constraint import Grammar, GrammarMatcher
 from quire.contracts.request import Request
 

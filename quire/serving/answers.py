@@ -51,7 +51,7 @@ class FrameSink(Protocol):
 
 
 @dataclass(slots=True)
-class Bypass:
+class DirectSink:
     """The way past `Stream.frames`: while whoever iterates waits for the next frame, what makes the frames may write to `sink`.
 
     A frame then costs no turn of a task, and no coroutine is resumed.
@@ -73,7 +73,7 @@ class Stream:
     frames: AsyncIterator[bytes]
     encode_error: Callable[[ApiError], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    bypass: Bypass | None = None
+    bypass: DirectSink | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ class ApiKey:
     max_stored_files     files at a time, outputs of batches included; None for the server's own limit
     max_stored_bytes     of these files; likewise
     max_stored_batches   batches at a time, those of the last 30 days included; likewise
-    may_hurry            its requests may ask for the service tier "priority"; else they get "default", and are told so
+    may_use_interactive  its requests may ask for the service tier "priority"; else they get "default", and are told so
     """
 
     name: str
@@ -46,7 +46,7 @@ class ApiKey:
     max_stored_bytes: int | None = None
     max_stored_batches: int | None = None
     is_admin: bool = False
-    may_hurry: bool = False
+    may_use_interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,13 +11,13 @@ from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
 from quire.serving.errors import engine_unavailable, not_found, shutting_down
 from quire.serving.http.auth import Authenticator
-from quire.serving.interfaces import Gateway, Owner
-from quire.serving.shown_error import show_error
+from quire.serving.interfaces import Gateway, Tenant
+from quire.serving.public_error import show_error
 
 if TYPE_CHECKING:
     from quire.serving.batch.service import BatchService
-    from quire.serving.generation.served_model import ServedModel
-    from quire.serving.link.client import EngineClient
+    from quire.serving.core.served_model import ServedModel
+    from quire.serving.engine_client.client import EngineClient
     from quire.serving.metrics.server_metrics import ServerMetrics
     from quire.serving.responses.store import ResponseStore
 
@@ -75,7 +75,7 @@ class ServerContext:
         return served
 
     async def prepare(
-        self, owner: Owner, call_id: str | None, texts: object, function: Callable[[], T], *, may_run_here: bool = False
+        self, owner: Tenant, call_id: str | None, texts: object, function: Callable[[], T], *, may_run_here: bool = False
     ) -> T:
         """Return what a function returns that renders or tokenises `texts`, run off the event loop in its owner's turn.
 

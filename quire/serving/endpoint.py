@@ -19,7 +19,7 @@ from quire.serving.answers import Answer
 from quire.serving.body_room import BodyShare
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, from_quire_error, invalid, unknown_parameters
-from quire.serving.interfaces import Owner
+from quire.serving.interfaces import Tenant
 
 if TYPE_CHECKING:
     from quire.serving.context import ServerContext
@@ -49,7 +49,7 @@ class Call:
     """
 
     request: Request
-    owner: Owner
+    owner: Tenant
     request_id: str
     config: ServerConfig
     share: BodyShare

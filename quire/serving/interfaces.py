@@ -9,30 +9,30 @@ from types import TracebackType
 from typing import Literal, Protocol, Self
 
 from quire.contracts.request import Request
-from quire.serving.link.messages import RequestDelta
+from quire.serving.engine_client.messages import RequestDelta
 
 PriorityClass = Literal["interactive", "default", "batch"]
 NOT_BY_CLIENT = "not by the client"
 """The message of a cancellation (task.cancel) that does not mean that the client has gone."""
 AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut"]
-Taker = Callable[[RequestDelta], bool]
+Sink = Callable[[RequestDelta], bool]
 """Offered a delta the moment it comes; returns whether it takes it, and must have left it alone if not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Owner:
+class Tenant:
     """Who sends a request; files, batches and stored responses belong to one.
 
     name         of the API key, as the server's operator called it; "anonymous" without keys
     cache_salt   keeps this tenant's prefix cache apart from all others'
     is_admin     may see the live view with everybody's requests
-    may_hurry    may ask for the class "interactive"
+    may_use_interactive    may ask for the class "interactive"
     """
 
     name: str
     cache_salt: str
     is_admin: bool = False
-    may_hurry: bool = False
+    may_use_interactive: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Job:
     """
 
     request: Request
-    owner: Owner
+    owner: Tenant
     route: str
     is_streaming: bool
     priority: PriorityClass = "default"
@@ -76,7 +76,7 @@ class GenerationStream(Protocol):
         """End the request; iteration then ends with its last delta (finish_reason "abort") or an ApiError."""
         ...
 
-    def divert(self, take: Taker) -> None:
+    def attach_sink(self, take: Sink) -> None:
         """Offer deltas to `take` from now on; those that it takes are not iterated over. A stream need not offer any.
 
         Only while a reader waits in the iteration, so that order is kept, and neither errors nor the last delta: what has to

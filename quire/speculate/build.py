@@ -132,8 +132,8 @@ class _Builder:
         kv = _kv_spec(self.report, head.body, self.report.spec)
         num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
         self._check_fits(str(folder), layer_head_bytes(head, num_kv_bytes, memory, self.limits))
-        if head.tap_layers:
-            model.keep_inputs(head.tap_layers)
+        if head.aux_hidden_state_layers:
+            model.keep_inputs(head.aux_hidden_state_layers)
         max_len = longest_drafted(config, head.body, self.report)
         pool = KvPool(kv, memory.num_kv_blocks)
         runs = build_head(head, model, max_len, self._policy)

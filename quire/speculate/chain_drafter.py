@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.model.token_runs import TokenRuns
 from quire.sampling.row_state import SamplingRow
 
@@ -75,7 +75,7 @@ class HeadDrafter(ChainDrafter, Protocol):
         ...
 
     def enter(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: BlockCache, features: Tensor, rows: list[int]
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: BlockCache, features: Tensor, rows: list[int]
     ) -> Tensor:
         """Compute tokens behind their features, store their KV, and return the logits [R, V'] of some rows."""
         ...

@@ -73,7 +73,7 @@ class DraftModelProposer(Proposer):
         """See Proposer."""
         self._filled.clear()
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         return max(0, min(limit, self._max_len - len(sequence.token_ids)))
 

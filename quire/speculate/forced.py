@@ -18,7 +18,7 @@ class ForcedTokens:
     def __init__(self) -> None:
         self._forced: dict[SequenceId, tuple[int, ...]] = {}
 
-    def look(self, sequence_id: SequenceId, sampling: SamplingRow) -> int:
+    def num_available(self, sequence_id: SequenceId, sampling: SamplingRow) -> int:
         """Return how many tokens are forced next; called when a sequence has got its tokens of a step."""
         forced = tuple(sampling.forced_tokens()[:_MAX_FORCED])
         if forced:

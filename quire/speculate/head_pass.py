@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class HeadPass:
 
     token_ids: Tensor
     positions: Tensor
-    attention: AttentionInput
+    attention: AttentionMetadata
     features: Tensor
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.step import StepPlan
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.heads.build import HeadModel
 from quire.model.heads.head_spec import LayerHead
@@ -80,7 +80,7 @@ class HeadProposer(Proposer):
         self._min_share = shape.min_share if top_k == 1 else 0.0
         self.stops_early = self._min_share > 0
         self.leaves_out = isinstance(model, HeadDrafter)
-        self.tap_layers: tuple[int, ...] | None = head.tap_layers
+        self.aux_hidden_state_layers: tuple[int, ...] | None = head.aux_hidden_state_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         self.pools = (kv,) if isinstance(kv, KvPool) else ()
         # Asked once: to hold a model against a protocol takes as long as a draft of a small head.
@@ -99,7 +99,7 @@ class HeadProposer(Proposer):
         """See Proposer."""
         self._filled.apply(plan)
 
-    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         if self._drafter is not None:
             features = self._drafter.narrow(features)
@@ -145,7 +145,7 @@ class HeadProposer(Proposer):
         """See Proposer."""
         self._filled.clear()
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         memo: _Memo | None = sequence.memo
         length = len(sequence.token_ids)
@@ -216,7 +216,7 @@ class HeadProposer(Proposer):
             lengths = [end + 1 - origins[index] for index, end in zip(going, ends, strict=True)]
             rows = list(range(len(going)))
             tables = first.attention.block_tables[torch.tensor(going)]
-            step = AttentionInput(index_tensor(slots), list(range(len(going) + 1)), lengths, tables)
+            step = AttentionMetadata(index_tensor(slots), list(range(len(going) + 1)), lengths, tables)
 
     def _widen(self, logits: Tensor) -> Tensor:
         """Return logits of the target's tokens; those that the head cannot say are out of the question."""

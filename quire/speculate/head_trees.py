@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.noise import gumbel_noise_at
 from quire.model.heads.build import HeadModel
 from quire.speculate.chain_drafter import BlockCache, HeadDrafter
@@ -167,7 +167,7 @@ class HeadTrees:
                 slots.append(int(tables[index, place // size]) * size + place % size)
         num_drafts = torch.tensor([trees[index].num_computed for index in going], dtype=torch.int32)
         ancestors = np.array([trees[index].ancestors[node] for index, node in rows], dtype=np.uint64)
-        attention = AttentionInput(
+        attention = AttentionMetadata(
             index_tensor(slots),
             starts,
             lengths,

@@ -10,7 +10,7 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
@@ -61,7 +61,7 @@ class LayerProbe:
         positions = torch.arange(len(window))
         table = torch.cat([blocks, torch.tensor([spare_block])])
         slots = table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
-        step = AttentionInput(slots, [0, len(window)], [len(window)], table[None])
+        step = AttentionMetadata(slots, [0, len(window)], [len(window)], table[None])
         rows = list(range(_BLOCK_SIZE, len(window), _BLOCK_SIZE))
         return self._model.step(torch.tensor(list(window)), positions, step, self._pool, rows)
 
@@ -77,7 +77,7 @@ class LayerProbe:
         positions = torch.tensor(self._positions)
         slots = self._tables[torch.arange(self.num_places), positions // _BLOCK_SIZE] * _BLOCK_SIZE
         lengths = [position + 1 for position in self._positions]
-        step = AttentionInput(slots, list(range(self.num_places + 1)), lengths, self._tables)
+        step = AttentionMetadata(slots, list(range(self.num_places + 1)), lengths, self._tables)
         rows = list(range(self.num_places))
         logits = self._model.step(torch.tensor(self._tokens), positions, step, self._pool, rows, layers=layers)
         return float((logits.argmax(dim=-1) == self._answers).double().mean())
@@ -99,7 +99,7 @@ class LayerProbe:
         position = self._positions[longest]
         table = self._tables[longest : longest + 1]
         slots = int(table[0, position // _BLOCK_SIZE]) * _BLOCK_SIZE + torch.arange(num_rows)
-        step = AttentionInput(slots, [0, num_rows], [position + num_rows], table)
+        step = AttentionMetadata(slots, [0, num_rows], [position + num_rows], table)
         tokens = torch.tensor([self._tokens[longest]] * num_rows)
         positions = torch.arange(position, position + num_rows)
         begin = time.perf_counter()

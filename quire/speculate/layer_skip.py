@@ -36,7 +36,7 @@ class LayerSkipProposer(Proposer):
         self._target = target
         self._layers = kept_layers(len(target.model.spec.layers), skipped)
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer; something can always be drafted."""
         return limit
 

@@ -41,13 +41,13 @@ class LookaheadProposer(Proposer):
     """Drafts a window of guesses, and runs of tokens that came of earlier ones."""
 
     record = WholeRecord
-    observes = True
+    wants_logits = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._width, self._num_guesses = config.lookahead_window, config.lookahead_guesses
         self._depth = config.lookahead_ngram - 1  # tokens of a run behind its first one, and levels of the window
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         if sequence.memo is None:
             sequence.memo = self._begin(sequence.token_ids)
@@ -99,7 +99,7 @@ class LookaheadProposer(Proposer):
         num_runs = min(self._num_guesses, num_known, max(0, room - num_columns))
         return min(self._width, room - num_runs), num_runs
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def on_logits(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer: move the window on by what came, and keep the runs that it has made."""
         for outcome in outcomes:
             memo: _Memo | None = outcome.sequence.memo

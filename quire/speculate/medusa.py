@@ -36,8 +36,8 @@ class MedusaProposer(Proposer):
     choices     the tree, the best path first; None: a chain, or the likeliest tree. Raises ConfigError
     """
 
-    tap_layers: tuple[int, ...] | None = ()
-    reads_last = True
+    aux_hidden_state_layers: tuple[int, ...] | None = ()
+    inputs_last_only = True
 
     def __init__(
         self,
@@ -61,14 +61,14 @@ class MedusaProposer(Proposer):
         self._vocabulary = None if vocabulary is None else vocabulary.long()
         self._num_nodes = sum(self._top_k ** (1 + index) for index in range(self._num_heads))
 
-    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         row = 0
         for sequence, first, count in fed:
             row += count
             sequence.memo = _Memo(first + count - 1, FeatureRun(features, row - 1, 1))
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         memo: _Memo | None = sequence.memo
         is_fresh = memo is not None and memo.place == len(sequence.token_ids) - 2

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.contracts.step import StepPlan
 from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence, best_draft
-from quire.speculate.proposer import Outcome, Proposer, Reads
+from quire.speculate.proposer import DraftInput, Outcome, Proposer
 from quire.speculate.records import EVER_FADING, RECENT_FADING, AcceptanceRecord, TreeRecord
 
 _NOTHING = Draft()
@@ -32,20 +32,20 @@ class MergedProposer(Proposer):
     """
 
     record = TreeRecord
-    observes = True
+    wants_logits = True
 
     def __init__(self, proposers: Sequence[Proposer], max_tokens: int) -> None:
         self._proposers = tuple(proposers)
         self._max_tokens = max_tokens
         self.pools = tuple(pool for proposer in proposers for pool in proposer.pools)
         # One of them at most reads layers: see SpeculativeConfig.
-        read = [one.tap_layers for one in proposers if one.tap_layers is not None]
-        self.tap_layers = max(read, key=len) if read else None
-        self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.reads))
+        read = [one.aux_hidden_state_layers for one in proposers if one.aux_hidden_state_layers is not None]
+        self.aux_hidden_state_layers = max(read, key=len) if read else None
+        self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.inputs))
         self._ever = [proposer.record(max_tokens, EVER_FADING) for proposer in proposers]
 
     @property
-    def reads(self) -> tuple[Reads, ...]:
+    def inputs(self) -> tuple[DraftInput, ...]:
         """See Proposer."""
         return self._reads
 
@@ -59,20 +59,20 @@ class MergedProposer(Proposer):
         for proposer in self._proposers:
             proposer.forget_blocks()
 
-    def feed(self, what: Reads, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    def on_step_states(self, what: DraftInput, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         for sequence, _, _ in fed:
             self._begin(sequence)
         for index, proposer in enumerate(self._proposers):
-            if what in proposer.reads:
+            if what in proposer.inputs:
                 parts = [(self._parts(sequence)[index].sequence, first, count) for sequence, first, count in fed]
-                proposer.feed(what, parts, features)
+                proposer.on_step_states(what, parts, features)
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer; as if no token were found twice."""
         self._begin(sequence)
         for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
-            part.num_found = proposer.look(part.sequence, limit)
+            part.num_found = proposer.num_available(part.sequence, limit)
         return min(limit, sum(part.num_found for part in self._parts(sequence)))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
@@ -110,7 +110,7 @@ class MergedProposer(Proposer):
                 chances[node] = min(chances[node], chances[parent])
         return best_draft(tokens, parents, chances, limit)
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
+    def on_logits(self, outcomes: Sequence[Outcome]) -> None:
         """See Proposer: count what every proposer drafted, whether it was verified or not, by the tokens that came."""
         told: list[list[Outcome]] = [[] for _ in self._proposers]
         for outcome in outcomes:
@@ -123,11 +123,11 @@ class MergedProposer(Proposer):
                     num_known = min(len(part.draft), len(come)) if part.draft.is_chain else len(part.draft)
                     part.record.note(num_known, path)
                     self._ever[index].note(num_known, path)
-                if self._proposers[index].observes:
+                if self._proposers[index].wants_logits:
                     told[index].append(replace(outcome, sequence=part.sequence))
         for proposer, one in zip(self._proposers, told, strict=True):
-            if proposer.observes:
-                proposer.observe(one)
+            if proposer.wants_logits:
+                proposer.on_logits(one)
 
     def release(self, sequence: DraftedSequence) -> None:
         """See Proposer."""

@@ -25,7 +25,7 @@ class NgramProposer(Proposer):
     def __init__(self, config: SpeculativeConfig) -> None:
         self._min_match, self._max_match = config.prompt_lookup_min, config.prompt_lookup_max
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         if sequence.memo is None:
             sequence.memo = _Memo(OccurrenceIndex(self._min_match))

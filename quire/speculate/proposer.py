@@ -14,7 +14,7 @@ from quire.kv.pool import KvPool
 from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.records import AcceptanceRecord
 
-Reads = Literal["layers", "final", "last"]
+DraftInput = Literal["layers", "final", "last"]
 """What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
 _MOST_OF_A_STEP = 16
 """Tokens that it has to compute of a sequence which it has kept up with, accepted drafts mostly."""
@@ -50,58 +50,59 @@ class Proposer(ABC):
     """Drafts tokens, well or badly: which tokens come out does not depend on them.
 
     record       how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
-    observes     whether it wants to be told of every step's outcomes
-    tap_layers   layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
+    wants_logits  whether it wants to be told of every step's outcomes
+    aux_hidden_state_layers
+                 layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
     stops_early  whether it may draft fewer tokens than it could
     leaves_out   of these: whether it computes all that it is asked for, and leaves the doubtful out afterwards, as on a GPU
-    reads_last   whether it reads only what stands at the last token of a step that a sequence keeps
+    inputs_last_only   whether it reads only what stands at the last token of a step that a sequence keeps
 
     pools          those of its own whose blocks have the target's ids, on the CPU
     num_caught_up  tokens that the last call of `propose` computed beyond what a step brings: of prompts, or slept through
     """
 
     record: type[AcceptanceRecord] = AcceptanceRecord
-    observes: bool = False
-    tap_layers: tuple[int, ...] | None = None
-    reads_last: bool = False
+    wants_logits: bool = False
+    aux_hidden_state_layers: tuple[int, ...] | None = None
+    inputs_last_only: bool = False
     stops_early: bool = False
     leaves_out: bool = False
     pools: Sequence[KvPool] = ()
     num_caught_up: int = 0
 
     @property
-    def reads(self) -> tuple[Reads, ...]:
+    def inputs(self) -> tuple[DraftInput, ...]:
         """What it reads of a step; mostly one thing, or none."""
-        if self.tap_layers is None:
+        if self.aux_hidden_state_layers is None:
             return ()
-        if self.reads_last:
+        if self.inputs_last_only:
             return ("last",)
-        return ("layers",) if self.tap_layers else ("final",)
+        return ("layers",) if self.aux_hidden_state_layers else ("final",)
 
     def apply(self, plan: StepPlan) -> None:
         """Take in a plan that gives out blocks, or copies some, before anything of its step is computed."""
         return
 
-    def observe(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in what a step computed, before the looks that follow it. Called only if `observes`."""
+    def on_logits(self, outcomes: Sequence[Outcome]) -> None:
+        """Take in what a step computed, before the looks that follow it. Called only if `wants_logits`."""
         return
 
-    def feed(self, what: Reads, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
-        """Take in `what` of a step, which is one of `reads`; see feed_all."""
-        self.feed_all(fed, features)
+    def on_step_states(self, what: DraftInput, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+        """Take in `what` of a step, which is one of `inputs`; see on_hidden_states."""
+        self.on_hidden_states(fed, features)
 
-    def feed_all(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
+    def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """Take in what the model computed in a step of known tokens of several sequences, of accepted drafts alone.
 
         fed       sequence, position of the first token, and number of tokens, in the order of `features`; the last one alone
-                  of sequences that got tokens, if `reads_last`
-        features  [R, F] f32 what `tap_layers` says. Called after the step, before the look; the tokens that follow are known
-                  then, but for those of a sequence that failed. Prefixes that were cached are not computed, and not fed
+                  of sequences that got tokens, if `inputs_last_only`
+        features  [R, F] f32 what `aux_hidden_state_layers` says. Called after the step, before num_available; the tokens
+                  that follow are known then, but for those of a sequence that failed. Prefixes that were cached are not computed, and not fed
         """
         return
 
     @abstractmethod
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """Return how many tokens it could draft now, at most `limit`; called when a sequence has got its tokens of a step."""
 
     @abstractmethod

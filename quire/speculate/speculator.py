@@ -16,7 +16,7 @@ from quire.kv.pool import KvPool
 from quire.speculate.draft import NO_DRAFT, Draft, DraftedSequence
 from quire.speculate.forced import ForcedTokens, count_shared, fit_draft
 from quire.speculate.pooled_pace import PooledPace
-from quire.speculate.proposer import Outcome, Proposer, Reads
+from quire.speculate.proposer import DraftInput, Outcome, Proposer
 from quire.speculate.records import RECENT_FADING, AcceptanceRecord
 from quire.speculate.typical import TypicalAcceptance
 
@@ -204,9 +204,9 @@ class Speculator:
         return () if self._proposer is None else self._proposer.pools
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
         """Layers of the model whose inputs the proposer reads."""
-        return () if self._proposer is None else self._proposer.tap_layers or ()
+        return () if self._proposer is None else self._proposer.aux_hidden_state_layers or ()
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Take in a sequence that the plan starts."""
@@ -266,7 +266,7 @@ class Speculator:
         there is forced; nothing else needs logits there."""
         found: dict[SequenceId, int] = {}
         proposer = self._proposer
-        if not self._constrained or (proposer is not None and (proposer.observes or "last" in proposer.reads)):
+        if not self._constrained or (proposer is not None and (proposer.wants_logits or "last" in proposer.inputs)):
             return found
         for sequence_id in self._constrained & drafts.keys():
             count = count_shared(drafts[sequence_id], self._forced.of(sequence_id))
@@ -280,7 +280,9 @@ class Speculator:
         are_forced = any(key not in wanted and self._forced.of(key) for key in plan.num_draft_slots or ())
         return bool(wanted) and not are_forced and len(scheduled) == sum(scheduled.values())
 
-    def observe(self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor) -> None:
+    def on_logits(
+        self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor
+    ) -> None:
         """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
 
         paths         of the sequences that got tokens, the drafts that were accepted; it is told of those with drafts
@@ -300,21 +302,21 @@ class Speculator:
                 sequence = self._followed[sequence_id].sequence
                 outcomes.append(Outcome(sequence, draft, paths[sequence_id], logits, rows))
             next_row += len(draft)
-        self._proposer.observe(outcomes)
+        self._proposer.on_logits(outcomes)
 
     @property
-    def observes(self) -> bool:
+    def wants_logits(self) -> bool:
         """Whether `observe` is to be called after this step."""
-        return bool(self._drafts) and self._proposer is not None and self._proposer.observes
+        return bool(self._drafts) and self._proposer is not None and self._proposer.wants_logits
 
     @property
-    def reads(self) -> tuple[Reads, ...]:
+    def inputs(self) -> tuple[DraftInput, ...]:
         """What the proposer reads of the model in this step. Nothing, while drafts are long not to be tried."""
         if self._proposer is None or (self._pace is not None and not self._pace.is_feeding):
             return ()
-        return self._proposer.reads
+        return self._proposer.inputs
 
-    def feed(self, what: Reads, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
+    def on_step_states(self, what: DraftInput, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
         """Hand the proposer one thing that it reads; to be called before `end`.
 
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
@@ -323,7 +325,7 @@ class Speculator:
             told: list[tuple[DraftedSequence, int, int]] = []
             for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
                 told.append((self._followed[sequence_id].sequence, first, count))
-            self._proposer.feed(what, told, features)
+            self._proposer.on_step_states(what, told, features)
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
@@ -370,7 +372,7 @@ class Speculator:
         if self._proposer is None or sequence_id not in paths or plan.num_scheduled_tokens != {sequence_id: 1}:
             return {}
         followed, path = self._followed[sequence_id], paths[sequence_id]
-        count = self._proposer.look(followed.sequence, self._max_tokens)
+        count = self._proposer.num_available(followed.sequence, self._max_tokens)
         if self._pace is not None and count > 0:
             count = self._pace.go_on_alone(followed.record, made.num_asked, path, made.count, count)
         if count == 0:
@@ -384,14 +386,14 @@ class Speculator:
         for sequence_id in advanced:
             num_forced = 0
             if sequence_id in self._constrained:
-                num_forced = self._forced.look(sequence_id, self._followed[sequence_id].sequence.sampling)
+                num_forced = self._forced.num_available(sequence_id, self._followed[sequence_id].sequence.sampling)
             wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
         return wishes
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts of the proposer to take in the next step."""
         followed = [self._followed[sequence_id] for sequence_id in advanced]
-        counts = [proposer.look(one.sequence, self._max_tokens) for one in followed]
+        counts = [proposer.num_available(one.sequence, self._max_tokens) for one in followed]
         if self._pace is not None:
             counts = self._pace.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
         return {sequence_id: count for sequence_id, count in zip(advanced, counts, strict=True) if count > 0}

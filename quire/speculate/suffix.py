@@ -95,7 +95,7 @@ class SuffixProposer(Proposer):
         self._kept: dict[SequenceId, _Kept] = {}
         self._num_kept_tokens = 0
 
-    def look(self, sequence: DraftedSequence, limit: int) -> int:
+    def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
         width = self._config.prompt_lookup_min
         if sequence.memo is None:

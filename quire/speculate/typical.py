@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quire.sampling.law import next_token_law
 from quire.sampling.row_state import SamplingRow
+from quire.sampling.target_probs import target_probs
 from quire.speculate.draft import Draft
 
 
@@ -35,7 +35,7 @@ class TypicalAcceptance:
         """
         if row.is_greedy or node not in draft.parents[node + 1 :]:
             return None
-        law = next_token_law(logits, row)
+        law = target_probs(logits, row)
         bound = self.bound(law)
         children = [index for index in range(node + 1, len(draft)) if draft.parents[index] == node]
         best = max(children, key=lambda index: float(law[draft.tokens[index]]))

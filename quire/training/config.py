@@ -28,7 +28,7 @@ class DraftTraining:
     batch_tokens      tokens of a training step
     num_steps_ahead   tokens ahead that are learned: steps of an unrolled eagle3 or mtp head, heads of medusa
     draft_vocab_size  the most frequent tokens, which alone are drafted, of eagle3 and medusa; None: 32000 at most
-    tap_layers        eagle3: layers whose inputs are read, low to high; None: 2, n // 2, n - 3
+    aux_hidden_state_layers        eagle3: layers whose inputs are read, low to high; None: 2, n // 2, n - 3
     learning_rate     of the matrices, for which the Muon optimiser is used; others get a quarter
     start_from        a head of that kind and these shapes, which is trained further, with its own tokens; None: a fresh one
     """
@@ -45,7 +45,7 @@ class DraftTraining:
     batch_tokens: int = 4096
     num_steps_ahead: int = 4
     draft_vocab_size: int | None = None
-    tap_layers: tuple[int, ...] | None = None
+    aux_hidden_state_layers: tuple[int, ...] | None = None
     learning_rate: float = 2e-3
     start_from: str | None = None
     num_threads: int | None = None
@@ -70,7 +70,12 @@ class DraftTraining:
             raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
         if self.start_from is not None and self.draft_vocab_size is not None:
             raise ConfigError("draft_vocab_size cannot be chosen beside start_from: the tokens to draft are that head's")
-        if self.tap_layers is not None and self.kind != "eagle3":
-            raise ConfigError(f"tap_layers are of kind eagle3 alone, got {list(self.tap_layers)} with kind {self.kind}")
-        if self.tap_layers is not None and (len(self.tap_layers) != 3 or list(self.tap_layers) != sorted(set(self.tap_layers))):
-            raise ConfigError(f"tap_layers must be three layers, low to high, got {self.tap_layers}")
+        if self.aux_hidden_state_layers is not None and self.kind != "eagle3":
+            raise ConfigError(
+                f"aux_hidden_state_layers are of kind eagle3 alone, got {list(self.aux_hidden_state_layers)} with kind {self.kind}"
+            )
+        if self.aux_hidden_state_layers is not None and (
+            len(self.aux_hidden_state_layers) != 3
+            or list(self.aux_hidden_state_layers) != sorted(set(self.aux_hidden_state_layers))
+        ):
+            raise ConfigError(f"aux_hidden_state_layers must be three layers, low to high, got {self.aux_hidden_state_layers}")

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.model.families.sources import PRE_NORM_LAYER
-from quire.model.heads.eagle import default_tap_layers
+from quire.model.heads.eagle import default_aux_hidden_state_layers
 from quire.training.config import DraftTraining
 from quire.training.mtp_layout import to_stored
 from quire.training.target import Target, TargetRows
@@ -20,7 +20,7 @@ from quire.training.unrolled import DraftLayer, RmsNorm, Unrolled, Wanted, shift
 class Head(Protocol):
     """A head in training."""
 
-    tap_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, and of each token ahead the share in which head and model agree on the most likely one."""
@@ -72,10 +72,10 @@ class Eagle3Head(nn.Module):
         super().__init__()
         spec = target.spec
         hidden, eps, num_layers = spec.hidden_size, spec.final_norm.eps, len(spec.layers)
-        self.tap_layers = tap_layers(options, num_layers)
+        self.aux_hidden_state_layers = aux_hidden_state_layers(options, num_layers)
         self._options, self._shape, self._draft_ids = options, _shape_config(target), draft_ids
         self._num_steps = options.num_steps_ahead
-        num_features = len(self.tap_layers)
+        num_features = len(self.aux_hidden_state_layers)
         self.fc = nn.Linear(num_features * hidden, hidden, bias=False)
         self.midlayer = DraftLayer(spec, spec.layers[-1], 2 * hidden, has_qk_norm=False)
         self.midlayer.add_module(
@@ -121,7 +121,10 @@ class Eagle3Head(nn.Module):
             **self._shape,
             "target_hidden_size": self._shape["hidden_size"],
             "draft_vocab_size": len(self._draft_ids),
-            "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.tap_layers), "use_aux_hidden_state": True},
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": list(self.aux_hidden_state_layers),
+                "use_aux_hidden_state": True,
+            },
             "num_speculative_tokens": self._num_steps,
         }
 
@@ -136,7 +139,7 @@ class MtpHead(nn.Module):
         super().__init__()
         spec = target.spec
         hidden, eps, last = spec.hidden_size, spec.final_norm.eps, len(spec.layers) - 1
-        self.tap_layers: tuple[int, ...] = ()
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
         self._shape, self._num_steps = _shape_config(target), options.num_steps_ahead
         self._has_qk_norm = spec.layers[-1].attention.qk_norm is not None
         self.pre_fc_norm_embedding = RmsNorm(hidden, eps)
@@ -184,7 +187,7 @@ class MedusaHead(nn.Module):
     def __init__(self, target: Target, options: DraftTraining, draft_ids: Tensor) -> None:
         super().__init__()
         hidden, count = target.spec.hidden_size, options.num_steps_ahead
-        self.tap_layers: tuple[int, ...] = ()
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
         self._vocab_size, self._hidden_size, self._draft_ids = target.spec.vocab_size, hidden, draft_ids
         self.blocks = nn.ModuleList(nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(hidden, hidden)])}) for _ in range(count))
         self.lm_heads = nn.ModuleList(nn.Linear(hidden, len(draft_ids), bias=False) for _ in range(count))
@@ -235,11 +238,11 @@ def _half(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().to(torch.bfloat16).contiguous() for name, parameter in module.named_parameters()}
 
 
-def tap_layers(options: DraftTraining, num_layers: int) -> tuple[int, ...]:
+def aux_hidden_state_layers(options: DraftTraining, num_layers: int) -> tuple[int, ...]:
     """Return the layers whose inputs a head of these options reads."""
     if options.kind != "eagle3":
         return ()
-    return options.tap_layers or default_tap_layers(num_layers)
+    return options.aux_hidden_state_layers or default_aux_hidden_state_layers(num_layers)
 
 
 def build_head(target: Target, options: DraftTraining, draft_ids: Sequence[int]) -> Eagle3Head | MtpHead | MedusaHead:

@@ -24,7 +24,7 @@ from quire.model.heads.stored import HeadFolder
 from quire.model.resolve import resolve_model
 from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
-from quire.training.heads import build_head, tap_layers
+from quire.training.heads import aux_hidden_state_layers, build_head
 from quire.training.medusa_tree import choose_tree, measure_ranks, store_tree
 from quire.training.start import StartingHead
 from quire.training.target import Target
@@ -73,7 +73,7 @@ def train_draft(options: DraftTraining, show_progress: bool = True) -> TrainedHe
     sequences = read_sequences(options, work, show_progress)
     held_out = sequences[-min(_MAX_HELD_OUT, len(sequences) // 8) :]
     sequences = sequences[: len(sequences) - len(held_out)]
-    target = Target(options.model, options.sequence_tokens, tap_layers(options, len(spec.layers)))
+    target = Target(options.model, options.sequence_tokens, aux_hidden_state_layers(options, len(spec.layers)))
     draft_ids = _draft_ids(options, sequences, target.spec.vocab_size) if start is None else start.draft_ids
     head = build_head(target, options, draft_ids or range(target.spec.vocab_size))
     _check_readable(options, head, target)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.base.errors import UnsupportedError
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.resolve import resolve_model
@@ -35,12 +35,12 @@ class TargetRows:
 class Target:
     """The model, frozen.
 
-    tap_layers  whose inputs are read
+    aux_hidden_state_layers  whose inputs are read
     """
 
-    def __init__(self, model: str, sequence_tokens: int, tap_layers: tuple[int, ...]) -> None:
+    def __init__(self, model: str, sequence_tokens: int, aux_hidden_state_layers: tuple[int, ...]) -> None:
         self._decoder = load_model(resolve_model(model), "auto", sequence_tokens)
-        self._decoder.keep_inputs(tap_layers)
+        self._decoder.keep_inputs(aux_hidden_state_layers)
         self._kv: KvPool | None = None
         if self.spec.embed_scale != 1.0 or self.spec.num_learned_positions:
             raise UnsupportedError("draft heads are not trained for models with scaled embeddings or learned positions (yet)")
@@ -68,7 +68,7 @@ class Target:
             self._kv = KvPool(KvSpec.of(self.spec, _BLOCK_SIZE, self.spec.dtype), num_sequences * num_blocks)
         positions = torch.arange(length).repeat(num_sequences)
         slots = (torch.arange(num_sequences)[:, None] * (num_blocks * _BLOCK_SIZE) + torch.arange(length)).flatten()
-        step = AttentionInput(
+        step = AttentionMetadata(
             slots,
             [length * index for index in range(num_sequences + 1)],
             [length] * num_sequences,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
 from quire.training.config import DraftTraining
-from quire.training.heads import tap_layers
+from quire.training.heads import aux_hidden_state_layers
 
 
 def check_trainable(spec: ModelSpec, options: DraftTraining) -> None:
@@ -13,9 +13,9 @@ def check_trainable(spec: ModelSpec, options: DraftTraining) -> None:
     if spec.embed_scale != 1.0 or spec.num_learned_positions:
         raise UnsupportedError("draft heads are not trained for models with scaled embeddings or learned positions (yet)")
     layer, num_layers = spec.layers[-1], len(spec.layers)
-    wanted = tap_layers(options, num_layers)
+    wanted = aux_hidden_state_layers(options, num_layers)
     if any(not 0 <= one < num_layers for one in wanted):
-        raise ConfigError(f"tap_layers {wanted}: the model {options.model} has the layers 0 to {num_layers - 1}")
+        raise ConfigError(f"aux_hidden_state_layers {wanted}: the model {options.model} has the layers 0 to {num_layers - 1}")
     if options.kind == "medusa":
         return
     mlp = layer.mlp

@@ -18,7 +18,7 @@ from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
 from quire.sampling.sampler import Draw
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 from quire.speculate.target import Target
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
@@ -86,7 +86,7 @@ class CpuStepExecutor:
         keeps_logits: bool,
         hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
-        reads: Sequence[Reads],
+        reads: Sequence[DraftInput],
     ) -> _Started:
         """See StepExecutor."""
         token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes = tokens
@@ -128,7 +128,7 @@ class CpuStepExecutor:
         """See StepExecutor."""
         return self._decoder.hidden_states
 
-    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+    def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
         """See StepExecutor."""
         if what == "layers":
             return self._decoder.layer_inputs(rows)

@@ -38,7 +38,7 @@ def candidates_of(rows: list[Row], step: StepInput, masks: StepMasks) -> list[Ca
 
 
 Fed = list[tuple[SequenceId, int, int]]
-"""Sequence, position of the first token, and number of tokens; see Speculator.feed."""
+"""Sequence, position of the first token, and number of tokens; see Speculator.on_step_states."""
 
 
 def known_tokens(

@@ -14,7 +14,7 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenCall
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.parallel_messages import (
     Call,
@@ -60,7 +60,7 @@ class LeaderExecutor(CpuStepExecutor):
         keeps_logits: bool,
         hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
-        reads: Sequence[Reads],
+        reads: Sequence[DraftInput],
     ) -> tuple[Tensor, list[int] | None]:
         """See StepExecutor."""
         keeps_all = keeps_prompt_logits or "final" in reads

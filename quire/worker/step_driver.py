@@ -17,7 +17,7 @@ from quire.base.ids import SequenceId
 from quire.contracts.memory import ModelReport
 from quire.contracts.step import Runner, StepPlan, StepResult
 from quire.sampling.sampler import Sampled, sample
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Verification, verify, verify_sampled
 from quire.worker.drafting import candidates_of, known_tokens, last_tokens, propose_drafts
@@ -102,7 +102,7 @@ class RunningStep:
     masks: StepMasks
     host_sampled: Sequence[int]
     prompts: _PromptResults | None
-    reads: Sequence[Reads]
+    reads: Sequence[DraftInput]
     is_followed: bool
     places: Sequence[int] | None
     allows_next: bool
@@ -182,7 +182,7 @@ class StepDriver:
         self._speculator.leave()
         speculator.drafts_forced = self._speculator.drafts_forced
         self._speculator = speculator
-        self._executor.keep_inputs(speculator.tap_layers)
+        self._executor.keep_inputs(speculator.aux_hidden_state_layers)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
@@ -215,8 +215,8 @@ class StepDriver:
         host_sampled = self._host_sampled(step)
         prompts = _prompt_results(step) if step.wants_prompt else None
         has_prompt_logits, _, hidden_rows = prompts or _NO_PROMPT_RESULTS
-        reads = () if is_napping else speculator.reads
-        keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.observes)
+        reads = () if is_napping else speculator.inputs
+        keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.wants_logits)
         masks = self._masks.start(step.ready, drafts, len(step.rows)) if batch.has_constraints else self._no_masks
         started = executor.start_step(step.tokens, not host_sampled, keeps_logits, hidden_rows, has_prompt_logits, reads)
         # From here on the rows are in the state after this step, except for the tokens that it samples.
@@ -351,10 +351,10 @@ class StepDriver:
         for what in running.reads:
             fed, rows = last_tokens(step, paths) if what == "last" else known_tokens(step, paths, pending)
             if fed:
-                speculator.feed(what, fed, executor.features(what, rows))
-        if step.drafts and speculator.observes:
+                speculator.on_step_states(what, fed, executor.features(what, rows))
+        if step.drafts and speculator.wants_logits:
             sequence_ids = [row.start.sequence_id for row in step.ready]
-            speculator.observe(paths, sequence_ids, executor.logits(running.started))
+            speculator.on_logits(paths, sequence_ids, executor.logits(running.started))
         result.draft_requests.update(speculator.end(running.plan, paths))
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:

@@ -22,7 +22,7 @@ from quire.contracts.memory import ModelReport
 from quire.model.token_runs import TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import Draw
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 
 UNKNOWN = -1
 """A token id that the executor knows and the driver does not yet: the one that it sampled last in this batch slot."""
@@ -147,7 +147,7 @@ class StepExecutor(Protocol):
         keeps_logits: bool,
         hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
-        reads: Sequence[Reads],
+        reads: Sequence[DraftInput],
     ) -> Any:
         """Start a step; return a handle for the methods that read its results.
 
@@ -178,7 +178,7 @@ class StepExecutor(Protocol):
         """Return what reads [first, last) of a step's hidden_rows, f32 on the host, before the next step is started."""
         ...
 
-    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+    def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
         """Return what a proposer reads of the step that was started last [R or more, F].
 
         rows  indices of tokens; if what is "last": places in logit_rows

@@ -22,10 +22,10 @@ from schemathesis.specs.openapi.checks import (
 
 from quire.contracts.config import EngineConfig
 from quire.serving.config import ServerConfig
+from quire.serving.engine_client.messages import RequestDelta
 from quire.serving.http.app import make_app
 from quire.serving.http.main import Server
 from quire.serving.http.openapi import document
-from quire.serving.link.messages import RequestDelta
 from tests.unit.serving.fakes import TOOL_TEMPLATE, FakeGateway, engine_info, load_demo_tokenizer, make_served, text_script
 
 TOOL_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

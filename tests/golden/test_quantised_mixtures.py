@@ -16,7 +16,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.quant.policy import POLICIES
 from tests.golden.make_checkpoints import case_params
-from tests.unit.kernels.gpu.narrow_checkpoints import CONFIGS, quantise
+from tests.unit.kernels.gpu.quantized_checkpoints import CONFIGS, quantise
 
 pytestmark = [
     pytest.mark.golden,

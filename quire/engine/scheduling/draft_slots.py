@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
-from quire.engine.scheduling.step_draft import StepDraft
+from quire.engine.scheduling.step_plan_builder import StepPlanBuilder
 
 
-def give_draft_slots(draft: StepDraft, kv: KvAllocator, num_running: int) -> None:
+def give_draft_slots(draft: StepPlanBuilder, kv: KvAllocator, num_running: int) -> None:
     """Give slots to the decoding sequences of a step; a block is left for each running one, so that nobody is preempted."""
     for sequence in draft.sequences:
         num_known = len(sequence.token_ids)

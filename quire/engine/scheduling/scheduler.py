@@ -46,17 +46,17 @@ from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import check_servable, new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
-from quire.engine.scheduling.ending import take_computed
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
-from quire.engine.scheduling.giving_way import find_victim, must_make_room
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
+from quire.engine.scheduling.preemption import find_victim, must_make_room
 from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
 from quire.engine.scheduling.remaining import find_remaining
-from quire.engine.scheduling.result_check import find_mistake
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
-from quire.engine.scheduling.step_draft import StepDraft
+from quire.engine.scheduling.step_plan_builder import StepPlanBuilder
+from quire.engine.scheduling.stop_check import take_computed
+from quire.engine.scheduling.validate_result import find_mistake
 
 _NOTHING: Mapping[SequenceId, int] = {}
 
@@ -172,7 +172,7 @@ class Scheduler:
 
     def _plan(self, launched: Mapping[SequenceId, int], now: float) -> StepPlan | None:
         """Return the step behind one that computes `launched` tokens of sequences."""
-        draft = StepDraft(self.config.max_num_batched_tokens)
+        draft = StepPlanBuilder(self.config.max_num_batched_tokens)
         num_preempted_before = self._num_preemptions
         decoding, prefilling = find_remaining(self.running, launched)
         for sequence in decoding:
@@ -239,12 +239,12 @@ class Scheduler:
         # The last choice goes first, so that choice 0 leaves none behind that would have to be queued for a moment.
         return [self._end(sequence, "abort") for sequence in reversed(tuple(self._choices.get(request_id, ())))][::-1]
 
-    def _chunk(self, draft: StepDraft, num_left: int) -> int:
+    def _chunk(self, draft: StepPlanBuilder, num_left: int) -> int:
         """Return how many of its uncomputed tokens a sequence may compute in this step, 0 when the budget is spent."""
         return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.num_tokens_left)
 
     def _schedule_running(
-        self, draft: StepDraft, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
+        self, draft: StepPlanBuilder, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
     ) -> None:
         if num_tokens == 0 or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
             return
@@ -257,7 +257,7 @@ class Scheduler:
                 return
         draft.add(sequence, num_tokens, growth)
 
-    def _schedule_waiting(self, draft: StepDraft, is_background: bool, may_preempt: bool) -> None:
+    def _schedule_waiting(self, draft: StepPlanBuilder, is_background: bool, may_preempt: bool) -> None:
         while len(self.waiting) > 0 and draft.num_tokens_left > 0:
             sequence = self.waiting.first
             if sequence.request.is_background is not is_background:

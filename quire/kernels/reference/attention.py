@@ -27,7 +27,7 @@ class TreeInput:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionInput:
+class AttentionMetadata:
     """Where the tokens of one step stand, for all layers.
 
     slots           [T] i64, block * block_size + offset where token t's KV is stored
@@ -77,7 +77,7 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) 
 
 
 def attend(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionInput, spec: AttentionSpec, sinks: Tensor | None = None
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionMetadata, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
@@ -99,7 +99,7 @@ def attend(
     return out
 
 
-def hidden_keys(step: AttentionInput, sequence: int) -> Tensor:
+def hidden_keys(step: AttentionMetadata, sequence: int) -> Tensor:
     """Return which of a sequence's cached tokens each of its queries does not see, [Q, N] bool."""
     rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
     paths = None if step.trees is None else _paths(step.trees, sequence, rows)
@@ -158,13 +158,13 @@ def _paths(trees: TreeInput, index: int, rows: slice) -> _Paths | None:
     return _Paths(is_ancestor, (is_ancestor.cumsum(1) * is_ancestor).amax(0))
 
 
-def _is_decode(step: AttentionInput, index: int) -> bool:
+def _is_decode(step: AttentionMetadata, index: int) -> bool:
     """Whether a sequence has one token, which sees all before it."""
     has_tree = step.trees is not None and int(step.trees.num_drafts[index]) > 1
     return step.query_starts[index + 1] - step.query_starts[index] == 1 and not has_tree
 
 
-def _decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
+def _decode_groups(step: AttentionMetadata, window: int | None, block_size: int) -> list[DecodeGroup]:
     """Return the groups of single-token sequences, made once per step and window and shared by the layers."""
     key = (window, block_size)
     if key not in step.decode_groups:
@@ -172,7 +172,7 @@ def _decode_groups(step: AttentionInput, window: int | None, block_size: int) ->
     return step.decode_groups[key]
 
 
-def _make_decode_groups(step: AttentionInput, window: int | None, block_size: int) -> list[DecodeGroup]:
+def _make_decode_groups(step: AttentionMetadata, window: int | None, block_size: int) -> list[DecodeGroup]:
     spans = []  # (number of blocks, first block, sequence)
     for index, length in enumerate(step.context_lens):
         if _is_decode(step, index):

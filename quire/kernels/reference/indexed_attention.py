@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec
-from quire.kernels.reference.attention import AttentionInput, hidden_keys
+from quire.kernels.reference.attention import AttentionMetadata, hidden_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ def attend_indexed(
     q: Tensor,
     index: IndexQueries,
     caches: tuple[Tensor, Tensor],
-    step: AttentionInput,
+    step: AttentionMetadata,
     spec: AttentionSpec,
     indexer: IndexerSpec,
 ) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import Activation
-from quire.kernels.triton.arithmetic import narrow, rounded
+from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,4 +81,4 @@ def _activate(
     if up_ptr is not None:
         up = tl.load(up_ptr + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
         y = rounded(y, gate_ptr.dtype.element_ty) * up
-    tl.store(out_ptr + row * WIDTH + columns, narrow(y, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * WIDTH + columns, cast_to(y, out_ptr.dtype.element_ty), mask=mask)

@@ -28,7 +28,7 @@ def dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def cast_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x, f32, in a float type, rounded to nearest even; float8e4nv saturates. NaN stays NaN."""
     if dtype == tl.float8e4nv:
         keep_nan: tl.constexpr = tl.PropagateNan.ALL
@@ -49,7 +49,7 @@ def narrow(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x, f32, rounded to a float type but still f32: where a checkpoint's own code rounds, so do the kernels."""
     if dtype != tl.float32:
-        x = narrow(x, dtype).to(tl.float32)
+        x = cast_to(x, dtype).to(tl.float32)
     return x
 
 

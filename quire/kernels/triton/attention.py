@@ -17,7 +17,7 @@ from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguo
 from quire.kernels.triton.merge_kernels import merge_chunks
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.split_kernels import attend_chunks, merge_items, plan_chunks
-from quire.kernels.triton.step import ChunkPlan, DeviceStep, Tiles
+from quire.kernels.triton.step import ChunkPlan, DeviceAttentionMetadata, Tiles
 from quire.kernels.triton.tiles import (
     CHUNK,
     LONG_CHUNK,
@@ -60,7 +60,7 @@ class KvCache(NamedTuple):
 def attend(
     q: Tensor,
     cache: KvCache,
-    step: DeviceStep,
+    step: DeviceAttentionMetadata,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     is_in_order: bool = False,
@@ -85,7 +85,7 @@ def attend_launches(
     out: Tensor,
     q: Tensor,
     cache: KvCache,
-    step: DeviceStep,
+    step: DeviceAttentionMetadata,
     spec: AttentionSpec,
     sinks: Tensor | None = None,
     is_in_order: bool = False,
@@ -128,7 +128,7 @@ def attend_launches(
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
-    """Return the queries of a tile, and up to how many queries a sequence is short, as DeviceStep.tiles takes them."""
+    """Return the queries of a tile, and up to how many queries a sequence is short, for DeviceAttentionMetadata.tiles."""
     group = spec.num_heads // spec.num_kv_heads
     tile = (in_order_attention_tile if is_in_order else long_attention_tile)(spec.head_dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
@@ -138,7 +138,7 @@ class _Call(NamedTuple):
     out: Tensor
     q: Tensor
     cache: KvCache
-    step: DeviceStep
+    step: DeviceAttentionMetadata
     spec: AttentionSpec
     sinks: Tensor | None
     tiles: Tiles

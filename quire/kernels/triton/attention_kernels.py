@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, tanh
+from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, tanh
 
 TINY = tl.constexpr(1e-37)
 _MOST_DRAFTS = tl.constexpr(64)  # of a tree, as a path is 64 bits
@@ -182,10 +182,10 @@ def _attend_span(
             # In units of the tile's largest scale the weights stay within f16, however small the values are.
             scales = tl.load(v_scales_ptr + base + rows, mask=keys < end, other=0.0)
             unit = tl.maximum(tl.max(scales, 0), 1e-30)
-            weights = narrow(weights * (scales / unit)[None, :], COMPUTE)
+            weights = cast_to(weights * (scales / unit)[None, :], COMPUTE)
             acc = dot(weights, v.to(COMPUTE), acc * (shrink / unit)[:, None]) * unit
         else:
-            acc = dot(narrow(weights, COMPUTE), v.to(COMPUTE), acc * shrink[:, None])
+            acc = dot(cast_to(weights, COMPUTE), v.to(COMPUTE), acc * shrink[:, None])
     return acc, best, total
 
 
@@ -361,5 +361,5 @@ def attend_runs(
             # As merge_chunks has it: whether a launch is split depends on the others of its step.
             out = out * weight[:, None] / (tl.exp2(sink - top) + weight)[:, None]
         out_rows = (token + queries).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
-        out = narrow(out, out_ptr.dtype.element_ty)
+        out = cast_to(out, out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import float8_tile
 
@@ -38,7 +38,7 @@ class Float8Rows(NamedTuple):
     scales: Tensor
 
 
-def suits_float8(x: Tensor, weight: NarrowWeight) -> bool:
+def suits_float8(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     """Return whether `multiply_float8` is to be preferred: for many tokens, not in f32, on a device that has float8."""
     if weight.codes.dtype != _FLOAT8 or x.dtype == torch.float32 or len(x) < FLOAT8_FROM:
         return False
@@ -46,7 +46,7 @@ def suits_float8(x: Tensor, weight: NarrowWeight) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
 
 
-def multiply_float8(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
+def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T (+ bias), of x rounded to float8 with a scale per token and group of the weight's columns.
 
     x        [T, K] float, rows in one piece
@@ -67,7 +67,7 @@ def multiply_float8(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None)
     return out
 
 
-def _fits_library(x: Tensor, weight: NarrowWeight) -> bool:
+def _fits_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     num_rows, num_columns = weight.shape
     has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
     is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
@@ -101,7 +101,7 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     return Launch(quantize_rows, (num_tokens, triton.cdiv(num_groups, height)), arguments, constants, num_warps, 1)
 
 
-def float8_launches(out: Tensor, x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> list[Launch]:
+def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
     """Return the launches of `multiply_float8`, which write `out`; the columns of x are in the order of the stored ones."""
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import dot, narrow
+from quire.kernels.triton.arithmetic import cast_to, dot
 
 _LARGEST = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-30)
@@ -41,7 +41,7 @@ def quantize_rows(
     size = tl.where(num_finite == BLOCK_C, size, float("nan"))
     tl.store(scales_ptr + token * NUM_GROUPS + groups, size * (1.0 / _LARGEST), mask=groups < NUM_GROUPS)
     x = x * tl.where(size > _LEAST, _LARGEST / size, 0.0)[:, None]
-    tl.store(codes_ptr + token * NUM_COLUMNS + columns, narrow(x, codes_ptr.dtype.element_ty), mask=mask)
+    tl.store(codes_ptr + token * NUM_COLUMNS + columns, cast_to(x, codes_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -107,4 +107,4 @@ def multiply_quantized(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
     places = tokens.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
-    tl.store(out_ptr + places, narrow(acc, out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])
+    tl.store(out_ptr + places, cast_to(acc, out_ptr.dtype.element_ty), mask=is_token[:, None] & is_row[None, :])

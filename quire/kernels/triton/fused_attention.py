@@ -11,13 +11,13 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention import IS_FUSED, KvCache
-from quire.kernels.triton.dependent import has_dependent_launch
 from quire.kernels.triton.fused_attention_kernels import attend_projected
-from quire.kernels.triton.heads import LARGEST_OF, Rope
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.pdl import has_dependent_launch
+from quire.kernels.triton.qk_rope_store import LARGEST_OF, Rope
 from quire.kernels.triton.sizes import power_of_two
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tiles import CHUNK, ROWS_OF_DECODE, short_attention_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,7 +43,7 @@ class ProjectedAttention:
     norms: tuple[Norm, Norm] | None
     arrived: Tensor
 
-    def launch(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceStep, positions: Tensor) -> Launch:
+    def launch(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> Launch:
         """Return the launch that stores the KV of one new token per sequence and attends it to its sequence's keys.
 
         out        [S, H * D], zeros where a sequence is padding
@@ -109,7 +109,7 @@ class ProjectedAttention:
         grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // CHUNK))))
         return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED, is_pdl)
 
-    def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceStep, positions: Tensor) -> None:
+    def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> None:
         spec, num_sequences = self.spec, len(qkv)
         num_heads = spec.num_heads + 2 * spec.num_kv_heads
         check_contiguous("qkv", qkv, (None, num_heads * spec.head_dim), *_FLOATS)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import narrow
+from quire.kernels.triton.arithmetic import cast_to
 from quire.kernels.triton.attention_kernels import TINY, attend_keys
-from quire.kernels.triton.dependent import begin, wait
-from quire.kernels.triton.heads import load_heads, store_heads
+from quire.kernels.triton.pdl import begin, wait
+from quire.kernels.triton.qk_rope_store import load_heads, store_heads
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def _merge(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(partial * weights, 0)
         best = new_best
-    out = narrow(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
+    out = cast_to(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
     tl.store(out_ptr + heads * HEAD_DIM + dims, out, mask=is_number)
 
 
@@ -152,7 +152,7 @@ def attend_projected(
         row_ptr, kv_head * GROUP + lanes, is_row, q_weight_ptr, table_ptr, position,
         HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
     )  # fmt: skip
-    q = narrow(q, COMPUTE)
+    q = cast_to(q, COMPUTE)
     own_table_ptr = block_tables_ptr + sequence * table_stride
     out, log_sums = attend_keys(
         q, low, high, end - 1 + lanes * 0, is_row, end - 1, end, end, kv_head, kv_head,
@@ -165,7 +165,7 @@ def attend_projected(
     own_out_ptr = out_ptr + (sequence * NUM_HEADS + kv_head * GROUP) * HEAD_DIM
     if used == 1:
         places = own_out_ptr + lanes[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(places, narrow(out, out_ptr.dtype.element_ty), mask=mask)
+        tl.store(places, cast_to(out, out_ptr.dtype.element_ty), mask=mask)
     else:
         first_part = (sequence * NUM_KV_HEADS + kv_head) * (MOST_CHUNKS * GROUP)
         own_partial_ptr, own_log_sums_ptr = partial_ptr + first_part * HEAD_DIM, log_sums_ptr + first_part

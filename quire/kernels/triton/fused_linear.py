@@ -14,10 +14,10 @@ from torch import Tensor
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import Activation
 from quire.kernels.triton.activation import ACTIVATION_KINDS
-from quire.kernels.triton.dependent import has_dependent_launch
 from quire.kernels.triton.fused_linear_kernels import multiply_few
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import few_tile
 

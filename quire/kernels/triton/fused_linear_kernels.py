@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import activated
-from quire.kernels.triton.arithmetic import narrow, rounded
-from quire.kernels.triton.dependent import begin, fetch, wait
+from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.norm import scale_normalized
+from quire.kernels.triton.pdl import begin, fetch, wait
 
 
 @triton.jit
@@ -172,4 +172,4 @@ def multiply_few(
             if IS_SCALED:
                 y = rounded(y * residual_scale, DTYPE)
             y = tl.load(out, mask=mask, other=0.0).to(tl.float32) + y
-        tl.store(out, narrow(y, DTYPE), mask=mask)
+        tl.store(out, cast_to(y, DTYPE), mask=mask)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import AttentionSpec
-from quire.kernels.triton.step import AttentionLibrary, DeviceStep
+from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata
 
 _WORKSPACE_BYTES = 128 << 20
 _PAGE_MULTIPLE = 256
@@ -72,9 +72,9 @@ class FlashInfer:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
         self._workspace: Tensor | None = None
-        self._planned: dict[AttentionSpec, tuple[Any, DeviceStep]] = {}
+        self._planned: dict[AttentionSpec, tuple[Any, DeviceAttentionMetadata]] = {}
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]; see AttentionLibrary."""
         found = self._planned.get(spec)
         if found is None or found[1] is not step:
@@ -85,7 +85,7 @@ class FlashInfer:
             found = self._planned[spec] = wrapper, step
         return found[0].run(q, (k, v))
 
-    def _plan(self, wrapper: Any, q: Tensor, k: Tensor, step: DeviceStep, spec: AttentionSpec) -> None:
+    def _plan(self, wrapper: Any, q: Tensor, k: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> None:
         counts, lengths = _host_counts(step)
         block_size = k.shape[2]
         pages = [-(-length // block_size) for length in lengths]
@@ -117,7 +117,7 @@ class FlashAttention3:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]; see AttentionLibrary."""
         return self._module.flash_attn_with_kvcache(
             q,
@@ -137,7 +137,7 @@ class FlashAttention2:
     def __init__(self, module: ModuleType) -> None:
         self._module = module
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]; see AttentionLibrary."""
         counts, lengths = _host_counts(step)
         return self._module.flash_attn_varlen_func(
@@ -158,7 +158,7 @@ def _flash_options(spec: AttentionSpec) -> dict[str, object]:
     return {"softmax_scale": spec.scale, "causal": True, "window_size": window, "softcap": spec.softcap or 0.0}
 
 
-def _host_counts(step: DeviceStep) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _host_counts(step: DeviceAttentionMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the queries of each sequence, and the context lengths."""
     if step.query_counts is None or step.host_context_lens is None:
         raise InvariantError("a library plans with the context lengths on the host, which a recorded step does not have")

@@ -1,4 +1,4 @@
-"""Linear layers: with narrow weights, for steps that the reading of weights bounds, and with plain ones, in a fixed order."""
+"""Linear layers with quantised weights, for steps bound by reading weights, and with plain ones in a fixed order."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import triton
 from torch import Tensor
 
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.linear_kernels import add_splits, multiply_dense, multiply_narrow, widen_rows
-from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.linear_kernels import add_splits, multiply_dense, multiply_packed, widen_rows
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.tiles import dense_tile, linear_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,7 +21,7 @@ _ROWS_OF_PROGRAM = 64
 _GROUPED = 8
 
 
-def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Tensor:
+def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor:
     """Return x @ weight^T (+ bias), summed in f32: the scales multiply sums of at most 128 products of x and the codes.
 
     x        [T, K] float, rows in one piece
@@ -34,7 +34,7 @@ def multiply(x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> Ten
     return out
 
 
-def multiply_launches(out: Tensor, x: Tensor, weight: NarrowWeight, bias: Tensor | None = None) -> list[Launch]:
+def multiply_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
     """Return the launches of `multiply`, which write `out`; the columns of x are in the order of the stored ones."""
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
@@ -62,7 +62,7 @@ def multiply_launches(out: Tensor, x: Tensor, weight: NarrowWeight, bias: Tensor
         **splits.constants(num_steps),
     }
     grid = (*tiles, splits.count if splits.are_shared else 1)
-    launch = Launch(multiply_narrow, grid, arguments, {"NUM_ROWS": num_rows, **constants}, tile.num_warps, tile.num_stages)
+    launch = Launch(multiply_packed, grid, arguments, {"NUM_ROWS": num_rows, **constants}, tile.num_warps, tile.num_stages)
     return [launch, *_add_launches(out, parts, bias, splits)]
 
 
@@ -112,7 +112,7 @@ def in_order_launches(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | Non
     return [launch, *_add_launches(out, parts, bias, splits)]
 
 
-def widen(weight: NarrowWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+def widen(weight: DeviceQuantizedWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
     """Return rows of a weight dense, computed in f32, the columns as they are stored.
 
     ids  [R] i64, the rows; None: all
@@ -123,7 +123,7 @@ def widen(weight: NarrowWeight, dtype: torch.dtype, ids: Tensor | None = None) -
     return out
 
 
-def widen_launch(out: Tensor, weight: NarrowWeight, ids: Tensor | None = None) -> Launch:
+def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None = None) -> Launch:
     """Return the launch of `widen`, which writes `out`."""
     num_columns = weight.shape[1]
     check_contiguous("out", out, (weight.shape[0] if ids is None else len(ids), num_columns), *_FLOATS)
@@ -176,7 +176,7 @@ def _add_launches(out: Tensor, parts: Tensor, bias: Tensor | None, splits: _Spli
     return [Launch(add_splits, (num_tokens, triton.cdiv(num_rows, _BLOCK)), arguments, constants, 4, 1)]
 
 
-def _weight_constants(weight: NarrowWeight) -> dict[str, object]:
+def _weight_constants(weight: DeviceQuantizedWeight) -> dict[str, object]:
     return {
         "NUM_COLUMNS": weight.shape[1],
         "GROUP": weight.group_size,

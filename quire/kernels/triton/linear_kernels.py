@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import dot, narrow
+from quire.kernels.triton.arithmetic import cast_to, dot
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def add_run(
     BASE: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return acc [N, M] and the products of a run of columns of narrow weights [N, K] and of x [M, K].
+    """Return acc [N, M] and the products of a run of columns of quantised weights [N, K] and of x [M, K].
 
     Codes are exact in DTYPE, that of x; scales come after the product. IS_PACKED: x has the first half of the run's columns,
     which are low bits, and high_x the other half; otherwise high_x is not read.
@@ -50,15 +50,15 @@ def add_run(
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
     if IS_PACKED:
-        low = narrow(numbers_of(codes & 15, BASE), DTYPE)
-        high = narrow(numbers_of(codes >> 4, BASE), DTYPE)
+        low = cast_to(numbers_of(codes & 15, BASE), DTYPE)
+        high = cast_to(numbers_of(codes >> 4, BASE), DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
-        part = dot(narrow(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
+        part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
     acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
     if offsets_ptr is not None:
         # The sum of x as a product with ones: threads would add it in an order that depends on the number of tokens.
-        ones = narrow(tl.full(codes.shape, 1.0, tl.float32), DTYPE)
+        ones = cast_to(tl.full(codes.shape, 1.0, tl.float32), DTYPE)
         total = dot(ones, tl.trans(x), zeros)
         if IS_PACKED:
             total = dot(ones, tl.trans(high_x), total)
@@ -67,7 +67,7 @@ def add_run(
 
 
 @triton.jit
-def _narrow_split(
+def _quantized_split(
     split: tl.tensor,
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
@@ -133,11 +133,11 @@ def _store(
     elif bias_ptr is not None:
         out += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
     mask = (tokens < num_tokens)[:, None] & is_row[None, :]
-    tl.store(out_ptr + places, narrow(out, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + places, cast_to(out, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def multiply_narrow(
+def multiply_packed(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -175,13 +175,13 @@ def multiply_narrow(
     WIDTH: tl.constexpr = BLOCK_K // 2 if IS_PACKED else BLOCK_K
     x_places = tokens.to(tl.int64)[:, None] * x_stride + tl.arange(0, WIDTH)[None, :]
     split = tl.program_id(2)
-    acc = _narrow_split(
+    acc = _quantized_split(
         split, x_ptr, codes_ptr, scales_ptr, offsets_ptr, x_places, rows, tokens < num_tokens,
         NUM_ROWS, NUM_COLUMNS, GROUP, SCALE_ROWS, IS_PACKED, BASE, BLOCK_M, BLOCK_N, BLOCK_K, STEPS,
     )  # fmt: skip
     if not IS_SPLIT:
         for later in tl.range(1, NUM_SPLITS):
-            acc += _narrow_split(
+            acc += _quantized_split(
                 later, x_ptr, codes_ptr, scales_ptr, offsets_ptr, x_places, rows, tokens < num_tokens,
                 NUM_ROWS, NUM_COLUMNS, GROUP, SCALE_ROWS, IS_PACKED, BASE, BLOCK_M, BLOCK_N, BLOCK_K, STEPS,
             )  # fmt: skip
@@ -237,7 +237,7 @@ def multiply_dense(
     IS_SPLIT: tl.constexpr,
     GROUPED: tl.constexpr,
 ) -> None:
-    """Write a tile of x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype, as multiply_narrow does with its weights.
+    """Write a tile of x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype, as multiply_packed does with its weights.
 
     weight   [NUM_ROWS, NUM_COLUMNS] in one piece
     GROUPED  tiles of tokens that follow each other on the same rows of the weight, which then come from the cache
@@ -289,7 +289,7 @@ def add_splits(
         total += tl.load(parts_ptr + (split * num_tokens + token) * NUM_ROWS + rows, mask=mask, other=0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + rows, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * NUM_ROWS + rows, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * NUM_ROWS + rows, cast_to(total, out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -307,7 +307,7 @@ def widen_rows(
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write columns program_id(1) of row ids[program_id(0)] of a narrow weight, see multiply_narrow, in out's dtype.
+    """Write columns program_id(1) of row ids[program_id(0)] of a quantised weight, see multiply_packed, in out's dtype.
 
     ids_ptr  i64, or None: row program_id(0)
     """
@@ -328,4 +328,4 @@ def widen_rows(
     values = values * tl.load(scales_ptr + row // SCALE_ROWS * NUM_GROUPS + groups, mask=mask, other=0.0)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + row * NUM_GROUPS + groups, mask=mask, other=0.0)
-    tl.store(out_ptr + place * NUM_COLUMNS + columns, narrow(values, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + place * NUM_COLUMNS + columns, cast_to(values, out_ptr.dtype.element_ty), mask=mask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import LOG2_E, narrow
+from quire.kernels.triton.arithmetic import LOG2_E, cast_to
 from quire.kernels.triton.attention_kernels import TINY, find_run
 
 
@@ -46,7 +46,7 @@ def merge_row(
         total = total * shrink + tl.sum(weights, 0)
         acc = acc * shrink + tl.sum(partial * weights[:, None], 0)
         best = new_best
-    out = narrow(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
+    out = cast_to(acc / tl.maximum(total, TINY), out_ptr.dtype.element_ty)
     row = token.to(tl.int64) * NUM_HEADS + head
     tl.store(out_ptr + row * HEAD_DIM + dims, out, mask=dims < HEAD_DIM)
 

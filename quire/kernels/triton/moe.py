@@ -17,12 +17,12 @@ from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguo
 from quire.kernels.triton.moe_kernels import (
     count_pairs,
     multiply_experts,
-    multiply_narrow_experts,
+    multiply_packed_experts,
     route_rows,
     sort_pairs,
     sum_pairs,
 )
-from quire.kernels.triton.narrow_weights import NarrowWeight
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import ExpertTile, expert_tile, swapped_expert_tile
 
@@ -30,7 +30,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 
 
-ExpertWeights = Tensor | NarrowWeight
+ExpertWeights = Tensor | DeviceQuantizedWeight
 """[E, O, K], or narrow, with the rows of all experts one after the other."""
 
 
@@ -96,7 +96,7 @@ def expert_launches(
     num_tokens, width = x.shape
     inner = spec.expert.intermediate_size
     num_pairs = num_tokens * spec.top_k
-    is_swapped = is_in_order or isinstance(gate_up, NarrowWeight) or isinstance(down, NarrowWeight)
+    is_swapped = is_in_order or isinstance(gate_up, DeviceQuantizedWeight) or isinstance(down, DeviceQuantizedWeight)
     tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, x.dtype)
 
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
@@ -205,7 +205,7 @@ def _product(
         **_weight_constants(weight, tile),
     }
     grid = (triton.cdiv(num_rows, tile.rows), pairs.num_tiles)
-    kernel = multiply_narrow_experts if isinstance(weight, NarrowWeight) else multiply_experts
+    kernel = multiply_packed_experts if isinstance(weight, DeviceQuantizedWeight) else multiply_experts
     return Launch(kernel, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
 
 

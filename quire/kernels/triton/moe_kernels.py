@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.activation import activated
-from quire.kernels.triton.arithmetic import LOG2_E, dot, narrow, rounded
+from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, rounded
 from quire.kernels.triton.linear_kernels import add_run
 
 _WALKED = tl.constexpr(1024)
@@ -224,11 +224,11 @@ def _store_products(
     else:
         out = out * tl.load(shares_ptr + pairs, mask=is_pair, other=0.0)[:, None]
     out_places = pairs.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
-    tl.store(out_ptr + out_places, narrow(out, DTYPE), mask=is_pair[:, None] & (rows < NUM_ROWS)[None, :])
+    tl.store(out_ptr + out_places, cast_to(out, DTYPE), mask=is_pair[:, None] & (rows < NUM_ROWS)[None, :])
 
 
 @triton.jit
-def multiply_narrow_experts(
+def multiply_packed_experts(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
@@ -254,7 +254,7 @@ def multiply_narrow_experts(
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """Do what multiply_experts does with narrow weights, see multiply_narrow, the rows of all experts one after the other.
+    """Do what multiply_experts does with quantised weights, see multiply_packed, the rows of all experts one after the other.
 
     SCALE_ROWS  divides the rows of an expert
     """
@@ -315,4 +315,4 @@ def sum_pairs(y_ptr: tl.tensor, out_ptr: tl.tensor, WIDTH: tl.constexpr, TOP_K: 
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
         total += tl.load(y_ptr + (token * TOP_K + slot) * WIDTH + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * WIDTH + columns, narrow(total, out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + token * WIDTH + columns, cast_to(total, out_ptr.dtype.element_ty), mask=mask)

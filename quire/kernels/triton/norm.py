@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import NormSpec
-from quire.kernels.triton.arithmetic import narrow, rounded
+from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.sizes import power_of_two
 
@@ -190,9 +190,9 @@ def _add_and_normalize(
         if IS_SCALED:
             branch = rounded(branch * residual_scale, DTYPE)
         x = rounded(x + branch, DTYPE)
-        tl.store(total_ptr + row * WIDTH + columns, narrow(x, DTYPE), mask=mask)
+        tl.store(total_ptr + row * WIDTH + columns, cast_to(x, DTYPE), mask=mask)
     if out_ptr is not None:
         y = _normalize_row(
             x, weight_ptr, bias_ptr, columns, mask, WIDTH, EPS, OFFSET, IS_CENTERED, CASTS_LATE, DTYPE
         )  # fmt: skip
-        tl.store(out_ptr + row * WIDTH + columns, narrow(y, DTYPE), mask=mask)
+        tl.store(out_ptr + row * WIDTH + columns, cast_to(y, DTYPE), mask=mask)

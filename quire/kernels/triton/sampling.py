@@ -12,10 +12,10 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.cpu.sampling import DrawOptions
 from quire.kernels.reference.noise import STREAM_TARGET
-from quire.kernels.triton.choosing_kernels import choose_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.sampling_kernels import LIST_SIZE, NUM_DEPTHS, collect_rows, scan_rows, weigh_rows
 from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.topk_topp_kernels import choose_rows
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 2048

@@ -1,4 +1,4 @@
-"""DeviceStep: what AttentionInput says, as tensors on the device, with the work lists of its launches."""
+"""DeviceAttentionMetadata: what AttentionMetadata says, as tensors on the device, with the work lists of its launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.sizes import power_of_two
 
 _ALIGNMENT = 16
@@ -58,7 +58,7 @@ class TileLists(NamedTuple):
 class AttentionLibrary(Protocol):
     """What attends instead of our kernels."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceStep, spec: AttentionSpec) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]: every query over its sequence's cached keys, causally.
 
         q     [T, H, D], k and v [num_blocks, K, block_size, D], all of one dtype
@@ -68,7 +68,7 @@ class AttentionLibrary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceStep:
+class DeviceAttentionMetadata:
     """Where the tokens of one step stand, for all layers; a sequence of context length 0 is padding, and attends to nothing.
 
     slots            [T] i64, block * block_size + offset where token t's KV is stored; negative: nowhere
@@ -104,7 +104,7 @@ class DeviceStep:
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, step: AttentionInput, device: torch.device) -> DeviceStep:
+    def of(cls, step: AttentionMetadata, device: torch.device) -> DeviceAttentionMetadata:
         """Return the step on a device."""
         trees = step.trees
         counts = tuple(last - first for first, last in itertools.pairwise(step.query_starts))
@@ -134,7 +134,7 @@ class DeviceStep:
     @classmethod
     def of_decode(
         cls, slots: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
-    ) -> DeviceStep:
+    ) -> DeviceAttentionMetadata:
         """Return a step of one token for each sequence, of tensors that are on the device."""
         counts = (1,) * len(context_lens)
         return cls(slots, query_starts, context_lens, block_tables, None, None, None, counts, max_context_len)
@@ -196,7 +196,7 @@ def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tenso
 
 
 def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_lens: Sequence[int]) -> TileLists:
-    """Return the runs of queries of sequences with so many queries and cached tokens each; see DeviceStep.tiles."""
+    """Return the runs of queries of sequences with these numbers of queries and cached tokens; see DeviceAttentionMetadata.tiles."""
     short = [(index, 0) for index, count in enumerate(counts) if count <= num_short]
     long = [(i, offset) for i, count in enumerate(counts) if count > num_short for offset in range(0, count, num_queries)]
     # What sees most keys begins first, so that the last programs are short ones.
@@ -206,7 +206,7 @@ def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_
     return TileLists(short, long, min(power_of_two(longest), num_short))
 
 
-def _tree_positions(step: AttentionInput, counts: tuple[int, ...]) -> Tensor:
+def _tree_positions(step: AttentionMetadata, counts: tuple[int, ...]) -> Tensor:
     found = []
     for index, (count, length) in enumerate(zip(counts, step.context_lens, strict=True)):
         positions = torch.arange(length - count, length)

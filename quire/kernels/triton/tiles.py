@@ -113,7 +113,7 @@ class LinearTile(NamedTuple):
 
 
 def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
-    """Return the tile for a linear layer with narrow weights."""
+    """Return the tile for a linear layer with quantised weights."""
     return LinearTile(**active_table().find("linear", {"dtype": _name(dtype), "tokens": num_tokens}))
 
 

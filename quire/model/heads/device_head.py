@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.kernels.reference.rope import inverse_frequencies
-from quire.kernels.triton.heads import rope_table
 from quire.kernels.triton.norm import Norm, normalize
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.qk_rope_store import rope_table
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder, DeviceLayer, norm_of
 from quire.model.device_linear import DeviceLinear
@@ -75,7 +75,7 @@ class DeviceHead:
         return self._fuse(features) if self._head.entry == "beside" else features
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceStep, pool: DeviceKvPool) -> Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceAttentionMetadata, pool: DeviceKvPool) -> Tensor:
         """Compute tokens behind the features in `inputs`, and store their KV.
 
         token_ids, positions  [T] i64: the token i + 1 of each place i, and i

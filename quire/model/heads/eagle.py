@@ -35,7 +35,7 @@ def read_eagle1(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     return LayerHead(
         entry="joined",
         body=body,
-        tap_layers=(),
+        aux_hidden_state_layers=(),
         embed_norm=None,
         feature_norm=None,
         has_final_norm=False,
@@ -56,7 +56,7 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     body = read_body(folder, values, target, draft_vocab)
     layer = body.layers[0]
     hidden = body.hidden_size
-    tap_layers = _tap_layers(folder, len(target.layers))
+    aux_hidden_state_layers = _aux_hidden_state_layers(folder, len(target.layers))
     layer_names = {**PRE_NORM_LAYER, "attn_in": "hidden_norm"}
     sources = {
         **layer_sources(layer, prefix, layer_names),
@@ -66,14 +66,14 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
         "lm_head.weight": "lm_head.weight",
     }
     shapes = body_shapes(body, 2 * hidden)
-    shapes |= {"fuse.weight": (hidden, len(tap_layers) * hidden), "embed_norm.weight": (hidden,)}
+    shapes |= {"fuse.weight": (hidden, len(aux_hidden_state_layers) * hidden), "embed_norm.weight": (hidden,)}
     if "embed_tokens.weight" in names:
         sources["embed.weight"] = "embed_tokens.weight"
         shapes["embed.weight"] = (target.vocab_size, hidden)
     return LayerHead(
         entry="beside",
         body=body,
-        tap_layers=tap_layers,
+        aux_hidden_state_layers=aux_hidden_state_layers,
         embed_norm=layer.attn_in,
         feature_norm=None,
         has_final_norm=True,
@@ -84,7 +84,7 @@ def read_eagle3(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     )
 
 
-def default_tap_layers(num_layers: int) -> tuple[int, ...]:
+def default_aux_hidden_state_layers(num_layers: int) -> tuple[int, ...]:
     """Return EAGLE-3's layers; of a model with few layers, the last three, or all."""
     wanted = (2, num_layers // 2, num_layers - 3)
     if wanted[0] < wanted[1] < wanted[2]:
@@ -92,11 +92,11 @@ def default_tap_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(range(max(0, num_layers - 3), num_layers))
 
 
-def _tap_layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
+def _aux_hidden_state_layers(folder: HeadFolder, num_layers: int) -> tuple[int, ...]:
     stated = folder.config.get("eagle_aux_hidden_state_layer_ids")
     stated = folder.table("eagle_config").get("eagle_aux_hidden_state_layer_ids") if stated is None else stated
     if stated is None:
-        return default_tap_layers(num_layers)
+        return default_aux_hidden_state_layers(num_layers)
     is_fine = isinstance(stated, list) and len(stated) > 0 and all(isinstance(layer, int) for layer in stated)
     if not is_fine or list(stated) != sorted(set(stated)) or not 0 <= stated[0] <= stated[-1] < num_layers:
         raise ModelFormatError(

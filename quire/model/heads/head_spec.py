@@ -20,7 +20,9 @@ class LayerHead:
                   the normed embedding beside the normed feature (EAGLE-3, arXiv 2503.01840)
     body          the one layer, with the head's dtype; of "beside" attention reads twice the hidden size, and attn_in is the
                   norm of the feature. Its vocabulary is what the head can say, its embedding the model's
-    tap_layers    layers of the model whose inputs are the features, low to high; none: the hidden state after the final norm
+    aux_hidden_state_layers
+                  layers of the model whose inputs are the features, low to high; none: the hidden state after the final
+                  norm
     embed_norm, feature_norm
                   of what enters; feature_norm is of "joined" alone
     has_final_norm      whether there is a norm before the output
@@ -33,7 +35,7 @@ class LayerHead:
 
     entry: Literal["joined", "beside"]
     body: ModelSpec
-    tap_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     embed_norm: NormSpec | None
     feature_norm: NormSpec | None
     has_final_norm: bool
@@ -45,7 +47,7 @@ class LayerHead:
     @property
     def feature_size(self) -> int:
         """Values of a feature as the model gives it."""
-        return self.body.hidden_size * max(1, len(self.tap_layers))
+        return self.body.hidden_size * max(1, len(self.aux_hidden_state_layers))
 
 
 @dataclass(frozen=True, slots=True)

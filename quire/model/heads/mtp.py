@@ -111,7 +111,7 @@ def _read(folder: HeadFolder, target: ModelSpec, names: dict[str, str], layer: L
     return LayerHead(
         entry="joined",
         body=body,
-        tap_layers=(),
+        aux_hidden_state_layers=(),
         embed_norm=norm,
         feature_norm=norm,
         has_final_norm=True,

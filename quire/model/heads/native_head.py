@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.heads.head_spec import LayerHead
 from quire.model.native_decoder import NativeDecoder
@@ -75,7 +75,7 @@ class NativeHead(NativeDecoder):
         return _NativeHeadBuilder(self.head_spec, self._target, *args)
 
     def enter(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, rows: list[int]
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, features: Tensor, rows: list[int]
     ) -> Tensor:
         """Compute tokens behind their features, store their KV, and return the logits [R, V'] f32 of some rows.
 
@@ -141,9 +141,9 @@ class NativeHead(NativeDecoder):
 
 
 class _Place:
-    """The arrays of an AttentionInput as the plan takes them."""
+    """The arrays of an AttentionMetadata as the plan takes them."""
 
-    def __init__(self, step: AttentionInput) -> None:
+    def __init__(self, step: AttentionMetadata) -> None:
         self.slots = step.slots
         self.starts = _int32(step.query_starts)
         self.lengths = _int32(step.context_lens)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
@@ -39,7 +39,7 @@ class ReferenceHead:
 
     @torch.inference_mode()
     def enter(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: KvPool, features: Tensor, rows: list[int]
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, features: Tensor, rows: list[int]
     ) -> Tensor:
         """Compute tokens behind their features, store their KV, and return the logits [R, V'] of some rows.
 
@@ -124,4 +124,4 @@ class ReferenceHead:
             positions = positions_of_rows = positions_of_rows[kept] + 1
             slots = [int(tables[row, (end - 1) // size]) * size + (end - 1) % size for row, end in enumerate(lengths)]
             rows = list(range(len(going)))
-            step = AttentionInput(torch.tensor(slots), list(range(len(going) + 1)), lengths, tables)
+            step = AttentionMetadata(torch.tensor(slots), list(range(len(going) + 1)), lengths, tables)

@@ -12,9 +12,9 @@ from quire.serving.admission.rates import ServiceRates
 from quire.serving.admission.shares import most_beside
 from quire.serving.admission.ticket import Ticket
 from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.engine_client.messages import StepReport
 from quire.serving.errors import ApiError, deadline_exceeded, overloaded, rate_limited, spread_s
 from quire.serving.interfaces import Job, PriorityClass
-from quire.serving.link.messages import StepReport
 
 BATCH_WINDOW_FACTOR = 2
 

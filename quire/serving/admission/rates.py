@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from quire.serving.admission.ticket import OUTPUT_TOKEN_WEIGHT
-from quire.serving.link.messages import StepReport
+from quire.serving.engine_client.messages import StepReport
 
 
 class ServiceRates:

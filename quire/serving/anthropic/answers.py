@@ -30,8 +30,7 @@ from quire.api.anthropic.answers import (
     ToolUse,
     Usage,
 )
-from quire.serving.errors import ApiError
-from quire.serving.generation.events import (
+from quire.serving.core.events import (
     ChoiceEnd,
     GenerationEvent,
     GenerationStart,
@@ -42,8 +41,9 @@ from quire.serving.generation.events import (
     ToolCallStart,
     UsageEnd,
 )
-from quire.serving.generation.partial_json import is_json, read_partial
-from quire.serving.generation.sse import named_frame
+from quire.serving.core.partial_json import is_json, read_partial
+from quire.serving.core.sse import named_frame
+from quire.serving.errors import ApiError
 from quire.serving.openai.frames import encode_json
 
 JSON_SPACE = " \t\r\n"

@@ -10,9 +10,9 @@ from quire.serving.anthropic.overload import answer_overloaded, overload_as_529
 from quire.serving.anthropic.requests import chat_input, ignored_by_model, message_options
 from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
+from quire.serving.core.plan import GenerationPlan
+from quire.serving.core.prepare import count_chat_tokens, prepare_chat
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
-from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.prepare import count_chat_tokens, prepare_chat
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import caller_of, stream_answer, whole_answer
 from quire.serving.openai.requests import make_id

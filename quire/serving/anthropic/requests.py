@@ -28,11 +28,11 @@ from quire.api.anthropic.messages import (
 )
 from quire.base.errors import RequestError
 from quire.serving.anthropic.thinking import ThinkingSigner, effort_of
-from quire.serving.generation.constraints import schema_constraint
-from quire.serving.generation.conversation import Conversation
-from quire.serving.generation.plan import ChatInput, GenerationOptions
-from quire.serving.generation.reasoning_effort import has_effort
-from quire.serving.generation.served_model import ServedModel
+from quire.serving.core.constraints import schema_constraint
+from quire.serving.core.conversation import Conversation
+from quire.serving.core.plan import ChatInput, GenerationOptions
+from quire.serving.core.reasoning_effort import has_effort
+from quire.serving.core.served_model import ServedModel
 
 BILLING_HEADER = "x-anthropic-billing-header"  # a client's hash, new with every request: no prefix would be found again
 

@@ -7,7 +7,7 @@ import hmac
 
 from quire.api.anthropic.messages import OutputConfig, Thinking, ThinkingDisabled, ThinkingEnabled
 from quire.base.errors import RequestError
-from quire.serving.generation.reasoning_effort import reasoning_variables
+from quire.serving.core.reasoning_effort import reasoning_variables
 
 LOW_BUDGET, MEDIUM_BUDGET = 4096, 16384  # tokens; a budget above is high effort
 

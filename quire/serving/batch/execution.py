@@ -20,8 +20,8 @@ from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.runner import Execute
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
 from quire.serving.errors import from_quire_error, invalid, unknown_parameters
-from quire.serving.generation.caller import Caller
 from quire.serving.ignored import IGNORED_HEADER, header_of
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete

@@ -13,7 +13,7 @@ import msgspec
 from quire.api.decode import LARGE_BYTES
 from quire.base.logging import get_logger
 from quire.serving.answers import Ready
-from quire.serving.batch.line_places import LinePlaces
+from quire.serving.batch.concurrency import LinePlaces
 from quire.serving.batch.lines import body_of
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage

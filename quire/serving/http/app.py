@@ -25,7 +25,7 @@ from quire.serving.endpoint import Call, Endpoint, headers_of
 from quire.serving.errors import BODY_ROOM_CODE, ApiError
 from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
 from quire.serving.ignored import IGNORED_HEADER, header_of
-from quire.serving.interfaces import Owner
+from quire.serving.interfaces import Tenant
 
 access_logger = get_logger("quire.access")
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
@@ -265,9 +265,9 @@ class Shell:
         else:
             await self._app(scope, receive, send)
 
-    def _identify(self, scope: Scope, headers: Mapping[str, str]) -> Owner:
+    def _identify(self, scope: Scope, headers: Mapping[str, str]) -> Tenant:
         if scope["path"] in self._open_paths:
-            return Owner(name="anonymous", cache_salt="")
+            return Tenant(name="anonymous", cache_salt="")
         return self._authenticator.identify(headers)
 
     def _id_headers(self, request_id: str, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
@@ -279,7 +279,7 @@ class Shell:
 
     def _rate_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """Return what a key with rates has left of them."""
-        owner: Owner | None = scope.get("quire.owner")
+        owner: Tenant | None = scope.get("quire.owner")
         if owner is None or owner.name not in self._rated_owners:
             return []
         return encode_headers(self._context.gateway.ratelimit_headers(owner.name))

@@ -15,10 +15,10 @@ import msgspec
 from quire.base.errors import ConfigError
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
-from quire.serving.interfaces import Owner
+from quire.serving.interfaces import Tenant
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-ANONYMOUS = Owner(name="anonymous", cache_salt="", is_admin=True, may_hurry=True)
+ANONYMOUS = Tenant(name="anonymous", cache_salt="", is_admin=True, may_use_interactive=True)
 
 
 def hash_key(key: str) -> bytes:
@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Authenticator:
-    """Turns the headers of a request into its Owner.
+    """Turns the headers of a request into its Tenant.
 
     With keys every tenant has a cache salt of its own, so that the time a prompt takes does not tell what others have sent.
     """
@@ -43,11 +43,11 @@ class Authenticator:
         self._owners = [
             (
                 key.sha256,
-                Owner(
+                Tenant(
                     name=key.name,
                     cache_salt=hmac.new(secret, key.name.encode(), "sha256").hexdigest(),
                     is_admin=key.is_admin,
-                    may_hurry=key.may_hurry,
+                    may_use_interactive=key.may_use_interactive,
                 ),
             )
             for key in config.api_keys
@@ -55,7 +55,7 @@ class Authenticator:
         self._by_name = {owner.name: owner for _, owner in self._owners}
         self._hosts = frozenset(config.allowed_hosts) | {config.host}
 
-    def identify(self, headers: Mapping[str, str]) -> Owner:
+    def identify(self, headers: Mapping[str, str]) -> Tenant:
         """Return who sends a request. Raises ApiError 401 without a valid key, 403 for a foreign page or host name."""
         if not self._owners:
             self._check_origin(headers)
@@ -80,11 +80,11 @@ class Authenticator:
             return False
         return True
 
-    def owner_named(self, name: str) -> Owner:
+    def owner_named(self, name: str) -> Tenant:
         """Return the owner of stored work; one whose key has been taken away shares its prefixes with nobody."""
         if not self._owners and name == ANONYMOUS.name:
             return ANONYMOUS
-        return self._by_name.get(name) or Owner(name=name, cache_salt=secrets.token_hex(32))
+        return self._by_name.get(name) or Tenant(name=name, cache_salt=secrets.token_hex(32))
 
     def _check_origin(self, headers: Mapping[str, str]) -> None:
         """Refuse what a page of another origin, or a name that was made to point here, makes a browser send."""
@@ -164,5 +164,5 @@ def _as_key(entry: _KeyEntry) -> ApiKey:
         max_stored_bytes=entry.max_stored_bytes,
         max_stored_batches=entry.max_stored_batches,
         is_admin=entry.admin,
-        may_hurry=entry.priority,
+        may_use_interactive=entry.priority,
     )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import uvicorn
 from starlette.types import ASGIApp
 
-from quire.base.collector import collect_seldom
 from quire.base.errors import ConfigError, QuireError
+from quire.base.gc_policy import collect_seldom
 from quire.base.logging import get_logger
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext

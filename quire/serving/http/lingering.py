@@ -33,7 +33,7 @@ class LingeringCloses:
         self.count -= 1
 
 
-class PoliteTransport:
+class LingeringTransport:
     """What a cycle of uvicorn does with its transport, which closes in another way."""
 
     __slots__ = ("close", "is_closing", "write")

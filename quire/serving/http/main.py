@@ -23,15 +23,14 @@ from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
+from quire.serving.core.served_model import load_served_model
 from quire.serving.endpoint import Endpoint
-from quire.serving.gateway import EngineGateway
-from quire.serving.generation.served_model import load_served_model
+from quire.serving.engine_client.client import EngineClient
+from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.http.app import make_app
 from quire.serving.http.auth import Authenticator
 from quire.serving.http.lifecycle import Lifecycle, bind
 from quire.serving.http.system import make_endpoints
-from quire.serving.link.client import EngineClient
-from quire.serving.link.supervisor import LinkOptions
 from quire.serving.metrics.log_format import log_ended, setup_log_format
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
@@ -39,6 +38,7 @@ from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
 from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.view import EngineView
+from quire.serving.request_queue import EngineGateway
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
 from quire.serving.responses.store import ResponseStore, ResponseTable
 

@@ -16,7 +16,7 @@ from quire.serving.config import MIB, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
 from quire.serving.http.direct import DirectBody
-from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, PoliteTransport
+from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, LingeringTransport
 from quire.serving.http.unchunked import UnchunkedBody
 
 logger = get_logger(__name__)
@@ -158,7 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.cycle is not None:  # whose task has not begun yet
             self._body = DirectBody(self.cycle)
             self.scope["quire.body"] = self._body  # type: ignore[typeddict-unknown-key]
-            self.cycle.transport = PoliteTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
+            self.cycle.transport = LingeringTransport(self.transport, self._close_after_answer)  # type: ignore[assignment]
             if self.parser.get_http_version() != "1.1":
                 self.cycle.send = UnchunkedBody(self.cycle).send  # type: ignore[method-assign]
                 self.cycle.waiting_for_100_continue = False

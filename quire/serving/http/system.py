@@ -14,7 +14,7 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.errors import invalid
 from quire.serving.http.openapi import document
-from quire.serving.shown_error import show_error
+from quire.serving.public_error import show_error
 
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Ready:

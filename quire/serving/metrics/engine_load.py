@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.serving.link.messages import EngineInfo, StepReport
+from quire.serving.engine_client.messages import EngineInfo, StepReport
 
 _TIME_CONSTANT_S = 10.0
 

@@ -12,9 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.api.unsupported_params import WITHOUT_EFFECT
 from quire.serving.config import ServerConfig
+from quire.serving.engine_client.messages import EngineInfo, RequestDelta, StepOutputs, StepReport
 from quire.serving.errors import BODY_ROOM_CODE, OVERLOADED_STATUS, ApiError
 from quire.serving.interfaces import AbortReason, Job
-from quire.serving.link.messages import EngineInfo, RequestDelta, StepOutputs, StepReport
 from quire.serving.metrics.definitions import PREFIX, Definitions, GaugeSources
 from quire.serving.metrics.engine_load import EngineLoad, step_work
 from quire.serving.metrics.instruments import InstrumentCollector

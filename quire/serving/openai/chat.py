@@ -5,9 +5,9 @@ from __future__ import annotations
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.serving.answers import Answer
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
+from quire.serving.core.prepare import prepare_chat
 from quire.serving.endpoint import Call
-from quire.serving.generation.caller import Caller
-from quire.serving.generation.prepare import prepare_chat
 from quire.serving.openai.chat_answers import ChatFold, ChatShape, ChatStreamEncoder
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer

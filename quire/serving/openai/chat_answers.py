@@ -13,8 +13,7 @@ from quire.api.openai.answers import (
     PromptLogprobs,
     ToolCall,
 )
-from quire.serving.errors import ApiError
-from quire.serving.generation.events import (
+from quire.serving.core.events import (
     ChoiceEnd,
     GenerationEvent,
     GenerationStart,
@@ -28,7 +27,8 @@ from quire.serving.generation.events import (
     ToolCallStart,
     UsageEnd,
 )
-from quire.serving.generation.plan import GenerationPlan
+from quire.serving.core.plan import GenerationPlan
+from quire.serving.errors import ApiError
 from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
 from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded, prompt_logprobs
 

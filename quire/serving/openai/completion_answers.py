@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.api.openai.answers import Completion, CompletionChoice, CompletionLogprobs, PromptLogprobs
-from quire.serving.errors import ApiError
-from quire.serving.generation.events import (
+from quire.serving.core.events import (
     ChoiceEnd,
     GenerationEvent,
     PromptEcho,
@@ -17,7 +16,8 @@ from quire.serving.generation.events import (
     TokensDelta,
     UsageEnd,
 )
-from quire.serving.generation.plan import GenerationPlan
+from quire.serving.core.plan import GenerationPlan
+from quire.serving.errors import ApiError
 from quire.serving.openai.frames import AnswerHead, ChunkWriter, StreamOptions, TextSplicer, encode_json, usage_of
 from quire.serving.openai.logprobs import MANY_POSITIONS, CompletionTokens, LogprobWriter, encoded, prompt_logprobs
 from quire.text.tokenizer import Tokenizer

@@ -7,9 +7,9 @@ from functools import partial
 from quire.api.openai.completions import MAX_PROMPTS, CompletionRequest, split_prompts
 from quire.serving.answers import Answer
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
+from quire.serving.core.prepare import check_ids, prepare_prompts
 from quire.serving.endpoint import Call
-from quire.serving.generation.caller import Caller
-from quire.serving.generation.prepare import check_ids, prepare_prompts
 from quire.serving.openai.completion_answers import CompletionFold, CompletionShape, CompletionStreamEncoder
 from quire.serving.openai.frames import StreamOptions
 from quire.serving.openai.handlers import caller_of, new_head, stream_answer, whole_answer

@@ -18,13 +18,13 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
+from quire.serving.core.long_prompts import pack_prompt
+from quire.serving.core.prepare import check_ids, encode_prompt, renamed, salt_of
+from quire.serving.core.served_model import ServedModel
 from quire.serving.endpoint import Call
 from quire.serving.errors import engine_unavailable
-from quire.serving.generation.caller import Caller
-from quire.serving.generation.long_prompts import pack_prompt
-from quire.serving.generation.prepare import check_ids, encode_prompt, renamed, salt_of
-from quire.serving.generation.served_model import ServedModel
-from quire.serving.interfaces import NOT_BY_CLIENT, Gateway, Job, Owner
+from quire.serving.interfaces import NOT_BY_CLIENT, Gateway, Job, Tenant
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import caller_of
 from quire.serving.openai.requests import make_id
@@ -57,7 +57,7 @@ async def embed(context: ServerContext, body: EmbeddingRequest, caller: Caller) 
     return Unary(work)
 
 
-def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Owner) -> list[Request]:
+def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Tenant) -> list[Request]:
     """Return a request per input. Raises RequestError with the field at fault."""
     params = PoolingParams(pooling=body.pooling or "last", normalize=body.normalize is not False, dimensions=body.dimensions)
     salt = salt_of(owner, body.cache_salt or "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quire.api.openai.answers import CachedTokens, ReasoningTokens, Usage
-from quire.serving.generation.events import UsageEnd
+from quire.serving.core.events import UsageEnd
 
 DONE = b"data: [DONE]\n\n"
 encode_json = msgspec.json.encode

@@ -8,15 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
-from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
+from quire.serving.answers import Answer, DirectSink, Ready, Stream, Unary
+from quire.serving.core.caller import Caller
+from quire.serving.core.events import GenerationEvent
+from quire.serving.core.plan import GenerationPlan
+from quire.serving.core.served_model import ServedModel
+from quire.serving.core.sinks import DirectFrames, Folding
+from quire.serving.core.streams import generation_events
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError
-from quire.serving.generation.caller import Caller
-from quire.serving.generation.events import GenerationEvent
-from quire.serving.generation.outlets import DirectFrames, Folding
-from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.served_model import ServedModel
-from quire.serving.generation.streams import generation_events
 from quire.serving.interfaces import Gateway, Job
 from quire.serving.openai.frames import AnswerHead
 from quire.serving.openai.requests import make_id
@@ -68,7 +68,7 @@ def new_head(served: ServedModel, prefix: str, service_tier: str | None = None) 
     )
 
 
-async def _frames(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder, bypass: Bypass) -> AsyncIterator[bytes]:
+async def _frames(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder, bypass: DirectSink) -> AsyncIterator[bytes]:
     """Yield the server-sent events of jobs; closing the generator aborts them. Raises ApiError."""
     outlet = DirectFrames(bypass, encoder.encode, encoder.encode_text)
     async with aclosing(generation_events(gateway, jobs, outlet)) as events_of_deltas:
@@ -85,7 +85,7 @@ def stream_answer(
     encode_error: Callable[[ApiError], bytes] = ApiError.openai_event,
 ) -> Answer:
     """Return an answer that is streamed."""
-    bypass = Bypass()
+    bypass = DirectSink()
     return Stream(_frames(gateway, jobs, encoder, bypass), encode_error, bypass=bypass)
 
 

@@ -16,8 +16,8 @@ from quire.api.openai.answers import (
     PromptLogprobs,
     TopLogprob,
 )
-from quire.serving.generation.events import Position
-from quire.serving.link.messages import TokenLogprob
+from quire.serving.core.events import Position
+from quire.serving.engine_client.messages import TokenLogprob
 from quire.serving.openai.frames import encode_json
 from quire.text.tokenizer import Tokenizer
 

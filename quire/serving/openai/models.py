@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from quire.api.openai.answers import ModelCard, ModelList
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
+from quire.serving.core.served_model import WILDCARD, ServedModel, checkpoint_name
 from quire.serving.endpoint import Call
-from quire.serving.generation.served_model import WILDCARD, ServedModel, checkpoint_name
 from quire.serving.openai.frames import encode_json
 
 

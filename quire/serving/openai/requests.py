@@ -21,11 +21,11 @@ from quire.api.openai.shared import (
 )
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json, grammar_backend
-from quire.serving.generation.constraints import schema_constraint
-from quire.serving.generation.plan import ChatInput, GenerationOptions
-from quire.serving.generation.reasoning_effort import has_effort
-from quire.serving.generation.served_model import ServedModel
-from quire.serving.interfaces import Owner, PriorityClass
+from quire.serving.core.constraints import schema_constraint
+from quire.serving.core.plan import ChatInput, GenerationOptions
+from quire.serving.core.reasoning_effort import has_effort
+from quire.serving.core.served_model import ServedModel
+from quire.serving.interfaces import PriorityClass, Tenant
 
 _ALPHABET = (string.ascii_letters + string.digits).encode()
 _LETTER_OF_BYTE = bytes(_ALPHABET[byte % len(_ALPHABET)] for byte in range(256))
@@ -70,10 +70,10 @@ def check_sequences(num_prompts: int, n: int, limit: int) -> None:
         )
 
 
-def priority_of(service_tier: str | None, owner: Owner) -> PriorityClass:
+def priority_of(service_tier: str | None, owner: Tenant) -> PriorityClass:
     """Return the class of a service tier; an owner that may not hurry gets the default one for "priority"."""
     if service_tier in ("priority", "fast"):
-        return "interactive" if owner.may_hurry else "default"
+        return "interactive" if owner.may_use_interactive else "default"
     return "batch" if service_tier == "flex" else "default"
 
 

@@ -7,10 +7,10 @@ from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.base.errors import RequestError
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
+from quire.serving.core.plan import ChatInput
+from quire.serving.core.prepare import count_shown_characters, need_tokenizer, render_chat
+from quire.serving.core.served_model import ServedModel
 from quire.serving.endpoint import Call
-from quire.serving.generation.plan import ChatInput
-from quire.serving.generation.prepare import count_shown_characters, need_tokenizer, render_chat
-from quire.serving.generation.served_model import ServedModel
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.requests import messages_of, tools_of
 from quire.text.detokenizer import IncrementalDetokenizer

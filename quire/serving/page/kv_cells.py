@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quire.serving.link.messages import KvReport
+from quire.serving.engine_client.messages import KvReport
 from quire.serving.page.wire import CACHED, KvCells
 
 MAX_CELLS = 8192

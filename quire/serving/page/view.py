@@ -8,13 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from quire.serving.gateway.engine_gateway import QueueSnapshot
-from quire.serving.link.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
-from quire.serving.link.supervisor import EngineState
+from quire.serving.engine_client.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
+from quire.serving.engine_client.supervisor import EngineState
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.kv_cells import kv_cells
 from quire.serving.page.request_table import RequestTable
 from quire.serving.page.wire import EngineShape, Frame, StepRow
+from quire.serving.request_queue.engine_gateway import QueueSnapshot
 
 RING_STEPS = 4096
 MAX_PARTS = MAX_STEP_PARTS

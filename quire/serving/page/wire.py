@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.serving.gateway.engine_gateway import QueueSnapshot
+from quire.serving.request_queue.engine_gateway import QueueSnapshot
 
 CACHED = -1
 RequestState = Literal["queue", "prefill", "decode", "ended"]

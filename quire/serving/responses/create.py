@@ -11,16 +11,16 @@ from functools import partial
 
 from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import Event, Response, TextDone
-from quire.serving.answers import Answer, Bypass, Ready, Stream, Unary
+from quire.serving.answers import Answer, DirectSink, Ready, Stream, Unary
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
+from quire.serving.core.plan import GenerationPlan
+from quire.serving.core.prepare import prepare_chat
+from quire.serving.core.sinks import DirectFrames, Folding
+from quire.serving.core.sse import named_frame
+from quire.serving.core.streams import generation_events
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError, invalid
-from quire.serving.generation.caller import Caller
-from quire.serving.generation.outlets import DirectFrames, Folding
-from quire.serving.generation.plan import GenerationPlan
-from quire.serving.generation.prepare import prepare_chat
-from quire.serving.generation.sse import named_frame
-from quire.serving.generation.streams import generation_events
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import Jobs, caller_of
 from quire.serving.openai.logprobs import LogprobWriter
@@ -94,7 +94,7 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     keeper = _Keeper(store, owner, items)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.stream:
-        bypass = Bypass()
+        bypass = DirectSink()
         frames = _frames(context, jobs, machine, keeper, bypass)
         return Stream(frames, lambda error: named_frame(machine.fail(error)), bypass=bypass)
 
@@ -127,7 +127,7 @@ async def _encode(machine: ResponseMachine, encode: Callable[[], bytes]) -> byte
 class _EventFrames(DirectFrames):
     """Writes events past the iteration while none of them may be long."""
 
-    def __init__(self, bypass: Bypass, machine: ResponseMachine) -> None:
+    def __init__(self, bypass: DirectSink, machine: ResponseMachine) -> None:
         super().__init__(bypass, lambda events: _frame_of(machine.feed(events)))
         self._machine = machine
 
@@ -142,7 +142,7 @@ def _frame_of(events: Sequence[Event]) -> bytes:
 
 
 async def _frames(
-    context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: Bypass
+    context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: DirectSink
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a response, which is stored before the last of them: clients go on from it at once.
 

@@ -6,8 +6,8 @@ from quire.api.openai.responses import ResponsePrompt
 from quire.api.openai.responses_answers import InputTokenCount
 from quire.serving.answers import Answer, Ready
 from quire.serving.context import ServerContext
+from quire.serving.core.prepare import count_chat_tokens
 from quire.serving.endpoint import Call
-from quire.serving.generation.prepare import count_chat_tokens
 from quire.serving.openai.frames import encode_json
 from quire.serving.responses.create import stored_history
 from quire.serving.responses.requests import chat_input, ignored_by_model

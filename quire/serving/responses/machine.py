@@ -47,8 +47,7 @@ from quire.api.openai.responses_items import (
     OutputText,
     ReasoningText,
 )
-from quire.serving.errors import ApiError
-from quire.serving.generation.events import (
+from quire.serving.core.events import (
     ChoiceEnd,
     GenerationEvent,
     GenerationStart,
@@ -59,7 +58,8 @@ from quire.serving.generation.events import (
     ToolCallStart,
     UsageEnd,
 )
-from quire.serving.generation.partial_json import is_json, read_partial
+from quire.serving.core.partial_json import is_json, read_partial
+from quire.serving.errors import ApiError
 from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded
 from quire.serving.openai.requests import make_id
 

@@ -24,11 +24,11 @@ from quire.api.openai.shared import RANDOM_SEED
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.contracts.sampling_params import SamplingParams
-from quire.serving.generation.constraints import schema_constraint
-from quire.serving.generation.conversation import Conversation
-from quire.serving.generation.plan import ChatInput, GenerationOptions
-from quire.serving.generation.reasoning_effort import has_effort, reasoning_variables
-from quire.serving.generation.served_model import ServedModel
+from quire.serving.core.constraints import schema_constraint
+from quire.serving.core.conversation import Conversation
+from quire.serving.core.plan import ChatInput, GenerationOptions
+from quire.serving.core.reasoning_effort import has_effort, reasoning_variables
+from quire.serving.core.served_model import ServedModel
 from quire.serving.openai.requests import make_id
 from quire.serving.responses.store import StoredResponse
 

@@ -12,7 +12,7 @@ class CallForm:
     begin      with {name} for the name of the tool, and {number} for digits where calls are numbered by the model
     separator  between calls
     opens      before the first call, and closes after the last one
-    style      how the arguments are written, as quire/grammar/argument_styles.py names it; "json": a JSON object
+    style      how the arguments are written, as quire/grammar/tool_call_grammar.py names it; "json": a JSON object
     trigger    what no text but a call has, or the opening of all calls; "" where there is no such thing
     banned     what else would begin a call, so that no free text may have it
     content    what stands behind `opens` where text follows instead of a call; every call has `opens` before it then, as its
@@ -140,5 +140,5 @@ CALL_FORMS: dict[str, CallForm] = {
     "qwen3_xml": _QWEN_XML,
 }
 """By the names of formats.py. Calls of the formats with channels are messages: see
-quire/serving/generation/harmony_constraints.py.
+quire/serving/core/harmony_constraints.py.
 """

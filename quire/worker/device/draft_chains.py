@@ -17,8 +17,8 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionInput, TreeInput
-from quire.kernels.triton.step import DeviceStep, send_together
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.triton.step import DeviceAttentionMetadata, send_together
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
@@ -143,7 +143,7 @@ class HeadChains(DeviceChains):
         return self._head.narrow(features)
 
     def enter(
-        self, token_ids: Tensor, positions: Tensor, step: AttentionInput, kv: BlockCache, features: Tensor, rows: list[int]
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: BlockCache, features: Tensor, rows: list[int]
     ) -> Tensor:
         """See HeadDrafter; kv is its own."""
         head, device = self._head, self._head.device
@@ -154,7 +154,7 @@ class HeadChains(DeviceChains):
         for first, last in self._groups(step.query_starts):
             begin, end = step.query_starts[first], step.query_starts[last]
             head.inputs[: end - begin].copy_(features[begin:end])
-            places = DeviceStep.of(_part(step, first, last), device)
+            places = DeviceAttentionMetadata.of(_part(step, first, last), device)
             own = torch.tensor([row - begin for row in rows if begin <= row < end], dtype=torch.int64)
             own_ids, own_positions, own = send_together([token_ids[begin:end], positions[begin:end], own], device)
             hidden = head.forward(own_ids, own_positions, places, self.kv.pool)
@@ -210,14 +210,14 @@ class _Group:
         return self._tables[rows, positions // self._size] * self._size + positions % self._size
 
 
-def _part(step: AttentionInput, first: int, last: int) -> AttentionInput:
+def _part(step: AttentionMetadata, first: int, last: int) -> AttentionMetadata:
     """Return the sequences [first, last) of a step as if they were all."""
     begin, end = step.query_starts[first], step.query_starts[last]
     starts = [start - begin for start in step.query_starts[first : last + 1]]
     trees = step.trees
     if trees is not None:
         trees = TreeInput(trees.num_drafts[first:last], trees.ancestors[begin:end])
-    return AttentionInput(step.slots[begin:end], starts, step.context_lens[first:last], step.block_tables[first:last], trees)
+    return AttentionMetadata(step.slots[begin:end], starts, step.context_lens[first:last], step.block_tables[first:last], trees)
 
 
 def best_shares(logits: Tensor) -> Tensor:

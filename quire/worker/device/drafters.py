@@ -175,7 +175,7 @@ class _Head(_Stepping):
         sizes = _draft_sizes(target.sizes, self._max_len, most_waiting)
         served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))
         compilation = self._compile_head(served)
-        decoder.keep_features(head.tap_layers, target.most_tokens)
+        decoder.keep_features(head.aux_hidden_state_layers, target.most_tokens)
         # A pass of trees has logits of all tokens that a level has, of all sequences.
         self._most_rows = sizes.max_num_seqs * drafting.top_k
         self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, self._most_rows))

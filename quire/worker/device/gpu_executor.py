@@ -15,17 +15,17 @@ from quire.base.errors import DeviceLostError, InvariantError, WorkerError
 from quire.contracts.memory import ModelReport
 from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
 from quire.kernels.triton.attention import tile_queries
-from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.sampling import Choices, sample_launches, sample_rows
 from quire.kernels.triton.sampling import row_options as draw_options
-from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, list_tiles
+from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.sampling.sampler import Draw, error_of_status
-from quire.speculate.proposer import Reads
+from quire.speculate.proposer import DraftInput
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
@@ -228,7 +228,7 @@ class GpuStepExecutor:
         keeps_logits: bool,
         hidden_rows: Sequence[int],
         keeps_prompt_logits: bool,
-        reads: Sequence[Reads],
+        reads: Sequence[DraftInput],
     ) -> Launched:
         """See StepExecutor. It samples in any case, and keeps features as keep_features of the decoder says."""
         step = host_step(tokens, self.block_tables, self.block_size, self._decoder.num_long_rope_rows)
@@ -260,7 +260,7 @@ class GpuStepExecutor:
         wanted = hidden[torch.tensor(list(hidden_rows), device=hidden.device)].float().cpu()
         return lambda first, last: wanted[first:last]
 
-    def features(self, what: Reads, rows: Sequence[int]) -> Tensor:
+    def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
         """See StepExecutor."""
         if isinstance(self._decoder, DeviceHead):
             raise InvariantError("a draft head keeps no features")
@@ -379,7 +379,7 @@ class GpuStepExecutor:
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
 
         def run() -> None:
-            step = DeviceStep.of_decode(*places, tables, self._sizes.max_model_len)
+            step = DeviceAttentionMetadata.of_decode(*places, tables, self._sizes.max_model_len)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             logits = self._decoder.logits(hidden, out=self._logits[:num_rows])

@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 import torch
 
-from quire.base.collector import paused_collector
+from quire.base.gc_policy import paused_collector
 from quire.base.logging import get_logger
 from quire.worker.device.faults import is_out_of_memory, release_unused
 from quire.worker.device.host_step import SAMPLINGS, Sampling

@@ -18,7 +18,7 @@ from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.stored_tensors import stored_bytes
-from quire.quant.config import Mxfp4Config, has_narrow_form
+from quire.quant.config import Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
@@ -225,7 +225,7 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
         return min(dense, stored_bytes(folder) * 20 // 17)
     if is_gguf(folder):
         return min(dense, device_bytes(read_gguf(folder).tensors.values(), DTYPE_BYTES[spec.dtype]))
-    return min(dense, stored_bytes(folder)) if has_narrow_form(quantization) else dense
+    return min(dense, stored_bytes(folder)) if has_quantized_form(quantization) else dense
 
 
 def estimate_memory(

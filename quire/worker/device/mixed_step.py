@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
-from quire.kernels.triton.step import AttentionLibrary, DeviceStep, TileLists, Tiles
+from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata, TileLists, Tiles
 from quire.worker.device.graphs import PromptKey, ShortRuns
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.staging import Part
@@ -22,7 +22,7 @@ millisecond, at 6e14 operations a second. Larger steps hide their launches, and 
 
 _WHOLE_TOKENS = 64
 TileKind = tuple[int, int]
-"""Queries of a tile, and up to how many queries a sequence is short; see DeviceStep.tiles."""
+"""Queries of a tile, and up to how many queries a sequence is short; see DeviceAttentionMetadata.tiles."""
 
 
 class MixedSizes(NamedTuple):
@@ -120,18 +120,20 @@ def exact_step(
     lists: Sequence[TileLists],
     kinds: Sequence[TileKind],
     library: AttentionLibrary | None,
-) -> DeviceStep:
+) -> DeviceAttentionMetadata:
     """Return a step of exact_sizes, whose arrays are on the device; tables [S, max_blocks] i32."""
     lengths = tuple(step.context_lens.tolist())
     places = *_places(arrays), tables, *_trees(arrays)
-    found = DeviceStep(*places, step.counts, max(lengths), False, lengths, library)
+    found = DeviceAttentionMetadata(*places, step.counts, max(lengths), False, lengths, library)
     _place_tiles(found, arrays, kinds, [own.longest_short for own in lists])
     return found
 
 
-def padded_step(key: PromptKey, arrays: Mapping[str, Tensor], tables: Tensor, kinds: Sequence[TileKind]) -> DeviceStep:
+def padded_step(
+    key: PromptKey, arrays: Mapping[str, Tensor], tables: Tensor, kinds: Sequence[TileKind]
+) -> DeviceAttentionMetadata:
     """Return the step of a key, of padded_sizes: the same launches for every step of that key."""
-    found = DeviceStep(*_places(arrays), tables, *_trees(arrays), None, key.max_context_len)
+    found = DeviceAttentionMetadata(*_places(arrays), tables, *_trees(arrays), None, key.max_context_len)
     _place_tiles(found, arrays, kinds, [most if key.short_runs == "any" else 1 for _, most in kinds])
     return found
 
@@ -145,7 +147,7 @@ def _trees(arrays: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None, 
 
 
 def _place_tiles(
-    step: DeviceStep, arrays: Mapping[str, Tensor], kinds: Sequence[TileKind], longest_short: Sequence[int]
+    step: DeviceAttentionMetadata, arrays: Mapping[str, Tensor], kinds: Sequence[TileKind], longest_short: Sequence[int]
 ) -> None:
     for index, (kind, longest) in enumerate(zip(kinds, longest_short, strict=True)):
         short, long = ((arrays[f"{run}_sequences{index}"], arrays[f"{run}_offsets{index}"]) for run in ("short", "long"))

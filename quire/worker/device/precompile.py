@@ -27,7 +27,7 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.ahead import Variant, compile_variant
+from quire.kernels.triton.precompile import Variant, compile_variant
 from quire.kernels.triton.tile_table import TileTable, using
 from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter

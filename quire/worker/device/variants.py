@@ -12,8 +12,8 @@ import torch
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.ahead import Variant, variant_of
 from quire.kernels.triton.launching import noted_launches, run_all
+from quire.kernels.triton.precompile import Variant, variant_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
 from quire.kv.device_pool import DeviceKvPool

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from quire.base.errors import UnsupportedError
-from quire.base.guesses import with_guesses
-from quire.base.mixing import mix_seed
 from quire.base.registry import Registry
+from quire.base.seeds import mix_seed
+from quire.base.suggestions import with_guesses
 from quire.base.threads import prefer_short_spins
 
 

@@ -75,4 +75,4 @@ def test_key_of_the_command_line_may_hurry_and_one_of_a_file_where_it_says_so(tm
     path = tmp_path / "keys.json"
     path.write_text(json.dumps([{"name": "a", "key": "1"}, {"name": "b", "key": "2", "priority": True}]))
     keys = config_of("--api-key", "k", "--api-key-file", str(path)).api_keys
-    assert {key.name: key.may_hurry for key in keys} == {"default": True, "a": False, "b": True}
+    assert {key.name: key.may_use_interactive for key in keys} == {"default": True, "a": False, "b": True}

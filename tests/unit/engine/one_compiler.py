@@ -6,7 +6,7 @@ import pytest
 
 from quire.engine import llm_engine
 from quire.grammar.compiler import GrammarCompiler
-from quire.grammar.probing import Prober
+from quire.grammar.sandbox import SandboxedCompiler
 
 
 @contextlib.contextmanager
@@ -17,7 +17,7 @@ def one_compiler():
     class Shared:
         def __init__(self, vocabulary):
             if not made:
-                made.append(GrammarCompiler(vocabulary, Prober(max_cpu_s=30.0, max_wall_s=60.0)))
+                made.append(GrammarCompiler(vocabulary, SandboxedCompiler(max_cpu_s=30.0, max_wall_s=60.0)))
             self.start = made[0].start
 
         def close(self):

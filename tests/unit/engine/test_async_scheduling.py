@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from quire import LLM, ConfigError, EngineConfig, LLMEngine, PoolingParams, SamplingParams, StructuredOutputsParams
-from quire.serving.link.engine_loop import EngineLoop
-from quire.serving.link.messages import Abort, StepOutputs, Stop, Submit
+from quire.serving.engine_client.engine_loop import EngineLoop
+from quire.serving.engine_client.messages import Abort, StepOutputs, Stop, Submit
 from quire.worker.grammar_masks import MaskWaitPolicy
 from tests.unit.engine.one_compiler import one_compiler
 

@@ -241,9 +241,9 @@ class HeldProber:
 def held_engine(tiny_model):
     engine = LLMEngine(str(tiny_model), **OPTIONS)
     engine.grammars.close()
-    prober = HeldProber()
-    engine.grammars = GrammarCompiler(engine.grammars._read_vocabulary, prober)
-    yield engine, prober
+    sandbox = HeldProber()
+    engine.grammars = GrammarCompiler(engine.grammars._read_vocabulary, sandbox)
+    yield engine, sandbox
     engine.close()
 
 
@@ -260,7 +260,7 @@ def run_until(engine, wanted):
 
 
 def test_others_go_on_when_a_constraint_is_still_being_compiled(held_engine):
-    engine, prober = held_engine
+    engine, sandbox = held_engine
     engine.add_request("slow", [1, 2], constrained("slow|slower", seed=1))
     engine.add_request("plain", [1, 2], SamplingParams(max_tokens=5, ignore_eos=True))
     engine.add_request("quick", [1, 2], constrained("quick", seed=1))
@@ -269,16 +269,16 @@ def test_others_go_on_when_a_constraint_is_still_being_compiled(held_engine):
         ended |= run_until(engine, "quick")
     assert set(ended) == {"plain", "quick"}
     assert engine.has_unfinished_requests()
-    prober.go_on.set()
+    sandbox.go_on.set()
     assert run_until(engine, "slow")["slow"].outputs[0].text in ("slow", "slower")
     assert not engine.has_unfinished_requests()
 
 
 def test_request_ends_with_its_field_when_its_constraint_turns_out_wrong_later(held_engine):
-    engine, prober = held_engine
+    engine, sandbox = held_engine
     engine.add_request("bad", [1, 2], constrained("slow wrong"))
     assert engine.step() == []
-    prober.go_on.set()
+    sandbox.go_on.set()
     output = run_until(engine, "bad")["bad"]
     assert output.outputs[0].finish_reason == "error"
     assert (output.error_param, output.outputs[0].token_ids) == ("structured_outputs.regex", [])
@@ -324,14 +324,14 @@ def test_request_whose_refusal_is_known_can_be_aborted_before_it_is_told(held_en
 
 
 def test_request_is_gone_when_it_is_aborted_while_its_constraint_is_compiled(held_engine):
-    engine, prober = held_engine
+    engine, sandbox = held_engine
     engine.add_request("slow", [1, 2], constrained("slow"))
     with pytest.raises(RequestError, match="in use"):
         engine.add_request("slow", [1, 2], constrained("slow"))
     output = engine.abort_request("slow")
     assert output.outputs[0].finish_reason == "abort"
     assert not engine.has_unfinished_requests()
-    prober.go_on.set()
+    sandbox.go_on.set()
     engine.add_request("slow", [1, 2], constrained("slow"))
     assert run_until(engine, "slow")["slow"].outputs[0].text == "slow"
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, BeamSearchParams, ConfigError, EngineConfig, LLMEngine, QuireError, RequestError, SamplingParams
 from quire.base.errors import ModelFormatError
-from quire.base.mixing import mix_seed
+from quire.base.seeds import mix_seed
 from quire.model.build import load_model, whole_prompt_logits
 from tests.tiny_checkpoint import END_OF_TEXT, VOCAB_SIZE, write_checkpoint
 

@@ -20,56 +20,56 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
+from quire.grammar.compile_server import CompileServerError
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
-from quire.grammar.nursery import NurseryError
-from quire.grammar.probing import Prober
+from quire.grammar.sandbox import SandboxedCompiler
 from tests.unit.grammar.byte_vocabulary import SPECIAL, accepts, allowed_ids, can_end, filled, make_vocabulary
 
 TEXTS = ("ab", "ba", "abb", "bba", "a0", '"a', " a", "yes", "no")
 HANG = """
 import time
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Hang:
     def compile(self, constraint):
         if "hang" in constraint.source:
             time.sleep(600)
-probe_main._COMPILERS["llguidance"] = lambda setup: Hang()
-probe_main.main()
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Hang()
+sandbox_main.main()
 """
 SPIN = """
 import itertools
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Spin:
     def compile(self, constraint):
         if "spin" in constraint.source:
             [None for _ in itertools.count() if False]
-probe_main._COMPILERS["llguidance"] = lambda setup: Spin()
-probe_main.main()
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Spin()
+sandbox_main.main()
 """
 
 REST = """
 import time
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Rest:
     def compile(self, constraint):
         time.sleep(0.1 if "rest" in constraint.source else 0)
-probe_main._COMPILERS["llguidance"] = lambda setup: Rest()
-probe_main.main()
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Rest()
+sandbox_main.main()
 """
 HOARD = """
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Hoard:
     def compile(self, constraint):
         held = []
         while constraint.source == "hoard":
             held.append(bytearray(1 << 24))
-probe_main._COMPILERS["llguidance"] = lambda setup: Hoard()
-probe_main.main()
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Hoard()
+sandbox_main.main()
 """
 KILLED = """
 import os, signal, time
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Killed:
     def compile(self, constraint):
         marker, rest_s, whom = constraint.source.split(" ")
@@ -80,18 +80,18 @@ class Killed:
             if whom == "both":
                 os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
-probe_main._COMPILERS["llguidance"] = lambda setup: Killed()
-probe_main.main()
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Killed()
+sandbox_main.main()
 """
 
 TOLD = """
 from pathlib import Path
-from quire.grammar import probe_main
+from quire.grammar import sandbox_main
 class Told:
     def compile(self, constraint):
-        raise probe_main.GrammarError("told: " + Path("/proc/self/oom_score_adj").read_text().strip())
-probe_main._COMPILERS["llguidance"] = lambda setup: Told()
-probe_main.main()
+        raise sandbox_main.GrammarError("told: " + Path("/proc/self/oom_score_adj").read_text().strip())
+sandbox_main._COMPILERS["llguidance"] = lambda setup: Told()
+sandbox_main.main()
 """
 
 
@@ -249,32 +249,32 @@ def test_constraint_is_compiled_once_when_it_comes_again(vocabulary):
 
 
 def test_process_is_killed_and_the_constraint_refused_when_compiling_does_not_end(vocabulary):
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=1.0)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=1.0)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         compile_one(compiler, "regex", "a")
         with pytest.raises(RequestError, match="takes more than"):
             compile_one(compiler, "regex", "hang")
         compile_one(compiler, "regex", "b")
-        assert prober.num_killed == 1
+        assert sandbox.num_killed == 1
     finally:
         compiler.close()
 
 
 def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(vocabulary):
-    prober = Prober((sys.executable, "-c", SPIN), max_cpu_s=0.1, max_wall_s=600)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", SPIN), max_cpu_s=0.1, max_wall_s=600)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         with pytest.raises(RequestError, match="takes more than"):
             compile_one(compiler, "regex", "spin")
-        assert prober.num_killed == 1
+        assert sandbox.num_killed == 1
     finally:
         compiler.close()
 
 
 def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
-    prober = Prober((sys.executable, "-c", HOARD), memory_bytes=1 << 30, max_cpu_s=60)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HOARD), memory_bytes=1 << 30, max_cpu_s=60)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         with pytest.raises(RequestError, match="memory|MemoryError"):
             compile_one(compiler, "regex", "hoard")
@@ -287,14 +287,14 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s, whom):
     """Alone, or with the one that had forked it, as where all that a container runs is killed."""
-    prober = Prober((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     source = f"{tmp_path / 'marker'} {rest_s} {whom}"
     try:
         with pytest.raises(RequestError, match="the system has ended the process"):
             compile_one(compiler, "regex", source)
         assert accepts(compile_one(compiler, "regex", source), source.replace(".", "x"))
-        assert prober.num_killed == 0
+        assert sandbox.num_killed == 0
     finally:
         compiler.close()
 
@@ -302,8 +302,8 @@ def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_whose_processes_the_system_has_killed_again_and_again_is_refused_for_good(vocabulary, tmp_path, rest_s):
     """It may be the one that takes all memory; others are compiled all the while, and it does not come to a process again."""
-    prober = Prober((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", KILLED), max_wall_s=600, quick_s=0.05)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     source, known = f"{tmp_path / 'marker'} {rest_s} always", f"{os.devnull} 0 one"
     try:
         for _ in range(2):
@@ -313,15 +313,15 @@ def test_constraint_whose_processes_the_system_has_killed_again_and_again_is_ref
         for _ in range(2):
             with pytest.raises(RequestError, match="3 times.*make it simpler"):
                 compile_one(compiler, "regex", source)
-        assert prober.num_killed == 1
+        assert sandbox.num_killed == 1
     finally:
         compiler.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/oom_score_adj").exists(), reason="the system does not say whom it would end first")
 def test_process_that_compiles_is_the_first_that_the_system_ends_where_memory_does(vocabulary):
-    prober = Prober((sys.executable, "-c", TOLD))
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", TOLD))
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         with pytest.raises(RequestError, match="told: 1000$"):
             compile_one(compiler, "regex", "a")
@@ -333,7 +333,7 @@ def test_limit_of_what_is_open_is_probed_too(vocabulary):
     """What a process compiles is what is compiled afterwards, with every option."""
     seen = []
 
-    class Recorder(Prober):
+    class Recorder(SandboxedCompiler):
         def probe(self, setup, constraint):
             seen.append(constraint)
             return super().probe(setup, constraint)
@@ -407,20 +407,20 @@ def is_alive(pid):
     return read_process(pid)[0] not in "XZ"
 
 
-def group_of(nursery):
-    """Return the numbers of a nursery's process and of those that it has forked."""
+def group_of(server):
+    """Return the numbers of a server's process and of those that it has forked."""
     others = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [nursery._process.pid, *(pid for pid in others if read_process(pid)[1] == nursery._process.pid)]
+    return [server._process.pid, *(pid for pid in others if read_process(pid)[1] == server._process.pid)]
 
 
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     compile_one(compiler, "regex", "a")
     pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(5)]
-    wait_until(lambda: prober._num_slow == 5)
-    (nursery,) = prober._nurseries.values()
-    pids = group_of(nursery)
+    wait_until(lambda: sandbox._num_slow == 5)
+    (server,) = sandbox._servers.values()
+    pids = group_of(server)
     assert len(pids) >= 6
     compiler.close()
     assert not any(map(is_alive, pids))
@@ -433,14 +433,14 @@ def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
 
 def test_no_process_is_left_when_what_started_it_is_killed(vocabulary):
     """One that stands still could not see that its input has ended."""
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     for number in range(4):
         compiler.start(Constraint(kind="regex", source=f"hang{number}"))
-    wait_until(lambda: prober._num_slow == 4)
-    (nursery,) = prober._nurseries.values()
-    pids = group_of(nursery)
-    nursery._control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
+    wait_until(lambda: sandbox._num_slow == 4)
+    (server,) = sandbox._servers.values()
+    pids = group_of(server)
+    server._control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
     wait_until(lambda: not any(map(is_alive, pids)))
     compiler.close()
 
@@ -449,8 +449,8 @@ def test_nursery_that_was_ended_by_the_system_is_started_again(vocabulary):
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         compile_one(compiler, "regex", "a")
-        (nursery,) = compiler.prober._nurseries.values()
-        pids = group_of(nursery)
+        (server,) = compiler.sandbox._servers.values()
+        pids = group_of(server)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         wait_until(lambda: not any(map(is_alive, pids)))
@@ -461,16 +461,16 @@ def test_nursery_that_was_ended_by_the_system_is_started_again(vocabulary):
 
 def test_constraint_whose_process_ended_with_a_closed_nursery_may_come_again(vocabulary):
     """Where another constraint finds first that the system has ended the one that forks."""
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         pending = compiler.start(Constraint(kind="regex", source="hang"))
-        wait_until(lambda: prober._num_slow == 1)
-        (nursery,) = prober._nurseries.values()
-        nursery.close()
+        wait_until(lambda: sandbox._num_slow == 1)
+        (server,) = sandbox._servers.values()
+        server.close()
         with pytest.raises(RequestError, match="the system has ended the process"):
             pending.result()
-        assert prober.num_killed == 0
+        assert sandbox.num_killed == 0
     finally:
         compiler.close()
 
@@ -480,25 +480,25 @@ def test_nursery_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabu
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         compile_one(compiler, "regex", "a")
-        (nursery,) = compiler.prober._nurseries.values()
-        nursery._control.settimeout(0.2)
-        os.kill(nursery._process.pid, signal.SIGSTOP)
-        with pytest.raises(NurseryError):
-            nursery.fork()
-        os.kill(nursery._process.pid, signal.SIGCONT)
-        with pytest.raises(NurseryError, match="late"):
-            nursery.fork()
-        compiler.prober._idle.clear()
+        (server,) = compiler.sandbox._servers.values()
+        server._control.settimeout(0.2)
+        os.kill(server._process.pid, signal.SIGSTOP)
+        with pytest.raises(CompileServerError):
+            server.fork()
+        os.kill(server._process.pid, signal.SIGCONT)
+        with pytest.raises(CompileServerError, match="late"):
+            server.fork()
+        compiler.sandbox._idle.clear()
         assert accepts(compile_one(compiler, "regex", "b"), "b")
-        assert nursery not in compiler.prober._nurseries.values()
+        assert server not in compiler.sandbox._servers.values()
     finally:
         compiler.close()
 
 
 def test_failure_that_is_no_fault_of_the_constraint_refuses_its_request_and_is_not_kept(vocabulary, monkeypatch):
     """An engine that cannot open a file must neither end nor refuse that constraint from then on."""
-    prober = Prober()
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler()
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
 
     def fail_to_pair(*args):
         raise OSError(24, "Too many open files")
@@ -512,7 +512,7 @@ def test_failure_that_is_no_fault_of_the_constraint_refuses_its_request_and_is_n
             with pytest.raises(RequestError, match="Too many open files"):
                 compile_one(compiler, "regex", "a")
         with monkeypatch.context() as patch:
-            patch.setattr(Prober, "_give", fail)
+            patch.setattr(SandboxedCompiler, "_give", fail)
             with pytest.raises(RequestError, match="RuntimeError: odd"):
                 compile_one(compiler, "regex", "a")
         assert accepts(compile_one(compiler, "regex", "a"), "a")
@@ -527,7 +527,7 @@ def test_slow_constraint_goes_on_when_its_process_may_not_be_made_nicer(vocabula
         raise PermissionError
 
     monkeypatch.setattr(os, "setpriority", refuse)
-    compiler = GrammarCompiler(lambda: vocabulary, Prober((sys.executable, "-c", REST), quick_s=0.01))
+    compiler = GrammarCompiler(lambda: vocabulary, SandboxedCompiler((sys.executable, "-c", REST), quick_s=0.01))
     try:
         assert accepts(compile_one(compiler, "regex", "rest"), "rest")
     finally:
@@ -536,8 +536,8 @@ def test_slow_constraint_goes_on_when_its_process_may_not_be_made_nicer(vocabula
 
 def test_constraint_is_ready_when_twenty_others_do_not_end(vocabulary):
     """Two go on, sixteen stand still, and three keep their places among the quick ones, of which there are four."""
-    prober = Prober((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = SandboxedCompiler((sys.executable, "-c", HANG), max_wall_s=600, quick_s=0.01)
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(21)]
         assert accepts(compile_one(compiler, "regex", "a"), "a")
@@ -547,19 +547,19 @@ def test_constraint_is_ready_when_twenty_others_do_not_end(vocabulary):
 
 
 def test_constraint_that_is_slow_is_compiled_behind_those_that_are_quick(vocabulary):
-    compiler = GrammarCompiler(lambda: vocabulary, Prober((sys.executable, "-c", REST), quick_s=0.01))
+    compiler = GrammarCompiler(lambda: vocabulary, SandboxedCompiler((sys.executable, "-c", REST), quick_s=0.01))
     try:
         slow = [compiler.start(Constraint(kind="regex", source=f"rest{number}")) for number in range(5)]
         assert accepts(compile_one(compiler, "regex", "a"), "a")
         for number, compilation in enumerate(slow):
             assert accepts(compilation.result(), f"rest{number}")
-        wait_until(lambda: compiler.prober._num_slow == 0)
+        wait_until(lambda: compiler.sandbox._num_slow == 0)
     finally:
         compiler.close()
 
 
 def test_process_that_was_being_started_ends_when_the_prober_is_closed(monkeypatch):
-    prober = Prober()
+    sandbox = SandboxedCompiler()
     begun = []
 
     def close_then_start(*args, **kwargs):
@@ -567,12 +567,12 @@ def test_process_that_was_being_started_ends_when_the_prober_is_closed(monkeypat
         begun.append(start(*args, **kwargs))
         return begun[0]
 
-    closing = threading.Thread(target=prober.close)
+    closing = threading.Thread(target=sandbox.close)
     start = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", close_then_start)
     with (
         pytest.raises(GrammarError, match="closed"),
-        prober.probe(
+        sandbox.probe(
             {"backend": "llguidance", "size": 300, "special": [], "spelled": []}, Constraint(kind="regex", source="a")
         ),
     ):
@@ -615,13 +615,13 @@ class HeldProber:
 
 
 def test_constraint_is_ready_when_another_is_still_being_compiled(vocabulary):
-    prober = HeldProber()
-    compiler = GrammarCompiler(lambda: vocabulary, prober)
+    sandbox = HeldProber()
+    compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         slow = compiler.start(Constraint(kind="regex", source="slow"))
         assert accepts(compile_one(compiler, "regex", "quick"), "quick")
         assert not slow.is_done
-        prober.go_on.set()
+        sandbox.go_on.set()
         assert accepts(slow.result(), "slow")
     finally:
         compiler.close()
@@ -644,7 +644,7 @@ def test_process_that_compiles_ends_quietly_when_nobody_listens_any_more():
     setup = {"backend": "llguidance", "size": 300, "special": [], "spelled": []}
     with theirs:
         ended = subprocess.run(
-            [sys.executable, "-m", "quire.grammar.probe_main", str(theirs.fileno())],
+            [sys.executable, "-m", "quire.grammar.sandbox_main", str(theirs.fileno())],
             input=json.dumps({"setup": setup, "limits": {}}).encode(),
             pass_fds=[theirs.fileno()],
             capture_output=True,

@@ -7,7 +7,7 @@ import pytest
 
 from quire.base.errors import RequestError
 from quire.grammar.banned import BannedGrammar
-from quire.grammar.compiler import GrammarCompiler, Use
+from quire.grammar.compiler import GrammarCompiler, GrammarContext
 from quire.grammar.free_text import FreeGrammar
 from quire.grammar.phrases import BannedPhrases, TokenIndex
 from tests.unit.grammar.byte_vocabulary import allowed_ids, make_vocabulary
@@ -95,7 +95,7 @@ def test_constraint_and_ban_hold_together():
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         regex = Constraint(kind="regex", source="[ab]{4}")
-        matcher = compiler.start(regex, ("aba",), Use(prompt_token_ids=(ord("a"),))).result().new_matcher()
+        matcher = compiler.start(regex, ("aba",), GrammarContext(prompt_token_ids=(ord("a"),))).result().new_matcher()
         assert {t for t in allowed_ids(matcher, 300) if t < 256} == {ord("a"), ord("b")}
         assert vocabulary.tokens.index(b"ba") not in allowed_ids(matcher, 300)
         assert not matcher.is_complete

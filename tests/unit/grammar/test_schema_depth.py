@@ -9,7 +9,7 @@ pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, json_depth
-from quire.grammar.compiler import Use
+from quire.grammar.compiler import GrammarContext
 from quire.grammar.schema_check import check_schema
 from quire.grammar.schema_depth import MAX_FLAT_DEPTH, flatten_schema
 from tests.unit.grammar.byte_vocabulary import accepts, allowed_next, schema_grammar
@@ -42,7 +42,7 @@ def test_schema_of_many_objects_in_each_other_is_enforced(compiler, backend, kin
 def test_deep_schema_is_enforced_with_banned_words_and_closed_objects(compiler):
     schema = nested(DEPTH, {"type": "string"})
     constraint = StructuredOutputsParams(json=schema, disable_additional_properties=True, max_open_length=9).constraint()
-    grammar = compiler.start(constraint, ("secret",), Use((), 2000)).result()
+    grammar = compiler.start(constraint, ("secret",), GrammarContext((), 2000)).result()
     assert accepts(grammar, value(DEPTH, '"x"'))
     matcher = grammar.new_matcher()
     for byte in b'{"a":' * DEPTH + b'"my secre':

@@ -15,7 +15,7 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.masks import fill_mask
-from quire.grammar.probing import Prober
+from quire.grammar.sandbox import SandboxedCompiler
 from quire.text.detokenizer import IncrementalDetokenizer
 from tests.unit.grammar.tokenizer_kinds import COMPLETE_KINDS, INCOMPLETE, KINDS, compiler_for, make_tokenizer
 
@@ -167,7 +167,9 @@ def test_sample_of_schemas_is_enforced_with_every_kind(of_kind, kind, backend):
         pytest.skip("../shared/data/schemas is not beside the checkout")
     lines = (DATA / "jsonschemabench_100.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines[:: 2 if backend == "llguidance" else 25]]  # xgrammar compiles for seconds
-    with compiler_for(of_kind(kind)[0], Prober())[1] as compiler:  # in processes: some take more memory than there is
+    with compiler_for(of_kind(kind)[0], SandboxedCompiler())[
+        1
+    ] as compiler:  # in processes: some take more memory than there is
         counts = [count(of_kind(kind)[1], compiled_or_none(compiler, row["schema"], backend), row["tests"]) for row in rows]
     if kind in COMPLETE_KINDS:
         assert sum(1 for num_valid, _ in counts if num_valid) >= (0.85 if backend == "llguidance" else 0.2) * len(rows)

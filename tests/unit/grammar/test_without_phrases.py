@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.grammar.excluding import excluding
-from quire.grammar.rehearsal import can_go_on
+from quire.grammar.trial_decode import can_continue
 from quire.grammar.without_phrases import without_phrases
 from tests.unit.grammar.byte_vocabulary import accepts, allowed_ids
 
@@ -81,14 +81,14 @@ def test_token_that_leads_to_a_phrase_alone_is_not_allowed(compiler, constraint,
 
 
 def test_expression_is_left_whole_when_it_could_not_go_on_without_phrases(compiler, monkeypatch):
-    monkeypatch.setattr("quire.grammar.compiler.can_go_on", lambda grammar: False)
+    monkeypatch.setattr("quire.grammar.compiler.can_continue", lambda grammar: False)
     matcher = compiler.start(regex("a[0-9]{9}(bad|ba)|d"), ("ba",)).result().new_matcher()
     assert allowed_ids(matcher, 257) == {ord("a"), ord("d")}
 
 
 def test_grammar_cannot_go_on_when_a_mask_cannot_be_filled(compiler, monkeypatch):
     grammar = compiler.start(regex("[ab]{3}|c*")).result()
-    assert can_go_on(grammar)
+    assert can_continue(grammar)
     masks = type(grammar.new_matcher().source)
     fill, num_filled = masks.fill, count()
 
@@ -96,8 +96,8 @@ def test_grammar_cannot_go_on_when_a_mask_cannot_be_filled(compiler, monkeypatch
         return "it is too complex" if next(num_filled) == 2 else fill(self, matcher, words)
 
     monkeypatch.setattr(masks, "fill", fill_some)
-    assert not can_go_on(grammar)
-    assert can_go_on(grammar)
+    assert not can_continue(grammar)
+    assert can_continue(grammar)
 
 
 def test_expression_is_itself_when_phrases_are_many_or_forced_by_nothing():

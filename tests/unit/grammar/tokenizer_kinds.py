@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
-from quire.grammar.probe_main import answer_to
+from quire.grammar.sandbox_main import answer_to
 from quire.grammar.vocabulary import read_vocabulary
 from quire.text.byte_level import BYTE_BY_CHARACTER
 from quire.text.tokenizer import load_tokenizer
@@ -194,7 +194,7 @@ class InlineProber:
         self._compilers.clear()
 
 
-def compiler_for(tokenizer, prober=None):
+def compiler_for(tokenizer, sandbox=None):
     """Return a vocabulary and a compiler for it, as a context that closes that."""
     vocabulary = read_vocabulary(tokenizer, tokenizer.vocab_size)
-    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, prober or InlineProber()))
+    return vocabulary, closing(GrammarCompiler(lambda: vocabulary, sandbox or InlineProber()))

@@ -7,7 +7,7 @@ import torch
 
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference import attention
-from quire.kernels.reference.attention import AttentionInput, TreeInput, attend, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput, attend, store_kv
 
 HEAD_DIM = 8
 
@@ -51,7 +51,7 @@ def make_step(lengths, counts, block_size, num_kv_heads, seed=0):
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
-    return AttentionInput(torch.cat(slots), starts, list(lengths), tables), k_cache, v_cache, dense_k, dense_v
+    return AttentionMetadata(torch.cat(slots), starts, list(lengths), tables), k_cache, v_cache, dense_k, dense_v
 
 
 CASES = {
@@ -120,7 +120,7 @@ def test_result_of_a_sequence_does_not_change_with_its_neighbours():
     q = torch.randn(11, 4, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     together = attend(q, k_cache, v_cache, step, spec)
     for index, rows in enumerate((slice(0, 1), slice(1, 10), slice(10, 11))):
-        single = AttentionInput(
+        single = AttentionMetadata(
             step.slots[rows], [0, rows.stop - rows.start], [step.context_lens[index]], step.block_tables[index : index + 1]
         )
         torch.testing.assert_close(attend(q[rows], k_cache, v_cache, single, spec), together[rows], atol=1e-6, rtol=1e-6)
@@ -157,7 +157,7 @@ def test_rows_of_a_tree_equal_their_paths_run_as_chains(window, softcap, block_s
     step, k_cache, v_cache, dense_k, dense_v = make_step([9, 21, 14 + size], [1, 5, 1 + size], block_size, 2)
     ancestors = [0] * 7 + [sum(1 << one for one in path_to(node)) for node in range(size)]
     trees = TreeInput(torch.tensor([0, 0, size], dtype=torch.int32), torch.tensor(ancestors))
-    step = AttentionInput(step.slots, step.query_starts, step.context_lens, step.block_tables, trees)
+    step = AttentionMetadata(step.slots, step.query_starts, step.context_lens, step.block_tables, trees)
     q = torch.randn(7 + size, 4, HEAD_DIM, generator=torch.Generator().manual_seed(9))
     if max_rows is not None:
         monkeypatch.setattr(attention, "_MAX_SCORE_ELEMENTS", (14 + size) * 4 * max_rows)

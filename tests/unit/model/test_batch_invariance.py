@@ -12,7 +12,7 @@ import torch
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import Dtype
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
@@ -120,7 +120,7 @@ class Bench:
         where = torch.tensor(positions)
         slots = self.tables[owners, where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
         lengths = [self.done[index] for index in indices]
-        step = AttentionInput(slots, starts, lengths, self.tables[indices])
+        step = AttentionMetadata(slots, starts, lengths, self.tables[indices])
         logits = self.decoder.step(torch.tensor(tokens), where, step, self.kv, [row for row, _, _ in wanted])
         for (_, index, position), row in zip(wanted, logits, strict=True):
             self.logits[index][position] = row

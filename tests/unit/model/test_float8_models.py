@@ -18,7 +18,7 @@ from quire.quant.float8 import Float8Weight
 from quire.quant.policy import POLICIES
 from quire.worker.memory import weight_bytes
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.narrow_checkpoints import write
+from tests.unit.kernels.gpu.quantized_checkpoints import write
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 

@@ -8,7 +8,7 @@ import torch
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.checkpoint import load_parameters
@@ -42,7 +42,7 @@ def run(decoder, sequences, logit_rows, hidden_rows, keeps_all=False, kv=None):
     positions = torch.cat([torch.arange(len(tokens)) for tokens in sequences])
     owners = torch.arange(len(sequences)).repeat_interleave(torch.tensor([len(tokens) for tokens in sequences]))
     slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-    step = AttentionInput(slots, starts, [len(tokens) for tokens in sequences], tables)
+    step = AttentionMetadata(slots, starts, [len(tokens) for tokens in sequences], tables)
     logits = decoder.step(torch.cat(sequences), positions, step, kv, logit_rows, keeps_all, hidden_rows)
     return logits, decoder.hidden_states(0, len(hidden_rows))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.base.errors import ModelFormatError, QuireError
-from quire.quant.config import Mxfp4Config, has_narrow_form, read_quantization
+from quire.quant.config import Mxfp4Config, has_quantized_form, read_quantization
 from quire.quant.readers import gather_weights
 from tests.unit.quant import packers
 
@@ -32,7 +32,7 @@ def _gather(tensors):
 def test_config_is_read_and_says_that_weights_stay_integers():
     config = read_quantization(CONFIG, "config.json")
     assert config == Mxfp4Config()
-    assert has_narrow_form(config)
+    assert has_quantized_form(config)
 
 
 def test_every_expert_is_exact_and_a_weight_of_its_own():

@@ -5,7 +5,7 @@ import torch
 from row_factory import PROMPT, make_request, make_row
 
 from quire.base.errors import InvariantError
-from quire.base.mixing import mix_seed
+from quire.base.seeds import mix_seed
 from quire.sampling import SamplingRow
 from quire.sampling.row_state import TokenCounts
 

@@ -19,11 +19,11 @@ import quire
 from quire.contracts.outputs import RequestMetrics
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
+from quire.serving.core.served_model import ServedModel, make_served_model
+from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
 from quire.serving.errors import ApiError
-from quire.serving.gateway.stream import error_of
-from quire.serving.generation.served_model import ServedModel, make_served_model
-from quire.serving.interfaces import AbortReason, Gateway, Job, Owner, Taker
-from quire.serving.link.messages import AttentionKind, ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
+from quire.serving.interfaces import AbortReason, Gateway, Job, Sink, Tenant
+from quire.serving.request_queue.stream import error_of
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 # Turns in ChatML, tools and calls in the Hermes format, reasoning in <think>: as real models have them.
@@ -49,7 +49,7 @@ TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
 
 {% endif %}{% endif %}"""
 DEMO = Path(quire.__file__).parent / "demo_models" / "demo"
-OWNER = Owner(name="tester", cache_salt="")
+OWNER = Tenant(name="tester", cache_salt="")
 Step = list[ChoiceDelta] | ApiError | RequestDelta
 Script = Callable[[Job], Iterable[Step]]
 
@@ -179,7 +179,7 @@ class FakeStream:
     is_finished: bool = False
     blocks_after: int | None = None
     _deltas: AsyncIterator[RequestDelta] | None = None
-    _take: Taker | None = None
+    _take: Sink | None = None
 
     @property
     def request_id(self) -> str:
@@ -202,7 +202,7 @@ class FakeStream:
             if self._take is None or delta.finished or delta.error is not None or not self._take(delta):
                 return delta
 
-    def divert(self, take: Taker) -> None:
+    def attach_sink(self, take: Sink) -> None:
         self._take = take
 
     async def _play(self) -> AsyncIterator[RequestDelta]:

@@ -15,8 +15,8 @@ import httpx2
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
+from quire.serving.core.served_model import ServedModel
 from quire.serving.errors import ApiError
-from quire.serving.generation.served_model import ServedModel
 from quire.serving.http.app import make_app
 from quire.serving.http.auth import Authenticator
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS

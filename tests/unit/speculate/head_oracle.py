@@ -7,7 +7,7 @@ import torch
 from quire import LLM
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import build_model, load_model
 from quire.model.checkpoint import open_parameters
@@ -43,7 +43,7 @@ def decoders(folder):
 def one_sequence(spec, length):
     kv = KvPool(KvSpec.of(spec, 16, "float32"), 4)
     slots = torch.arange(length)
-    return kv, slots, AttentionInput(slots, [0, length], [length], torch.arange(4)[None])
+    return kv, slots, AttentionMetadata(slots, [0, length], [length], torch.arange(4)[None])
 
 
 PROMPTS = [list(range(20, 90)), [7, 8, 9], [5] * 33, [*range(20, 84), 1, 2, 3], list(range(100, 133))]
@@ -79,7 +79,7 @@ class Oracle:
         self.target = build_model(spec, open_parameters(model, spec), 256, 16)
         self.head = read_layer_head(folder, kind.split()[0], spec)
         self.model = build_head(self.head, self.target, 256)
-        self.target.keep_inputs(self.head.tap_layers)
+        self.target.keep_inputs(self.head.aux_hidden_state_layers)
 
     def draft(self, tokens, count):
         first, own = self.read(tokens)
@@ -90,9 +90,9 @@ class Oracle:
         length = len(tokens) - 1
         kv = KvPool(KvSpec.of(self.target.spec, 16, "float32"), 16)
         positions = torch.arange(length)
-        step = AttentionInput(positions, [0, length], [length], torch.arange(16)[None])
+        step = AttentionMetadata(positions, [0, length], [length], torch.arange(16)[None])
         rows = list(range(length))
         self.target.step(torch.tensor(tokens[:-1]), positions, step, kv, [length - 1], True, rows)
-        features = self.target.layer_inputs(rows) if self.head.tap_layers else self.target.hidden_states(0, length)
+        features = self.target.layer_inputs(rows) if self.head.aux_hidden_state_layers else self.target.hidden_states(0, length)
         own = KvPool(KvSpec.of(self.head.body, 16, "float32"), 16)
         return HeadPass(torch.tensor(tokens[1:]), positions, step, features), own

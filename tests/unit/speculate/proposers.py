@@ -22,7 +22,7 @@ class Fake(Proposer):
         self.count = count
         self.released = []
 
-    def look(self, sequence, limit):
+    def num_available(self, sequence, limit):
         sequence.memo = self.draft(sequence)[:limit]
         return len(sequence.memo)
 
@@ -74,7 +74,7 @@ class RandomTree(Oracle):
         super().__init__(count, outputs)
         self.random = random.Random(seed)
 
-    def look(self, sequence, limit):
+    def num_available(self, sequence, limit):
         sequence.memo = self.tree(sequence)
         return min(limit, len(sequence.memo))
 

@@ -53,7 +53,7 @@ def acceptance_of_many(head, feed=None):
     llm = start(head, num_kv_blocks=200, max_num_seqs=16)
     if feed is not None:
         proposer = llm.llm_engine._runner._speculator._proposer
-        proposer.feed_all = feed(proposer.feed_all)
+        proposer.on_hidden_states = feed(proposer.on_hidden_states)
     found, _ = acceptance(llm, generate_many)
     assert llm.llm_engine.stats.num_drafts >= 1000
     llm.close()
@@ -131,8 +131,8 @@ def test_acceptance_is_below_its_floor_when_other_features_are_fed(head, feed):
 
 
 WRONG = [
-    pytest.param("demo-eagle3", {"tap_layers": (2, 5, 6)}, marks=HEAVY),
-    pytest.param("demo-eagle3", {"tap_layers": (1, 4, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"aux_hidden_state_layers": (2, 5, 6)}, marks=HEAVY),
+    pytest.param("demo-eagle3", {"aux_hidden_state_layers": (1, 4, 6)}, marks=HEAVY),
     pytest.param("demo-eagle3", {"recycles_normed": True}, marks=HEAVY),
     pytest.param("demo-eagle3", {"is_residual_normed": True}, marks=HEAVY),
 ]

@@ -10,7 +10,7 @@ from test_bundled_heads import PROMPTS
 from quire import LLM, SamplingParams
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import build_model
 from quire.model.checkpoint import open_parameters
@@ -44,8 +44,8 @@ def divergence(texts, name, change=None, is_shifted=False):
     head = head if change is None else replace(head, **change)
     target = build_model(spec, open_parameters(folder, spec), LENGTH, 16)
     model = build_head(head, target, LENGTH)
-    if head.tap_layers:
-        target.keep_inputs(head.tap_layers)
+    if head.aux_hidden_state_layers:
+        target.keep_inputs(head.aux_hidden_state_layers)
     ids = slice(None) if head.vocabulary is None else head.vocabulary.long()
     found = [], []
     table = torch.arange(LENGTH // 16)[None]
@@ -57,10 +57,10 @@ def divergence(texts, name, change=None, is_shifted=False):
     for tokens in texts:
         length = len(tokens) - 1
         positions, rows = torch.arange(length), list(range(length))
-        step = AttentionInput(positions, [0, length], [length], table)
+        step = AttentionMetadata(positions, [0, length], [length], table)
         kv, own = (KvPool(KvSpec.of(one, 16, spec.dtype), LENGTH // 16) for one in (spec, head.body))
         meant = target.step(torch.tensor(tokens[:-1]), positions, step, kv, rows, True, rows).clone()
-        features = (target.layer_inputs(rows) if head.tap_layers else target.hidden_states(0, length)).clone()
+        features = (target.layer_inputs(rows) if head.aux_hidden_state_layers else target.hidden_states(0, length)).clone()
         features = features.roll(1, 0) if is_shifted else features
         said = model.enter(torch.tensor(tokens[1:]), positions, step, own, features, rows)
         note(0, said[:-1], meant[1:])
@@ -68,7 +68,7 @@ def divergence(texts, name, change=None, is_shifted=False):
         # The last places first: each writes into the cache behind what those before it read.
         for row in range(length - 3, -1, -STRIDE):
             place = torch.tensor([row + 1])
-            alone = AttentionInput(place, [0, 1], [row + 2], table)
+            alone = AttentionMetadata(place, [0, 1], [row + 2], table)
             said = model.enter(torch.tensor(tokens[row + 2 : row + 3]), place, alone, own, recycled[row : row + 1], [0])
             note(1, said, meant[row + 2 : row + 3])
     return [float(torch.cat(parts).mean()) for parts in found]
@@ -87,11 +87,11 @@ def test_heads_say_nearly_what_the_model_says(right, name):
 @pytest.mark.parametrize(
     ("name", "change", "place"),
     [
-        ("demo-eagle3", {"tap_layers": (1, 5, 7)}, 0),
-        pytest.param("demo-eagle3", {"tap_layers": (2, 4, 7)}, 0, marks=pytest.mark.slow),
-        pytest.param("demo-eagle3", {"tap_layers": (3, 5, 7)}, 0, marks=pytest.mark.slow),
-        pytest.param("demo-eagle3", {"tap_layers": (2, 5, 6)}, 0, marks=pytest.mark.slow),
-        pytest.param("demo-eagle3", {"tap_layers": (2, 6, 7)}, 0, marks=pytest.mark.slow),
+        ("demo-eagle3", {"aux_hidden_state_layers": (1, 5, 7)}, 0),
+        pytest.param("demo-eagle3", {"aux_hidden_state_layers": (2, 4, 7)}, 0, marks=pytest.mark.slow),
+        pytest.param("demo-eagle3", {"aux_hidden_state_layers": (3, 5, 7)}, 0, marks=pytest.mark.slow),
+        pytest.param("demo-eagle3", {"aux_hidden_state_layers": (2, 5, 6)}, 0, marks=pytest.mark.slow),
+        pytest.param("demo-eagle3", {"aux_hidden_state_layers": (2, 6, 7)}, 0, marks=pytest.mark.slow),
         pytest.param("demo-eagle3", {"recycles_normed": True}, 1, marks=pytest.mark.slow),
         ("demo-mtp", {"recycles_normed": False}, 1),
     ],

@@ -28,7 +28,11 @@ def test_the_layouts_of_a_head_are_read_as_one(tiny_model, tmp_path):
     def same(a, b):
         assert a.parameters.keys() == b.parameters.keys()
         assert all(torch.equal(tensor, b.parameters[name]) for name, tensor in a.parameters.items())
-        assert (a.tap_layers, a.recycles_normed, a.body.layers) == (b.tap_layers, b.recycles_normed, b.body.layers)
+        assert (a.aux_hidden_state_layers, a.recycles_normed, a.body.layers) == (
+            b.aux_hidden_state_layers,
+            b.recycles_normed,
+            b.body.layers,
+        )
 
     same(
         read_layer_head(heads.eagle3(tmp_path / "a"), "eagle3", spec),

@@ -9,7 +9,7 @@ from proposers import path_to
 from quire import SamplingParams
 from quire.contracts.request import Request
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.model.heads.build import build_head, read_layer_head
 from quire.sampling.drafting import draw_drafts
 from quire.sampling.row_state import SamplingRow
@@ -50,7 +50,7 @@ class Case:
         logits = self.model.enter(*self.args(first), kv, first.features, [LENGTH - 1])
         for place, token_id in enumerate(path):
             features, at = self.model.recycled(1).clone(), torch.tensor([LENGTH + place])
-            step = AttentionInput(at, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
+            step = AttentionMetadata(at, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
             logits = self.model.enter(torch.tensor([token_id]), at, step, kv, features, [0])
         return logits[0].float()
 
@@ -97,7 +97,7 @@ def test_trees_of_several_sequences_are_those_of_each_alone(tiny_model, tmp_path
     kv, _ = case.first()
     slots = torch.cat([torch.arange(LENGTH) + 16 * block for block in (0, 1, 3)])
     tables = torch.tensor([[0, 2], [1, 2], [3, 2]])  # a tree of 9 needs a second block; the others only seem to have it
-    step = AttentionInput(slots, [0, LENGTH, 2 * LENGTH, 3 * LENGTH], [LENGTH] * 3, tables)
+    step = AttentionMetadata(slots, [0, LENGTH, 2 * LENGTH, 3 * LENGTH], [LENGTH] * 3, tables)
     first = HeadPass(case.tokens[1:].repeat(3), torch.arange(LENGTH).repeat(3), step, case.features.repeat(3, 1))
     assert case.trees(kv, 3, 4).draft([one] * 3, counts, first) == expected
 

@@ -14,7 +14,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import UnsupportedError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.config_reader import read_model_spec
@@ -118,7 +118,7 @@ def test_drafts_are_the_most_likely_tokens_one_after_the_other(tiny_model, tmp_p
             assert drafted[0][place] == best
             features, token_ids, rows = model.recycled(1).clone(), torch.tensor([best]), [0]
             positions = torch.tensor([LENGTH + place])
-            step = AttentionInput(positions, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
+            step = AttentionMetadata(positions, [0, 1], [LENGTH + place + 1], torch.arange(4)[None])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp", "draft_model"])
@@ -246,9 +246,9 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     pace = Pace(3, AcceptanceRecord)
     speculator._pace = pace
     pace._account.sleep_left = 1000
-    assert speculator.reads == ()
+    assert speculator.inputs == ()
     pace._account.sleep_left = 10
-    assert speculator.reads == ("layers",)
+    assert speculator.inputs == ("layers",)
     llm.close()
 
 

@@ -31,7 +31,7 @@ def sequence(tokens, num_prompt=1, salt="", sequence_id=None):
 
 
 def draft(proposer, one, limit=5):
-    found = proposer.look(one, limit)
+    found = proposer.num_available(one, limit)
     (made,) = proposer.propose([(one, limit)])
     assert len(made) == found
     return list(made.tokens)
@@ -131,7 +131,7 @@ def test_suffix_keeps_as_many_responses_when_a_sequence_was_preempted():
 
 
 def tree_of(proposer, one, limit):
-    count = proposer.look(one, limit)
+    count = proposer.num_available(one, limit)
     (made,) = proposer.propose([(one, limit)])
     assert len(made) == count
     return made

@@ -146,7 +146,7 @@ def test_a_step_is_one_of_the_drafts_that_took_time_when_doubtful_ones_are_left_
     class Doubting(Guess):
         stops_early = True
 
-        def look(self, sequence, limit):
+        def num_available(self, sequence, limit):
             return 5
 
         def propose(self, wanted):
@@ -239,7 +239,7 @@ def test_a_trial_waits_when_the_step_would_tell_nothing(disturbance):
     if disturbance == "forced":
         request = SimpleNamespace(request_id="s", prompt_token_ids=(5,))
         speculator.follow(DraftedSequence(SequenceId(1), request, 0, [5, 6], Sampling((9,), (9,)), None))
-        speculator._forced.look(SequenceId(1), Sampling((9,), (9,)))
+        speculator._forced.num_available(SequenceId(1), Sampling((9,), (9,)))
         slots[SequenceId(1)] = 1
     step = plan(1, slots, num_prompt_tokens=64 if disturbance == "prompt" else 1)
     speculator.begin(step)
@@ -261,7 +261,7 @@ def test_nothing_is_left_of_a_sequence_when_the_speculator_leaves():
     speculator.end(plan(1), {SequenceId(0): (0,)})
     speculator.leave()
     assert speculator._forced.of(SequenceId(0)) == ()
-    assert not any((speculator._drafts, speculator._drafted, speculator._followed, speculator.observes))
+    assert not any((speculator._drafts, speculator._drafted, speculator._followed, speculator.wants_logits))
     speculator.begin(plan(2))
     assert (pace.steps, pace.passed) == ([(1, 0)], [3])
 

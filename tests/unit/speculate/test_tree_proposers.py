@@ -32,7 +32,7 @@ def sequence(tokens):
 
 def advance(proposer, one, follow, limit):
     """Let one step pass in a world where `follow(tokens)` comes next; return what was drafted and what of it was accepted."""
-    count = proposer.look(one, limit)
+    count = proposer.num_available(one, limit)
     (draft,) = proposer.propose([(one, count)]) if count else (Draft(),)
     behind = [one.token_ids] + [one.token_ids + [draft.tokens[i] for i in path_to(draft, node)] for node in range(len(draft))]
     logits = torch.zeros(1 + len(draft), VOCAB)
@@ -43,8 +43,8 @@ def advance(proposer, one, follow, limit):
         path.append(node)
         tokens.append(follow(behind[1 + node]))
     one.token_ids += tokens
-    if proposer.observes:
-        proposer.observe([Outcome(one, draft, tuple(path), logits, tuple(range(1 + len(draft))))])
+    if proposer.wants_logits:
+        proposer.on_logits([Outcome(one, draft, tuple(path), logits, tuple(range(1 + len(draft))))])
     return draft, path
 
 
@@ -54,7 +54,7 @@ class Fixed(Proposer):
     def __init__(self, make):
         self.make = make
 
-    def look(self, sequence, limit):
+    def num_available(self, sequence, limit):
         return limit
 
     def propose(self, wanted):
@@ -91,13 +91,17 @@ def test_merged_draft_never_lacks_a_parent_when_cut():
 
 def test_merged_proposer_reads_what_those_that_read_the_model_read():
     reader, other, fed, others = Fixed(lambda tokens: []), Fixed(lambda tokens: []), [], []
-    reader.tap_layers, reader.reads_last, reader.feed_all = (), True, lambda *given: fed.append(given)
-    other.tap_layers, other.feed_all = (2, 5), lambda *given: others.append(given)
+    reader.aux_hidden_state_layers, reader.inputs_last_only, reader.on_hidden_states = (
+        (),
+        True,
+        lambda *given: fed.append(given),
+    )
+    other.aux_hidden_state_layers, other.on_hidden_states = (2, 5), lambda *given: others.append(given)
     proposer = MergedProposer([Fixed(lambda tokens: []), reader, other], 8)
-    assert (proposer.tap_layers, proposer.reads) == ((2, 5), ("last", "layers"))
+    assert (proposer.aux_hidden_state_layers, proposer.inputs) == ((2, 5), ("last", "layers"))
     sequences, features = [sequence([1, 2, 3]), sequence([4, 5])], torch.ones(2, 4)
-    proposer.feed("last", [(sequences[0], 1, 1), (sequences[1], 0, 1)], features)
-    proposer.feed("layers", [(sequences[0], 0, 2)], torch.ones(2, 8))
+    proposer.on_step_states("last", [(sequences[0], 1, 1), (sequences[1], 0, 1)], features)
+    proposer.on_step_states("layers", [(sequences[0], 0, 2)], torch.ones(2, 8))
     ((told, same),) = fed
     assert [(one.token_ids, first, count) for one, first, count in told] == [([1, 2, 3], 1, 1), ([4, 5], 0, 1)]
     assert same is features  # whole, so that nobody has to copy what stands together

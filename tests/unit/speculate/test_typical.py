@@ -8,8 +8,8 @@ import torch
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.contracts.request import Request
-from quire.sampling.law import next_token_law
 from quire.sampling.row_state import SamplingRow
+from quire.sampling.target_probs import target_probs
 from quire.speculate.draft import ROOT, Draft
 from quire.speculate.typical import TypicalAcceptance
 from quire.speculate.verifier import Candidate, verify
@@ -37,7 +37,7 @@ def test_law_is_what_the_sampler_draws_by(params):
     """Over many seeds, by chi-square; the penalty is on prompt tokens."""
     logits = worlds(1, 1.5)[0]
     num_seeds = 3000
-    law = next_token_law(logits, row(**params))
+    law = target_probs(logits, row(**params))
     counts = [0] * VOCAB
     candidates = [Candidate(row(seed, **params), Draft(), 0) for seed in range(num_seeds)]
     for walk in verify(logits.expand(num_seeds, VOCAB), candidates):
@@ -56,7 +56,7 @@ def test_law_holds_what_a_flat_distribution_leaves_beyond_the_best_few_hundred(p
     request = Request(request_id="a", prompt_token_ids=(1, 2, 3), params=SamplingParams(**params), seed=0)
     logits = torch.linspace(0.0, 0.1, 1000)
     logits[:] = logits if "top_p" in params else 1.0  # all tie
-    law = next_token_law(logits, SamplingRow(request, 0, (1, 2, 3), 1000))
+    law = target_probs(logits, SamplingRow(request, 0, (1, 2, 3), 1000))
     kept = law > 0
     assert law.sum().item() == pytest.approx(1.0, abs=1e-4)
     assert num_left - 20 <= int(kept.sum()) <= num_left + 20

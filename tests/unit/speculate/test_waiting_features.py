@@ -38,14 +38,14 @@ def test_the_last_places_wait_from_the_start_of_a_block_on_when_the_oldest_are_f
         places = torch.arange(end, end + count, dtype=torch.float32)
         end += count
         sequence.token_ids = [0] * (end + 1)
-        proposer.feed_all([(sequence, end - count, count)], places[:, None])
+        proposer.on_hidden_states([(sequence, end - count, count)], places[:, None])
         memo = sequence.memo
         rows = join(memo.waiting)[:, 0].tolist()
         assert rows == list(range(memo.done, end))
         assert memo.num_waiting == len(rows) <= max(2 * MAX_PENDING, block_size)
         assert memo.start == memo.done
         assert memo.start % block_size == 0
-        assert proposer.look(sequence, 3) == 3
+        assert proposer.num_available(sequence, 3) == 3
 
 
 def test_no_more_is_held_than_what_waits_and_one_step_when_others_compute_prompts(make):
@@ -53,7 +53,7 @@ def test_no_more_is_held_than_what_waits_and_one_step_when_others_compute_prompt
     for place in range(400):
         step = torch.full((256, 8), float(place))
         sequence.token_ids = [0] * (place + 2)
-        proposer.feed_all([(sequence, place, 1), (known(255), 0, 255)], step)
+        proposer.on_hidden_states([(sequence, place, 1), (known(255), 0, 255)], step)
     waiting = sequence.memo.waiting
     held = {run.features.untyped_storage().data_ptr(): run.features.untyped_storage().nbytes() for run in waiting}
     assert join(waiting)[:, 0].tolist() == list(range(400))
@@ -62,22 +62,22 @@ def test_no_more_is_held_than_what_waits_and_one_step_when_others_compute_prompt
 
 def test_nothing_waits_of_a_sequence_that_is_too_long_to_be_drafted_for(make):
     proposer, sequence = make(16), known(8189)
-    proposer.feed_all([(sequence, 8180, 9)], torch.ones(9, 8))
-    assert proposer.look(sequence, 3) == 2
+    proposer.on_hidden_states([(sequence, 8180, 9)], torch.ones(9, 8))
+    assert proposer.num_available(sequence, 3) == 2
     for length in (8191, 8192, 9000):
         sequence.token_ids = [0] * (length + 1)
-        proposer.feed_all([(sequence, length - 1, 1)], torch.ones(1, 8))
+        proposer.on_hidden_states([(sequence, length - 1, 1)], torch.ones(1, 8))
         assert sequence.memo is None
-        assert proposer.look(sequence, 3) == 0
+        assert proposer.num_available(sequence, 3) == 0
     sequence.token_ids = [0] * 41  # whatever it is that made it shorter
-    proposer.feed_all([(sequence, 0, 40)], torch.arange(40.0)[:, None])
+    proposer.on_hidden_states([(sequence, 0, 40)], torch.arange(40.0)[:, None])
     assert join(sequence.memo.waiting)[:, 0].tolist() == list(range(40))
-    assert proposer.look(sequence, 3) == 3
+    assert proposer.num_available(sequence, 3) == 3
 
 
 def test_one_row_is_held_when_it_stands_for_places_that_nobody_read(make):
     proposer, sequence = make(16), known(40)
-    proposer.feed_all([(sequence, 40, 1), (known(255), 0, 255)], torch.ones(256, 8))
+    proposer.on_hidden_states([(sequence, 40, 1), (known(255), 0, 255)], torch.ones(256, 8))
     nearest, _ = sequence.memo.waiting
     assert (sequence.memo.done, nearest.count) == (32, 8)
     assert nearest.features.untyped_storage().nbytes() == 4 * 8

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.build import load_model
 from quire.model.config_reader import read_model_spec
@@ -51,11 +51,11 @@ def clock(monkeypatch):
 def run_of_drafts(model, kv, token_ids, features, place, count):
     """What the head says behind the token at `place`, its own features from then on: [count, V']."""
     positions = torch.arange(place + 1)
-    step = AttentionInput(positions, [0, place + 1], [place + 1], torch.arange(2)[None])
+    step = AttentionMetadata(positions, [0, place + 1], [place + 1], torch.arange(2)[None])
     said = [model.enter(token_ids[1 : place + 2], positions, step, kv, features[: place + 1], [place])[0]]
     for index in range(1, count):
         at = torch.tensor([place + index])
-        step = AttentionInput(at, [0, 1], [place + index + 1], torch.arange(2)[None])
+        step = AttentionMetadata(at, [0, 1], [place + index + 1], torch.arange(2)[None])
         said.append(model.enter(token_ids[at + 1], at, step, kv, model.recycled(1), [0])[0])
     return torch.stack(said)
 
@@ -139,7 +139,7 @@ def test_training_lowers_the_loss(tiny_model, tmp_path, clock):
     [
         ({"kind": "eagle2"}, "kind must be one of"),
         ({"prompt_tokens": 40}, "prompt_tokens must be at most"),
-        ({"tap_layers": (1, 0, 2)}, "low to high"),
+        ({"aux_hidden_state_layers": (1, 0, 2)}, "low to high"),
         ({"minutes": 0.0}, "above 0"),
     ],
 )
@@ -248,10 +248,12 @@ def test_a_head_of_other_shapes_is_not_trained_further(tiny_model, tmp_path, clo
 
 def test_a_head_that_reads_other_layers_is_not_trained_further(tmp_path, clock):
     model = write_checkpoint(tmp_path / "model", "qwen3", num_hidden_layers=5)
-    first = loop.train_draft(options(model, tmp_path, "eagle3", tap_layers=(0, 1, 3), minutes=0.02), show_progress=False)
+    first = loop.train_draft(
+        options(model, tmp_path, "eagle3", aux_hidden_state_layers=(0, 1, 3), minutes=0.02), show_progress=False
+    )
     changes = {"out": tmp_path / "more", "draft_vocab_size": None, "start_from": str(first.folder)}
     with pytest.raises(ConfigError, match=r"start_from: .* has eagle_config .*\[0, 1, 3\].*, with these options it is"):
-        loop.train_draft(options(model, tmp_path, "eagle3", tap_layers=(0, 2, 3), **changes), show_progress=False)
+        loop.train_draft(options(model, tmp_path, "eagle3", aux_hidden_state_layers=(0, 2, 3), **changes), show_progress=False)
 
 
 def test_a_run_does_not_go_on_with_other_tokens_to_draft(tiny_model, tmp_path, clock):

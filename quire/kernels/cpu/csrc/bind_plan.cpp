@@ -242,7 +242,7 @@ i32 screened_best(const Screen& screen, const NativeWeight& head, uintptr_t x, i
 void bind_screen(nb::module_& m) {
     nb::class_<Screen>(m, "Screen")
         .def("__init__", [](Screen* self, const NativeWeight& head, int num_threads, const std::string& isa) { new (self) Screen(kernels_for(isa), head, num_threads); },
-             "head"_a, "num_threads"_a = 1, "isa"_a = "", "The copy of a dense head that tells most outputs that are not the best; see screen.h.")
+             "head"_a, "num_threads"_a = 1, "isa"_a = "", "The copy of a dense head that tells most outputs that are not the best; see argmax_prefilter.h.")
         .def_ro("is_bounded", &Screen::is_bounded)
         .def_prop_ro("num_bytes", &Screen::num_bytes)
         .def("best", &screened_best, "head"_a, "x"_a, "stride"_a, "m"_a, "best_index"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),

@@ -18,7 +18,7 @@
 #include "linear_pack.inl"
 #include "linear_unpack.inl"
 #include "linear_select.inl"
-#include "linear_screen.inl"
+#include "linear_prefilter.inl"
 #include "linear_finish.inl"
 
 namespace quire::QUIRE_ISA {

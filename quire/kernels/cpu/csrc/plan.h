@@ -6,7 +6,7 @@
 
 #include "native_weight.h"
 #include "rank_group.h"
-#include "screen.h"
+#include "argmax_prefilter.h"
 #include "tables.h"
 
 namespace quire {
@@ -137,7 +137,7 @@ public:
 
     void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
-    // Keep a copy of the head, where that can be, which tells most outputs that are not the best (screen.h); return what it takes.
+    // Keep a copy of the head, where that can be, which tells most outputs that are not the best (argmax_prefilter.h); return what it takes.
     // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
     i64 screen_head();
     void add_layer(std::shared_ptr<PlanLayer> layer);

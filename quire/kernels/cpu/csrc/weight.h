@@ -115,7 +115,7 @@ struct Candidate {
     i32 panel;
     float most;
 };
-// What screening (screen.h) knows of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the least that the best
+// What screening (argmax_prefilter.h) knows of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the least that the best
 // output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound holds for the row.
 struct ScreenRows {
     const float *error, *size;

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from quire.base.ids import BlockId, RequestId, SequenceId
-from quire.base.mixing import mix_seed
+from quire.base.seeds import mix_seed
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request

@@ -210,7 +210,7 @@ def device():
 @pytest.fixture
 def few_programs(monkeypatch):
     """Have the interpreter run few programs, which it does one after the other: several heads in each."""
-    from quire.kernels.triton import heads
+    from quire.kernels.triton import qk_rope_store
 
     if not HAS_GPU:
-        monkeypatch.setattr(heads, "_FEW_TOKENS", 0)
+        monkeypatch.setattr(qk_rope_store, "_FEW_TOKENS", 0)

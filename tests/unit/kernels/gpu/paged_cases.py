@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from quire.kernels.reference.attention import AttentionInput, TreeInput, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput, store_kv
 
 
 @dataclass
 class PagedCase:
-    step: AttentionInput
+    step: AttentionMetadata
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     k: list
@@ -43,7 +43,7 @@ def make_case(lengths, counts, spec, block_size, dtype=torch.float32, trees=None
         dense_v.append(v)
         starts.append(starts[-1] + counts[index])
     q = torch.randn(sum(counts), spec.num_heads, spec.head_dim, generator=generator).to(dtype)
-    step = AttentionInput(torch.cat(slots), starts, list(lengths), tables, _tree_input(trees, counts))
+    step = AttentionMetadata(torch.cat(slots), starts, list(lengths), tables, _tree_input(trees, counts))
     return PagedCase(step, k_cache, v_cache, dense_k, dense_v, q)
 
 

@@ -18,11 +18,11 @@ import triton
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
-from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton import attention, launching
-from quire.kernels.triton.ahead import compile_variant, variant_of
-from quire.kernels.triton.feedback import keep_ids_launch
+from quire.kernels.triton.last_token_buffer import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
+from quire.kernels.triton.precompile import compile_variant, variant_of
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -49,8 +49,8 @@ from quire.worker.device.variants import (
 )
 from quire.worker.step_executor import Moves
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.narrow_checkpoints import SIZES as NARROW_SIZES
-from tests.unit.kernels.gpu.narrow_checkpoints import write
+from tests.unit.kernels.gpu.quantized_checkpoints import SIZES as QUANTIZED_SIZES
+from tests.unit.kernels.gpu.quantized_checkpoints import write
 
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
@@ -146,7 +146,7 @@ def pass_variants(head, kv, sizes):
             ends = np.cumsum(counts)
             num_drafts = torch.tensor(counts + rng.integers(20), dtype=torch.int32)
             trees = TreeInput(num_drafts, nothing) if has_trees else None
-            attention = AttentionInput(nothing, [0, *ends.tolist()], lengths.tolist(), tables, trees)
+            attention = AttentionMetadata(nothing, [0, *ends.tolist()], lengths.tolist(), tables, trees)
             features = torch.empty(num_tokens, head.inputs.shape[1], dtype=head.dtype, device=META)
             rows = list(range(num_tokens)) if has_trees else (ends - 1).tolist()
             chains.enter(nothing, nothing, attention, cache, features, rows)
@@ -195,8 +195,8 @@ def plain_models():
     return found
 
 
-def narrow_models(folder):
-    """Yield name and model of those with narrow weights, which are written below a folder."""
+def quantized_models(folder):
+    """Yield name and model of those with quantised weights, which are written below a folder."""
     for family, method in NARROW:
         name = f"{family}-{method}"
         policy = DEVICE_POLICIES[method.removeprefix("--")] if method.startswith("--") else None
@@ -204,7 +204,7 @@ def narrow_models(folder):
         if policy is None:
             path = write(folder / name, family, method, **changes)[0]
         else:
-            path = write_checkpoint(folder / name, family, **NARROW_SIZES, **changes)
+            path = write_checkpoint(folder / name, family, **QUANTIZED_SIZES, **changes)
         spec = read_model_spec(path)
         yield name, ServedModel(spec, open_parameters(path, spec), policy)
 
@@ -247,7 +247,7 @@ if __name__ == "__main__":
         describe_head("eagle", plain_models()["windows"], "joined", None)
         sys.exit()
     if mode == "narrow":
-        for title, narrow in narrow_models(Path(rest[0])):
+        for title, narrow in quantized_models(Path(rest[0])):
             describe(title, narrow, sizes=SIZES._replace(has_trees=False))
         sys.exit()
     models = plain_models()

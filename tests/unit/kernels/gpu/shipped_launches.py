@@ -10,23 +10,23 @@ from collections.abc import Callable
 import torch
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, MlpSpec, MoeSpec, NormSpec, RopeSpec
-from quire.kernels.reference.attention import AttentionInput, TreeInput
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
-from quire.kernels.triton.feedback import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.heads import Projections, Rope, place_heads_launch
+from quire.kernels.triton.kv_move import move_tokens_launch
+from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
 from quire.kernels.triton.moe import ExpertBiases, expert_launches
-from quire.kernels.triton.moving import move_tokens_launch
-from quire.kernels.triton.narrow_weights import NarrowWeight
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceAttentionMetadata
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -55,14 +55,14 @@ def attention_launches(
     if has_tree:
         trees = TreeInput(torch.full((num_sequences,), count - 1), torch.zeros(starts[-1], dtype=torch.int64))
     tables = torch.zeros(num_sequences, 1024, dtype=torch.int64)
-    step = AttentionInput(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables, trees)
+    step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables, trees)
     q = meta(starts[-1], heads[0], head_dim, dtype=dtype)
     cache = [meta(4096, heads[1], block_size, head_dim, dtype=kv_dtype)] * 2
     if kv_dtype != dtype:
         cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
     sinks = meta(heads[0]) if has_sinks else None
-    device_step = DeviceStep.of(step, META)
+    device_step = DeviceAttentionMetadata.of(step, META)
     return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
 
 
@@ -105,15 +105,15 @@ def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
 
 
-def clamped_expert_launch(index, num_tokens, is_narrow):
+def clamped_expert_launch(index, num_tokens, is_packed):
     """gpt-oss of 20 billion parameters."""
     width, num_experts = 2880, 32
     spec = MoeSpec(num_experts, 4, MlpSpec(width, "silu", has_bias=True, clamp=GateClamp(7.0, 1.702)), has_router_bias=True)
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     shapes = (num_experts, 2 * width, width), (num_experts, width, width)
     weights = [
-        NarrowWeight(meta(e * n, k // 2, dtype=torch.uint8), meta(e * n, k // 32, dtype=F32), None, 32, 1, 32, None)
-        if is_narrow
+        DeviceQuantizedWeight(meta(e * n, k // 2, dtype=torch.uint8), meta(e * n, k // 32, dtype=F32), None, 32, 1, 32, None)
+        if is_packed
         else meta(e, n, k)
         for e, n, k in shapes
     ]
@@ -121,29 +121,29 @@ def clamped_expert_launch(index, num_tokens, is_narrow):
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, biases=biases)[index]
 
 
-def narrow_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):
+def quantized_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):
     num_rows, num_columns = shape
     codes = meta(num_rows, num_columns // (2 if dtype == torch.uint8 else 1), dtype=dtype)
     scales = meta(num_rows // scale_rows, num_columns // 128, dtype=F32)
-    return NarrowWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
+    return DeviceQuantizedWeight(codes, scales, scales if has_offset else None, 128, scale_rows, 128, -8)
 
 
-def narrow_expert_launch(index, num_tokens, dtype, scale_rows=1, num_experts=128, inner=768, width=2048):
+def quantized_expert_launch(index, num_tokens, dtype, scale_rows=1, num_experts=128, inner=768, width=2048):
     spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     shapes = (num_experts * 2 * inner, width), (num_experts * width, inner)
-    weights = [narrow_weight(dtype, scale_rows, shape=shape) for shape in shapes]
+    weights = [quantized_weight(dtype, scale_rows, shape=shape) for shape in shapes]
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
 
 
 def linear_launch(dtype, num_tokens, index=0, **options):
-    weight = narrow_weight(dtype, **options)
+    weight = quantized_weight(dtype, **options)
     num_rows, num_columns = weight.shape
     return multiply_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
-def widen_narrow(dtype, ids=None):
-    weight = narrow_weight(dtype, has_offset=dtype == torch.uint8)
+def dequantize(dtype, ids=None):
+    weight = quantized_weight(dtype, has_offset=dtype == torch.uint8)
     return widen_launch(meta(weight.shape[0] if ids is None else len(ids), weight.shape[1]), weight, ids)
 
 
@@ -156,7 +156,7 @@ def float8_launch(index, num_tokens, group_size=128, shape=(12288, 4096)):
     num_rows, num_columns = shape
     scale_rows = 128 if group_size < num_columns else 1
     scales = meta(num_rows // scale_rows, num_columns // group_size, dtype=F32)
-    weight = NarrowWeight(meta(*shape, dtype=FP8), scales, None, group_size, scale_rows, 128, 0)
+    weight = DeviceQuantizedWeight(meta(*shape, dtype=FP8), scales, None, group_size, scale_rows, 128, 0)
     return float8_launches(meta(num_tokens, num_rows), meta(num_tokens, num_columns), weight)[index]
 
 
@@ -171,7 +171,9 @@ def few_launch(num_tokens, shape, has_norm, dtype=BF16, **epilogue):
 def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, block_size=64, **spec):
     num_sequences, num_heads, num_kv_heads = 2, *heads
     places, starts = meta(num_sequences, dtype=I64), meta(num_sequences + 1, dtype=I32)
-    step = DeviceStep.of_decode(places, starts, meta(num_sequences, dtype=I32), meta(num_sequences, 640, dtype=I32), 40960)
+    step = DeviceAttentionMetadata.of_decode(
+        places, starts, meta(num_sequences, dtype=I32), meta(num_sequences, 640, dtype=I32), 40960
+    )
     cache = [meta(4096, num_kv_heads, block_size, head_dim, dtype=kv_dtype)] * 2
     if kv_dtype != dtype:
         cache += [meta(4096, num_kv_heads, block_size, dtype=F32)] * 2
@@ -271,11 +273,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-gate-up-1024": lambda: expert_launch(3, 1024),
     "moe-gate-up-4096": lambda: expert_launch(3, 4096),
     "moe-down-4096": lambda: expert_launch(4, 4096),
-    "moe-4-1": lambda: narrow_expert_launch(1, 1, torch.uint8),
-    "moe-4-1024": lambda: narrow_expert_launch(3, 1024, torch.uint8),
-    "moe-fp8-64": lambda: narrow_expert_launch(3, 64, FP8, 128),
-    "moe-fp8-4096": lambda: narrow_expert_launch(3, 4096, FP8, 128),
-    "moe-fp8-down-4096": lambda: narrow_expert_launch(4, 4096, FP8, 128),
+    "moe-4-1": lambda: quantized_expert_launch(1, 1, torch.uint8),
+    "moe-4-1024": lambda: quantized_expert_launch(3, 1024, torch.uint8),
+    "moe-fp8-64": lambda: quantized_expert_launch(3, 64, FP8, 128),
+    "moe-fp8-4096": lambda: quantized_expert_launch(3, 4096, FP8, 128),
+    "moe-fp8-down-4096": lambda: quantized_expert_launch(4, 4096, FP8, 128),
     "moe-clamped-1": lambda: clamped_expert_launch(1, 1, False),
     "moe-clamped-4096": lambda: clamped_expert_launch(3, 4096, False),
     "moe-clamped-4-64": lambda: clamped_expert_launch(3, 64, True),
@@ -302,8 +304,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "linear-8": lambda: linear_launch(torch.int8, 1),
     "linear-4-4096": lambda: linear_launch(torch.uint8, 4096, shape=(4096, 4096)),
     "linear-add": lambda: linear_launch(torch.uint8, 16, index=1),
-    "widen-4": lambda: widen_narrow(torch.uint8),
-    "widen-fp8-rows": lambda: widen_narrow(FP8, meta(64, dtype=I64)),
+    "widen-4": lambda: dequantize(torch.uint8),
+    "widen-fp8-rows": lambda: dequantize(FP8, meta(64, dtype=I64)),
     "dense-1": lambda: dense_launch(1),
     "dense-32": lambda: dense_launch(32),
     "dense-64": lambda: dense_launch(64),

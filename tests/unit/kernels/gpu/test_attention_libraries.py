@@ -10,11 +10,11 @@ import torch
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import AttentionSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.attention import attend as attend_by_reference
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.libraries import load_library
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from tests.unit.kernels.gpu.paged_cases import make_case
 
 BF16 = torch.bfloat16
@@ -22,7 +22,7 @@ BF16 = torch.bfloat16
 
 def reference(q, k, v, starts, lengths, tables, heads, scale, window, softcap):
     spec = AttentionSpec(*heads, q.shape[2], scale, window=window, softcap=softcap)
-    step = AttentionInput(torch.zeros(len(q)), starts, lengths, tables.long().cpu(), None)
+    step = AttentionMetadata(torch.zeros(len(q)), starts, lengths, tables.long().cpu(), None)
     on_cpu = [part.float().cpu() for part in (q, k, v)]
     return attend_by_reference(*on_cpu, step, spec).to(q.dtype).to(q.device)
 
@@ -115,7 +115,7 @@ def test_libraries_attend_what_our_kernels_would(name, block_size, options, inst
     spec = AttentionSpec(4, 2, 64, 0.1, **options)
     case = make_case([90, 1, 33, 64], [40, 1, 3, 64], spec, block_size, BF16)
     cache = KvCache(case.k_cache.nan_to_num().to(device), case.v_cache.nan_to_num().to(device))
-    q, step = case.q.to(device), DeviceStep.of(case.step, device)
+    q, step = case.q.to(device), DeviceAttentionMetadata.of(case.step, device)
     library = load(name.partition(" ")[0], spec, block_size=block_size)
     found = attend(q, cache, dataclasses.replace(step, library=library), spec)
     torch.testing.assert_close(found, attend(q, cache, step, spec), atol=2e-2, rtol=2e-2)
@@ -129,7 +129,7 @@ def test_flashinfer_plans_once_a_step_and_kind_of_layer(install, device):
     FakeWrapper.num_plans = 0
     cache = KvCache(case.k_cache.nan_to_num().to(device), case.v_cache.nan_to_num().to(device))
     for _ in range(2):
-        step = dataclasses.replace(DeviceStep.of(case.step, device), library=library)
+        step = dataclasses.replace(DeviceAttentionMetadata.of(case.step, device), library=library)
         for spec in specs * 3:
             attend(case.q.to(device), cache, step, spec)
     assert FakeWrapper.num_plans == 4
@@ -143,7 +143,7 @@ def test_trees_sinks_and_sums_in_order_stay_with_our_kernels(install, device):
     spec = AttentionSpec(4, 2, 32, 0.2)
     case = make_case([20], [5], spec, 8, trees=[[-1, 0, 0]])
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    tree = dataclasses.replace(DeviceStep.of(case.step, device), library=Refuses())
+    tree = dataclasses.replace(DeviceAttentionMetadata.of(case.step, device), library=Refuses())
     plain = dataclasses.replace(tree, num_drafts=None, ancestors=None, positions=None)
     q = case.q.to(device)
     assert attend(q, cache, tree, spec).shape == q.shape
@@ -158,7 +158,7 @@ def test_recorded_steps_are_refused_by_libraries_that_plan_on_the_host(install):
     spec = AttentionSpec(4, 2, 64, 0.1)
     lengths, tables = torch.tensor([3], dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
     starts = torch.arange(2, dtype=torch.int32)
-    step = DeviceStep.of_decode(torch.zeros(1, dtype=torch.int64), starts, lengths, tables, 16)
+    step = DeviceAttentionMetadata.of_decode(torch.zeros(1, dtype=torch.int64), starts, lengths, tables, 16)
     with pytest.raises(InvariantError, match="on the host"):
         load("flashinfer", spec).attend(torch.zeros(1, 4, 64), *[torch.zeros(1, 2, 16, 64)] * 2, step, spec)
 

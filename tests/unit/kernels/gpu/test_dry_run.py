@@ -91,7 +91,7 @@ def test_weights_are_quantised(tmp_path, planned, quantization, address_check):
     start(write_checkpoint(tmp_path / "model", "qwen3", **SMALL), quantization=quantization, enforce_eager=True).close()
     expect_within_tables(launched, 1)
     found = address_check.num_launches - before
-    assert found["multiply_narrow"] > 0
+    assert found["multiply_packed"] > 0
 
 
 @pytest.mark.parametrize(

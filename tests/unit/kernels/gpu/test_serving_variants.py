@@ -23,7 +23,7 @@ from quire.worker.device.gpu_executor import StepSizes
 from quire.worker.device.precompile import Order, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.narrow_checkpoints import SIZES, write
+from tests.unit.kernels.gpu.quantized_checkpoints import SIZES, write
 
 ROOT = Path(__file__).resolve().parents[4]
 # What Triton takes, or refuses, as its own where kernels are launched.
@@ -39,7 +39,7 @@ RESERVED = {
     "num_ctas",
     "instrumentation_mode",
 }
-NARROW_KERNELS = {"multiply_narrow", "multiply_narrow_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
+QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
 SHORT = ("attend_chunks", "attend_projected")
 
 
@@ -65,9 +65,9 @@ def test_random_steps_of_models_with_narrow_weights_launch_nothing_that_was_not_
     assert len(models) == 11
     assert [model for model in models if model["missing"]] == []
     assert all(20 < model["count"] < 200 for model in models)
-    kernels = {model["model"]: NARROW_KERNELS.intersection(model["kernels"]) for model in models}
+    kernels = {model["model"]: QUANTIZED_KERNELS.intersection(model["kernels"]) for model in models}
     assert all(kernels.values())
-    assert set().union(*kernels.values()) == NARROW_KERNELS
+    assert set().union(*kernels.values()) == QUANTIZED_KERNELS
 
 
 def test_random_steps_of_heads_launch_nothing_that_was_not_found_ahead(tmp_path):

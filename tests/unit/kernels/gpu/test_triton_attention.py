@@ -8,10 +8,10 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
-from quire.kernels.reference.attention import AttentionInput
+from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
-from quire.kernels.triton.step import DeviceStep, list_tiles, send_together
+from quire.kernels.triton.step import DeviceAttentionMetadata, list_tiles, send_together
 from quire.kernels.triton.tiles import CHUNK, most_chunks
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
@@ -24,7 +24,7 @@ STEPS = {
 
 def run(case, spec, device, sinks=None):
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    step = DeviceStep.of(case.step, device)
+    step = DeviceAttentionMetadata.of(case.step, device)
     return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device)).cpu()
 
 
@@ -84,7 +84,7 @@ def test_runs_of_queries_behind_long_prefixes_are_split_over_their_keys(heads, o
     sinks = None if sinks is None else torch.tensor(sinks)
     q = case.q.to(device)
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    launches = attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(case.step, device), spec)
+    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
     assert [launch.grid[2] for launch in launches if len(launch.grid) == 3][-1] == (3 if options else 6)
     found = run(case, spec, device, sinks)
     torch.testing.assert_close(found.double(), dense_attention(case, spec, sinks), atol=3e-6, rtol=3e-6)
@@ -95,7 +95,7 @@ def test_windows_within_a_long_chunk_are_not_split_for_runs_of_queries(long_chun
     case = make_case([200], [45], spec, 16)
     q = case.q.to(device)
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    launches = attend_launches(torch.empty_like(q), q, cache, DeviceStep.of(case.step, device), spec)
+    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
     assert [launch.grid for launch in launches] == [(3, 2, 1)]
     torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
 
@@ -107,7 +107,7 @@ def test_bits_of_split_runs_do_not_change_with_their_neighbours_or_the_cuts_of_t
     together = run(case, spec, device)
     for first, last in ((0, 50), (50, 110), (110, 150)):
         rows = slice(first, last)
-        single = AttentionInput(case.step.slots[rows], [0, last - first], [last], case.step.block_tables[:1])
+        single = AttentionMetadata(case.step.slots[rows], [0, last - first], [last], case.step.block_tables[:1])
         alone = dataclasses.replace(case, step=single, q=case.q[rows])
         assert torch.equal(run(alone, spec, device), together[rows])
 
@@ -146,18 +146,18 @@ def test_padding_gives_zeros_and_changes_nothing_when_a_context_is_empty(device)
     tables = torch.stack([case.step.block_tables[0], torch.full_like(case.step.block_tables[0], -1)] * 2).to(torch.int32)
     tables[2] = case.step.block_tables[1]
     empty = torch.zeros(4, dtype=torch.int64)
-    step = DeviceStep(empty, torch.arange(5, dtype=torch.int32), lengths, tables, None, None, None, (1,) * 4, 300)
+    step = DeviceAttentionMetadata(empty, torch.arange(5, dtype=torch.int32), lengths, tables, None, None, None, (1,) * 4, 300)
     q = torch.full((4, 4, 32), torch.nan)
     q[0], q[2] = case.q
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
-    moved = DeviceStep(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in _fields(step)))
+    moved = DeviceAttentionMetadata(*(part.to(device) if isinstance(part, torch.Tensor) else part for part in _fields(step)))
     out = attend(q.to(device), cache, moved, spec).cpu()
     assert torch.equal(out[[0, 2]], plain)
     assert torch.equal(out[[1, 3]], torch.zeros(2, 4, 32))
 
 
 def _fields(step):
-    return [getattr(step, name) for name in DeviceStep.__dataclass_fields__ if name != "_tiles"]
+    return [getattr(step, name) for name in DeviceAttentionMetadata.__dataclass_fields__ if name != "_tiles"]
 
 
 def test_bits_of_a_sequence_do_not_change_with_its_neighbours_or_the_cuts_of_its_prompt(device):
@@ -169,7 +169,7 @@ def test_bits_of_a_sequence_do_not_change_with_its_neighbours_or_the_cuts_of_its
         for first, last in itertools.pairwise(cuts):
             rows = slice(starts[index] + first, starts[index] + last)
             length = case.step.context_lens[index] - (cuts[-1] - last)
-            single = AttentionInput(
+            single = AttentionMetadata(
                 case.step.slots[rows], [0, last - first], [length], case.step.block_tables[index : index + 1]
             )
             alone = dataclasses.replace(case, step=single, q=case.q[rows])
@@ -204,7 +204,7 @@ def test_attend_reads_quantised_caches(heads, head_dim, options, dtype, q_dtype,
             rows = back[blocks].transpose(1, 2).flatten(0, 1)
             dense[index] = rows[: len(dense[index])]
     cache = KvCache(*(part.to(device) for part in (*caches, *scales)))
-    out = attend(case.q.to(device), cache, DeviceStep.of(case.step, device), spec).cpu()
+    out = attend(case.q.to(device), cache, DeviceAttentionMetadata.of(case.step, device), spec).cpu()
     tolerance = 3e-6 if q_dtype == torch.float32 else 1e-2
     torch.testing.assert_close(out.double(), dense_attention(case, spec), atol=tolerance, rtol=tolerance)
 
@@ -212,7 +212,7 @@ def test_attend_reads_quantised_caches(heads, head_dim, options, dtype, q_dtype,
 def test_attend_refuses_what_it_would_misread(device):
     spec = AttentionSpec(4, 2, 32, 32**-0.5)
     case = make_case([20], [1], spec, 16)
-    step = DeviceStep.of(case.step, device)
+    step = DeviceAttentionMetadata.of(case.step, device)
     cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
     q = case.q.to(device)
     with pytest.raises(InvariantError, match="q must be"):
@@ -241,11 +241,11 @@ def test_a_query_has_the_same_bits_alone_and_in_a_prompt_when_sums_are_in_order(
 
     def attended(first, last, lengths, tables):
         slots = torch.zeros(last - first, dtype=torch.int64)
-        step = DeviceStep.of(AttentionInput(slots, [0, last - first], lengths, tables), device)
+        step = DeviceAttentionMetadata.of(AttentionMetadata(slots, [0, last - first], lengths, tables), device)
         return attend(whole.q[first:last].to(device), cache, step, spec, sinks.to(device), is_in_order=True).cpu()
 
     together = attend(
-        whole.q.to(device), cache, DeviceStep.of(whole.step, device), spec, sinks.to(device), is_in_order=True
+        whole.q.to(device), cache, DeviceAttentionMetadata.of(whole.step, device), spec, sinks.to(device), is_in_order=True
     ).cpu()
     expected = dense_attention(whole, spec, sinks)
     torch.testing.assert_close(together.double(), expected, atol=2e-2, rtol=2e-2) if dtype == torch.bfloat16 else (
@@ -264,7 +264,9 @@ def test_chunks_of_long_contexts_are_larger_and_as_many_as_there_may_be(window, 
     count, num_kv_heads = len(lengths), 8
     spec = AttentionSpec(8, num_kv_heads, 16, 0.25, window=window)
     tensors = [torch.tensor(values, dtype=torch.int32, device=device) for values in (range(count + 1), lengths, [[0]] * count)]
-    step = DeviceStep(torch.zeros(count, dtype=torch.int64), *tensors, None, None, None, (1,) * count, max(lengths))
+    step = DeviceAttentionMetadata(
+        torch.zeros(count, dtype=torch.int64), *tensors, None, None, None, (1,) * count, max(lengths)
+    )
     q, kv = torch.zeros(count, 8, 16, device=device), torch.zeros(1, num_kv_heads, 16, 16, device=device)
     plan, *_ = attend_launches(torch.empty_like(q), q, KvCache(kv, kv), step, spec)
     plan.run()

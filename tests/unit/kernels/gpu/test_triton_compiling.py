@@ -246,7 +246,7 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
         "_keep_ids",
         "_move_rows",
     }
-    of_weights = {"multiply_narrow", "widen_rows", "add_splits", "multiply_dense"}
+    of_weights = {"multiply_packed", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
     over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
     assert over == []

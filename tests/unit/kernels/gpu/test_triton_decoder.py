@@ -16,8 +16,8 @@ from quire.contracts.model_spec import (
     NormSpec,
     RopeSpec,
 )
-from quire.kernels.reference.attention import AttentionInput, TreeInput
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.pool import KvPool
 from quire.model.decoder import Decoder
@@ -130,11 +130,11 @@ def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(na
             for table, length, run in zip(tables, lengths, runs, strict=True)
             for place in range(length - len(run), length)
         ]
-        step = AttentionInput(torch.stack(places), [0, len(runs[0]), len(positions)], lengths, tables, trees)
+        step = AttentionMetadata(torch.stack(places), [0, len(runs[0]), len(positions)], lengths, tables, trees)
         token_ids = (positions * 7 + torch.arange(len(positions)) * 3) % 61
         rows = list(range(len(positions)))
         expected = reference.step(token_ids, positions, step, host, rows)
-        hidden = model.forward(token_ids.to(device), positions.to(device), DeviceStep.of(step, device), pool)
+        hidden = model.forward(token_ids.to(device), positions.to(device), DeviceAttentionMetadata.of(step, device), pool)
         found = model.logits(hidden)
         torch.testing.assert_close(found.cpu(), expected, atol=3e-5, rtol=3e-5)
 

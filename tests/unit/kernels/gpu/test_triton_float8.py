@@ -8,7 +8,7 @@ from quire.base.errors import InvariantError
 from quire.kernels.triton import float8
 from quire.kernels.triton.float8 import multiply_float8, quantize, suits_float8
 from quire.kernels.triton.linear import multiply
-from quire.kernels.triton.narrow_weights import NarrowWeight, pack_float8, pack_integers
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.model.device_linear import DeviceLinear
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -31,7 +31,7 @@ def make_weight(num_rows, num_columns, block, device, seed=0):
     dense = codes.double() * spread(scale, width)[torch.arange(num_rows) // block[0]]
     weight = pack_float8(codes, scale, block)
     rest = weight.group_size, weight.scale_rows, weight.run, weight.base
-    return NarrowWeight(codes.to(device), scale.to(device), None, *rest), dense
+    return DeviceQuantizedWeight(codes.to(device), scale.to(device), None, *rest), dense
 
 
 @pytest.mark.parametrize("group_size, num_columns", [(128, 384), (96, 192), (300, 300), (1, 5)])

@@ -15,13 +15,13 @@ from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton import fused_attention
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.dependent import has_dependent_launch
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
-from quire.kernels.triton.heads import Projections, place_heads, rope_table
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.norm import Norm
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.pdl import has_dependent_launch
+from quire.kernels.triton.qk_rope_store import Projections, place_heads, rope_table
+from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_layers import reason_not_to_fuse
@@ -137,7 +137,7 @@ def attention_case(spec, lengths, kv_dtype, dtype, device, block_size=16):
     starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
     parts = (torch.tensor(slots), starts, torch.tensor(lengths, dtype=torch.int32), tables)
     places = [tensor.to(device) for tensor in parts]
-    step = DeviceStep.of_decode(*places, max(lengths))
+    step = DeviceAttentionMetadata.of_decode(*places, max(lengths))
     qkv = draw(len(lengths), (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, dtype=dtype, seed=9, device=device)
     return step, qkv, KvCache(*(tensor.to(device) for tensor in (*cached, *scales)))
 
@@ -222,7 +222,9 @@ def test_bits_of_a_sequence_do_not_change_with_its_neighbours(device, monkeypatc
 
     def attended(rows, most):
         starts = step.query_starts[: rows.stop - rows.start + 1]
-        part = DeviceStep.of_decode(step.slots[rows], starts, step.context_lens[rows], step.block_tables[rows], most)
+        part = DeviceAttentionMetadata.of_decode(
+            step.slots[rows], starts, step.context_lens[rows], step.block_tables[rows], most
+        )
         out = empty(rows.stop - rows.start, spec.num_heads * spec.head_dim, dtype=torch.float32, device=device)
         attention.launch(out, qkv[rows], copy_of(cache), part, positions[rows]).run()
         return out
@@ -264,7 +266,7 @@ def test_layers_with_other_pieces_say_why_they_are_not_fused():
         for layer in layers:
             found = reason_not_to_fuse(layer, {"o": DeviceLinear((draw(4, 4),))})
             assert found is None if not reason else reason in found
-    assert "narrow" in reason_not_to_fuse(QWEN, {"o": DeviceLinear((draw(4, 4), draw(4, 4)))})
+    assert "quantised" in reason_not_to_fuse(QWEN, {"o": DeviceLinear((draw(4, 4), draw(4, 4)))})
     assert "one order" in reason_not_to_fuse(QWEN, {"o": DeviceLinear((draw(4, 4),), None, is_in_order=True)})
 
 
@@ -296,7 +298,7 @@ def logits_of_steps(decoder, device, num_sequences, num_steps):
         lengths = torch.full((num_sequences,), place + 1, dtype=torch.int32, device=device)
         positions = torch.full((num_sequences,), place, device=device)
         slots = tables[:, place // 4].long() * 4 + place % 4
-        step = DeviceStep.of_decode(slots, starts, lengths, tables, place + 1)
+        step = DeviceAttentionMetadata.of_decode(slots, starts, lengths, tables, place + 1)
         logits = decoder.logits(decoder.forward(ids, positions, step, pool))
         ids = logits.argmax(-1)
         found.append((logits, ids.tolist()))

@@ -6,15 +6,15 @@ import torch
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import AttentionSpec, NormSpec, RopeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
-from quire.kernels.reference.attention import AttentionInput, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, store_kv
 from quire.kernels.reference.norm import normalize as normalize_ref
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, rotate
-from quire.kernels.triton import heads
+from quire.kernels.triton import qk_rope_store
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.heads import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.step import DeviceStep
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
+from quire.kernels.triton.step import DeviceAttentionMetadata
 
 F16 = pytest.param(torch.float16, marks=pytest.mark.slow, id="f16")
 DTYPES = pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="f32"), pytest.param(torch.bfloat16, id="bf16"), F16])
@@ -117,7 +117,7 @@ FAST_HEADS = [("none", "no-norm"), ("whole", "rms"), ("part-f32", "gemma")]
 )
 @pytest.mark.parametrize("few_tokens", [2, 64], ids=["many-heads", "one-head"])
 def test_place_heads_equals_norm_rope_and_store_one_after_the_other(few_tokens, norm_spec, rope, dtype, device, monkeypatch):
-    monkeypatch.setattr(heads, "_FEW_TOKENS", few_tokens)
+    monkeypatch.setattr(qk_rope_store, "_FEW_TOKENS", few_tokens)
     num_tokens, num_heads, num_kv_heads, head_dim, block_size = 3, 6, 3, 48, 4
     qkv = random(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     positions = torch.arange(num_tokens) * 7 % 90
@@ -185,7 +185,9 @@ def test_a_nan_is_one_for_all_that_attend_to_it_when_keys_and_values_are_quantis
         *(torch.zeros(2, 1, 4, 16, dtype=stored, device=device) for _ in range(2)),
         *(torch.zeros(2, 1, 4, device=device) for _ in range(2)),
     )
-    step = DeviceStep.of(AttentionInput(torch.tensor([0, 4]), [0, 1, 2], [1, 1], torch.tensor([[0], [1]])), device)
+    step = DeviceAttentionMetadata.of(
+        AttentionMetadata(torch.tensor([0, 4]), [0, 1, 2], [1, 1], torch.tensor([[0], [1]])), device
+    )
     projected = Projections(*(tensor.to(device) for tensor in parts.values()))
     q = place_heads(projected, cache, step.slots, torch.zeros(2, dtype=torch.int64, device=device), None)
     out = attend(q, cache, step, AttentionSpec(2, 1, 16, 0.25))

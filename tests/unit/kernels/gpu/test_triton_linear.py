@@ -1,4 +1,4 @@
-"""Linear layers with narrow weights against the same weights in float64."""
+"""Linear layers with quantised weights against the same weights in float64."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ import torch
 from quire.base.errors import InvariantError
 from quire.kernels.triton import linear
 from quire.kernels.triton.linear import in_order_launches, multiply, multiply_in_order, widen
-from quire.kernels.triton.narrow_weights import FLOAT4_LEVELS, join_rows, pack_float4, pack_float8, pack_integers
+from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, join_rows, pack_float4, pack_float8, pack_integers
 
 
 def on(device, weight):
@@ -177,17 +177,17 @@ def test_products_in_order_are_those_of_float64(shape, dtype, device):
 def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(kind, dtype, device, monkeypatch):
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
-    is_narrow = kind != "dense"
-    if is_narrow:
+    is_packed = kind != "dense"
+    if is_packed:
         codes, scale, offset = integers(70, 1024, 8, -8, 7)
         weight = on(device, pack_integers(codes, scale, offset if kind == "offsets" else None))
     else:
         weight = torch.randn(70, 1024, generator=generator).to(dtype).to(device)
-    product = multiply if is_narrow else multiply_in_order
+    product = multiply if is_packed else multiply_in_order
     shared = product(x, weight)
     monkeypatch.setattr(linear, "_MANY_PROGRAMS", 5)
     monkeypatch.setattr(linear, "_ROWS_OF_PROGRAM", 32)
-    launches = linear.multiply_launches if is_narrow else in_order_launches
+    launches = linear.multiply_launches if is_packed else in_order_launches
     for count in (1, 17, 33, 70):
         found = product(x[:count], weight)
         assert torch.equal(found, product(x, weight)[:count])

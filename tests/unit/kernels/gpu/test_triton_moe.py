@@ -14,7 +14,7 @@ from quire.kernels.triton import moe
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
 from quire.kernels.triton.moe import ExpertBiases, expert_launches, mixture_of_experts
-from quire.kernels.triton.narrow_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
+from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
 SPEC = MoeSpec(num_experts=6, top_k=2, expert=MlpSpec(40, "silu"))

@@ -10,9 +10,9 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.serving.admission import AdmissionControl, FairQueue, OwnerLimits, ServiceRates, Ticket, TokenBucket
 from quire.serving.admission.limits import format_reset
 from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.engine_client.messages import StepReport
 from quire.serving.errors import ApiError
-from quire.serving.link.messages import StepReport
-from tests.unit.serving.gateway.virtual_engine import make_job
+from tests.unit.serving.request_queue.virtual_engine import make_job
 
 
 class Clock:

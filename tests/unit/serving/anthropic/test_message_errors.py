@@ -11,8 +11,8 @@ import httpx2
 import pytest
 
 from quire.serving.config import ApiKey, ServerConfig
+from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.errors import ApiError, engine_unavailable, overloaded
-from quire.serving.link.messages import ChoiceDelta
 from tests.unit.serving.anthropic.asking_messages import (
     PLAIN,
     TOOL,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.serving.link.messages import ChoiceDelta
+from quire.serving.engine_client.messages import ChoiceDelta
 from tests.unit.serving.anthropic.asking_messages import (
     CALL,
     INPUT,

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from quire.serving.answers import Bypass, Download, Ready, Stream
+from quire.serving.answers import DirectSink, Download, Ready, Stream
 from quire.serving.errors import ApiError
 from tests.unit.serving.http.shell import endpoint, exchange, post, running
 
@@ -17,7 +17,7 @@ def old(request):
 
 
 async def stream(context, call):
-    bypass = Bypass()
+    bypass = DirectSink()
 
     async def frames():
         for frame in FRAMES:

@@ -10,8 +10,8 @@ from quire.serving.answers import Ready
 from quire.serving.config import ServerConfig
 from quire.serving.http.app import make_app
 from quire.serving.http.protocol import guarded_protocol
-from tests.unit.serving.gateway.virtual_engine import run_virtual
 from tests.unit.serving.http.shell import endpoint, make_context, post
+from tests.unit.serving.request_queue.virtual_engine import run_virtual
 
 MIB = 1 << 20
 HEAD_TIMEOUT_S, BODY_TIMEOUT_S = 10.0, 30.0

@@ -8,7 +8,7 @@ import pytest
 
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.base.errors import RequestError
-from quire.serving.answers import Bypass, Download, Ready, Stream, Unary
+from quire.serving.answers import DirectSink, Download, Ready, Stream, Unary
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, overloaded
 from quire.serving.http.auth import hash_key
@@ -411,7 +411,7 @@ def test_stream_ends_with_an_error_event_when_it_fails_later():
 
 def test_frames_are_in_order_when_some_pass_by_the_iteration():
     async def stream(context, call):
-        bypass = Bypass()
+        bypass = DirectSink()
 
         async def frames():
             assert bypass.sink is not None
@@ -433,7 +433,7 @@ def test_frames_stop_passing_by_when_the_client_does_not_read():
         is_full = asyncio.Event()
 
         async def stream(context, call):
-            bypass = Bypass()
+            bypass = DirectSink()
 
             async def frames():
                 yield b"data: 1\n\n"

@@ -12,11 +12,11 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.outputs import RequestMetrics
-from quire.serving.link.engine_log import EngineLog
+from quire.serving.engine_client.engine_log import EngineLog
 from quire.serving.metrics.log_format import JsonFormatter, log_ended, setup_log_format
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.metrics.tracing import RequestTracing
-from tests.unit.serving.gateway.virtual_engine import make_job
+from tests.unit.serving.request_queue.virtual_engine import make_job
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

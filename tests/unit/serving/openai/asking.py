@@ -13,7 +13,7 @@ from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.serving.answers import Answer, Ready, Stream, Unary
 from quire.serving.context import ServerContext
-from quire.serving.generation.caller import Caller
+from quire.serving.core.caller import Caller
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from tests.unit.serving.fakes import OWNER

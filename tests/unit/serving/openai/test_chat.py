@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from quire.serving.link.messages import ChoiceDelta, TokenLogprob
+from quire.serving.engine_client.messages import ChoiceDelta, TokenLogprob
 from quire.serving.openai import chat_answers
 from quire.serving.openai.chat_answers import ChatFold
 from tests.unit.serving.fakes import pieces

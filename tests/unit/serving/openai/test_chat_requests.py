@@ -11,10 +11,10 @@ import pytest
 from quire.api.decode import decode_body
 from quire.base.errors import RequestError
 from quire.serving.config import ServerConfig
+from quire.serving.core.prepare import salt_of
+from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, overloaded
-from quire.serving.generation.prepare import salt_of
-from quire.serving.interfaces import Owner
-from quire.serving.link.messages import ChoiceDelta
+from quire.serving.interfaces import Tenant
 from quire.serving.openai.chat import ChatCompletionRequest, chat
 from tests.unit.serving.fakes import make_served
 from tests.unit.serving.openai.asking import CALLER, USER, ask_chat, chunks_of, finish
@@ -176,7 +176,7 @@ def test_checkpoint_recommends_what_is_absent():
 
 
 def test_cache_salts_of_two_owners_differ_whatever_the_body_says():
-    owners = [Owner(name=name, cache_salt=name) for name in ("", "a", "1:a", "ab")]
+    owners = [Tenant(name=name, cache_salt=name) for name in ("", "a", "1:a", "ab")]
     salts = [salt_of(owner, salt) for owner in owners for salt in ("", "a", "b", "ab")]
     assert len(set(salts)) == len(salts)
 
@@ -190,7 +190,7 @@ def test_job_says_who_asks_and_how():
 
 
 @pytest.mark.parametrize(
-    ("tier", "may_hurry", "priority", "told"),
+    ("tier", "may_use_interactive", "priority", "told"),
     [
         ("priority", True, "interactive", "priority"),
         ("fast", True, "interactive", "priority"),
@@ -201,11 +201,11 @@ def test_job_says_who_asks_and_how():
         (None, True, "default", None),
     ],
 )
-def test_service_tier_becomes_a_class_and_is_told(tier, may_hurry, priority, told):
+def test_service_tier_becomes_a_class_and_is_told(tier, may_use_interactive, priority, told):
     where = say("Hi")
     body = {"model": "demo", "messages": USER} | ({} if tier is None else {"service_tier": tier})
     decoded, _ = decode_body(json.dumps(body).encode(), ChatCompletionRequest)
-    caller = replace(CALLER, owner=Owner(name="a", cache_salt="", may_hurry=may_hurry))
+    caller = replace(CALLER, owner=Tenant(name="a", cache_salt="", may_use_interactive=may_use_interactive))
     answer = asyncio.run(finish_chat(where, decoded, caller))
     assert (where.gateway.jobs[0].priority, answer.get("service_tier")) == (priority, told)
 

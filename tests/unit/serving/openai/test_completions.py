@@ -8,8 +8,8 @@ import random
 import pytest
 
 from quire.base.errors import RequestError
+from quire.serving.engine_client.messages import ChoiceDelta, TokenLogprob
 from quire.serving.errors import ApiError, engine_unavailable
-from quire.serving.link.messages import ChoiceDelta, TokenLogprob
 from tests.unit.serving.fakes import FakeGateway, fake_logprobs, make_context, make_served, pieces, text_script
 from tests.unit.serving.openai.asking import ask_completion, chunks_of, fix
 

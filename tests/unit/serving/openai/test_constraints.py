@@ -14,9 +14,9 @@ from quire.api.decode import decode_body
 from quire.api.openai.completions import CompletionRequest
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
+from quire.serving.core.served_model import load_served_model
+from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.errors import ApiError
-from quire.serving.generation.served_model import load_served_model
-from quire.serving.link.engine_info import describe_engine
 from quire.serving.openai.requests import constraint_of
 from tests.unit.serving.fakes import DEMO, make_context
 from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of

@@ -63,7 +63,7 @@ def test_body_is_refused_before_it_is_read_when_no_prompt_is_so_long(handler):
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_chat_is_refused_before_it_is_rendered_when_it_is_too_long(monkeypatch, role):
-    monkeypatch.setattr("quire.serving.generation.prepare._render", lambda *_: pytest.fail("was rendered"))
+    monkeypatch.setattr("quire.serving.core.prepare._render", lambda *_: pytest.fail("was rendered"))
     parts = [{"type": "text", "text": "x" * 10_000}] * 2
     error = error_of(post_chat, model="demo", messages=[{"role": role, "content": parts}])
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -87,8 +87,8 @@ def test_prompt_is_refused_when_the_option_allows_less_than_the_context(monkeypa
     ],
 )
 def test_log_probabilities_of_a_prompt_are_refused_when_they_are_too_many_to_tell(monkeypatch, fields, param):
-    monkeypatch.setattr("quire.serving.generation.prepare.MAX_PROMPT_ENTRIES", 10_499)
-    monkeypatch.setattr("quire.serving.generation.prepare.MAX_STREAMED_ENTRIES", 2999)
+    monkeypatch.setattr("quire.serving.core.prepare.MAX_PROMPT_ENTRIES", 10_499)
+    monkeypatch.setattr("quire.serving.core.prepare.MAX_STREAMED_ENTRIES", 2999)
     error = error_of(post_completion, model="demo", prompt=[7] * 500, max_tokens=2, **fields)
     assert (error["code"], error["param"]) == ("invalid_value", param)
     assert "log probabilities of a prompt are asked for" in error["message"]

@@ -16,8 +16,8 @@ from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
 from quire.base.errors import QuireError
 from quire.serving.answers import Stream
+from quire.serving.engine_client.messages import ChoiceDelta, RequestDelta
 from quire.serving.errors import ApiError, deadline_exceeded, from_quire_error
-from quire.serving.link.messages import ChoiceDelta, RequestDelta
 from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from quire.serving.openai.embeddings import embed

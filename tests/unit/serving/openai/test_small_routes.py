@@ -16,9 +16,9 @@ from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.tokenize import MAX_TOKENS, DetokenizeRequest, TokenizeRequest
 from quire.base.errors import RequestError
 from quire.serving.config import ServerConfig
+from quire.serving.engine_client.messages import RequestDelta
 from quire.serving.errors import ApiError, engine_unavailable, rate_limited
 from quire.serving.http.openapi import document
-from quire.serving.link.messages import RequestDelta
 from quire.serving.openai import tokenize as tokenize_route
 from quire.serving.openai.embeddings import embed
 from quire.serving.openai.endpoints import ENDPOINTS

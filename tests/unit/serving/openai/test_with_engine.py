@@ -11,12 +11,12 @@ import pytest
 from quire.base.errors import RequestError
 from quire.engine.llm_engine import LLMEngine
 from quire.serving.config import ServerConfig
+from quire.serving.core.served_model import load_served_model
+from quire.serving.engine_client.deltas import DeltaWriter
+from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.errors import ApiError
-from quire.serving.gateway.stream import error_of
-from quire.serving.generation.served_model import load_served_model
-from quire.serving.interfaces import Taker
-from quire.serving.link.deltas import DeltaWriter
-from quire.serving.link.engine_info import describe_engine
+from quire.serving.interfaces import Sink
+from quire.serving.request_queue.stream import error_of
 from tests.unit.serving.fakes import DEMO, make_context
 from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
 
@@ -29,12 +29,12 @@ class EngineStream:
     request_id: str
     waiting: dict[str, list]
     writer: DeltaWriter = field(default_factory=DeltaWriter)
-    take: Taker | None = None
+    take: Sink | None = None
 
     def abort(self, reason):
         self.engine.abort_request(self.request_id)
 
-    def divert(self, take):
+    def attach_sink(self, take):
         self.take = take
 
     def __aiter__(self):

@@ -4,11 +4,11 @@ import asyncio
 import json
 from types import SimpleNamespace
 
-from quire.serving.gateway.engine_gateway import QueueSnapshot
-from quire.serving.link.messages import KvReport, StepOutputs, StepPart, StepReport
+from quire.serving.engine_client.messages import KvReport, StepOutputs, StepPart, StepReport
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.view import EngineView
+from quire.serving.request_queue.engine_gateway import QueueSnapshot
 from tests.unit.serving.fakes import engine_info
 
 NEVER_S = 1e6  # the tests tick by hand

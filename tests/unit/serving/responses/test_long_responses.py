@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from quire.serving.link.messages import ChoiceDelta
+from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.responses import create
 from tests.unit.serving.fakes import fake_logprobs
 from tests.unit.serving.real_app import events_of

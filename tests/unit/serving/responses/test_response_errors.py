@@ -8,8 +8,8 @@ import openai
 import pytest
 
 from quire.serving.config import ServerConfig
+from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.errors import ApiError, overloaded
-from quire.serving.link.messages import ChoiceDelta
 from tests.unit.serving.fakes import FakeGateway
 from tests.unit.serving.real_app import events_of, names_of, running_app
 from tests.unit.serving.responses.asking_responses import (

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quire.serving.link.messages import ChoiceDelta
+from quire.serving.engine_client.messages import ChoiceDelta
 from tests.unit.serving.fakes import fake_logprobs, pieces
 from tests.unit.serving.real_app import events_of, fix
 from tests.unit.serving.responses.asking_responses import (

@@ -1,0 +1,99 @@
+"""StepPlanBuilder: a StepPlan while it is being made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quire.base.ids import BlockId, SequenceId
+from quire.contracts.step import SequenceStart, StepPlan
+from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth
+from quire.engine.scheduling.sequence import Sequence
+
+
+def _start(sequence: Sequence) -> SequenceStart:
+    return SequenceStart(
+        sequence_id=sequence.sequence_id,
+        request=sequence.request,
+        choice=sequence.choice,
+        token_ids=tuple(sequence.token_ids),
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_ids=tuple(sequence.block_ids),
+        uses_short_rope=sequence.short_rope_len is not None,
+    )
+
+
+class StepPlanBuilder:
+    """Collects who computes how many tokens under one token budget; who is taken out again leaves no trace."""
+
+    def __init__(self, max_num_tokens: int) -> None:
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._num_tokens: dict[SequenceId, int] = {}
+        self._growths: dict[SequenceId, BlockGrowth] = {}  # of the few whose table has changed
+        self._num_draft_slots: dict[SequenceId, int] = {}
+        self.num_tokens_left = max_num_tokens
+        """Tokens of the budget that are not given out yet."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody computes anything."""
+        return not self._sequences
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """The sequences in the step, in batch order."""
+        return self._sequences.values()
+
+    def add(self, sequence: Sequence, num_tokens: int, growth: BlockGrowth) -> None:
+        """Let a sequence compute num_tokens >= 1 more tokens, in a block table that has just grown so."""
+        sequence_id = sequence.sequence_id
+        self._sequences[sequence_id] = sequence
+        self._num_tokens[sequence_id] = num_tokens
+        self.num_tokens_left -= num_tokens
+        if growth is not NO_GROWTH:
+            self._growths[sequence_id] = growth
+
+    def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
+        """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
+        sequence_id = sequence.sequence_id
+        before = self._growths.get(sequence_id)
+        self._num_draft_slots[sequence_id] = num_slots
+        self.num_tokens_left -= num_slots
+        if before is None and growth is not NO_GROWTH:
+            self._growths[sequence_id] = growth
+        elif before is not None and growth is not NO_GROWTH:
+            self._growths[sequence_id] = BlockGrowth(
+                before.appended + growth.appended, before.replaced + growth.replaced, before.copies + growth.copies
+            )
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out, if it is in, and give its tokens back to the budget."""
+        sequence_id = sequence.sequence_id
+        if sequence_id in self._sequences:
+            del self._sequences[sequence_id]
+            self.num_tokens_left += self._num_tokens.pop(sequence_id)
+            self._growths.pop(sequence_id, None)
+            self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
+
+    def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
+        """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
+        new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
+        replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
+        block_copies: list[tuple[BlockId, BlockId]] = []
+        for sequence_id, growth in self._growths.items():
+            block_copies.extend(growth.copies)
+            if not self._sequences[sequence_id].is_known:
+                continue
+            if growth.appended:
+                new_block_ids[sequence_id] = growth.appended
+            if growth.replaced:
+                replaced_blocks[sequence_id] = growth.replaced
+        return StepPlan(
+            step_id=step_id,
+            num_scheduled_tokens=self._num_tokens,
+            starts=tuple([_start(sequence) for sequence in self._sequences.values() if not sequence.is_known]),
+            new_block_ids=new_block_ids or None,
+            replaced_blocks=replaced_blocks or None,
+            block_copies=tuple(block_copies),
+            ended=ended,
+            num_draft_slots=self._num_draft_slots or None,
+        )

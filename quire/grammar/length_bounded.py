@@ -1,0 +1,288 @@
+"""LengthBoundedGrammar: a grammar of JSON whose outputs come to an end before the tokens do that they may have.
+
+While there is room, nothing is changed. A matcher looks now and then how many tokens the shortest end that it finds would take;
+when hardly more are left, what is open is closed, optional parts are left out, and at last that end is all that is allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+
+from quire.contracts.constraint import Grammar
+from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
+from quire.grammar.shortest_completion import MAX_MASKS, Ending, Search, ShortestCompletions
+
+_TEXT_TOKENS = 6
+"""Tokens that are kept free for each string that is still to come."""
+_SPARE_TOKENS = 4
+_ANSWER_TOKENS = 32
+"""Tokens that free text before the JSON leaves to it beside those, an eighth of all at most."""
+_MAX_PATIENCE = 64
+_MAX_ENDING = 256
+"""Tokens of an end that is looked for, and tokens before the limit from which on it is; what needs more is left to itself."""
+_MAX_RETREAT = 128
+"""Tokens behind which what was found on other ways is forgotten."""
+_MASKS_A_TOKEN = 8
+"""Masks of a look that can wait, for each token that it does; it can while _MIN_ROOM tokens are left,
+fewer where none was found before."""
+_MIN_ROOM = 128
+_MAX_FAILURES = 3
+"""How often no end may be found until the output is left to itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was found after `count` tokens: what to do from there on until after `until` tokens.
+
+    forced        what is to be taken, an end or what leads out of the text before the JSON; None: nothing yet
+    ending        the end that was found, forced or not
+    search        for an end, from `first` tokens on, that goes on with the tokens
+    num_failures  how often in a row no end was found
+    least, peak   tokens of the shortest end that was found so far, and of the longest one after a shorter one: what it takes
+                  to end within another item of a list or a map, say
+    """
+
+    count: int
+    until: int
+    is_closing: bool = False
+    forced: tuple[int, ...] | None = None
+    ending: tuple[int, ...] = ()
+    search: Search | None = None
+    first: int = 0
+    num_failures: int = 0
+    least: int = _MAX_ENDING
+    peak: int = 0
+
+
+class _Step:
+    """Where the output stood after some token: its place in JSON, what a look found there, and what came next."""
+
+    __slots__ = ("following", "found", "place")
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.found: _Look | None = None
+        self.following: dict[int, _Step] = {}
+
+
+class LengthBoundedGrammar:
+    """See contracts.constraint.Grammar.
+
+    max_tokens  of an output; one that ends sooner than that anyway is not changed
+    """
+
+    def __init__(self, grammar: Grammar, endings: ShortestCompletions, max_tokens: int) -> None:
+        self._grammar = grammar
+        self._endings = endings
+        self._max_tokens = max_tokens
+
+    def new_matcher(self) -> LengthBoundedMatcher:
+        """See Grammar."""
+        return LengthBoundedMatcher(cast("MaskedMatcher", self._grammar.new_matcher()), self._endings, self._max_tokens)
+
+
+class LengthBoundedMatcher(WrappingMatcher):
+    """See MaskedMatcher. What it does is a function of the tokens, also after a retreat.
+
+    What was found behind drafts, beside the model, is kept until the tokens come back as those of the output.
+    """
+
+    __slots__ = ("_endings", "_looks", "_max_tokens", "_steps", "_tokens")
+
+    def __init__(self, inner: MaskedMatcher, endings: ShortestCompletions, max_tokens: int) -> None:
+        super().__init__(inner)
+        self._endings = endings
+        self._max_tokens = max_tokens
+        self._steps = [_Step(endings.start)]
+        self._tokens: list[int] = []
+        self._looks = [_Look(-1, max(0, max_tokens - _MAX_ENDING))]
+
+    @property
+    def _count(self) -> int:
+        return len(self._tokens)
+
+    def _look(self) -> _Look:
+        """Return what to do now, after looking where it is time to."""
+        last = self._looks[-1]
+        if self._count < last.until and not self._has_come_to_an_end(last):
+            return last
+        step = self._steps[-1]
+        if step.found is None:
+            step.found = self._search(last)
+        self._looks.append(step.found)
+        return step.found
+
+    def _has_come_to_an_end(self, last: _Look) -> bool:
+        return 0 <= last.count < self._count and not last.is_closing and self._inner.can_end
+
+    def _search(self, last: _Look) -> _Look:
+        """Return what an end says to do: the last one, where it still is one, or else one that is looked for.
+
+        While there is room, the search is spread over the next tokens, so that no step waits long for it.
+        """
+        if self._inner.can_end:
+            return self._search_further()
+        known = self._known_ending(last)
+        if known is not None:
+            return self._judge(known, last)
+        count, num_left = self._count, self._max_tokens - self._count
+        min_room = _MIN_ROOM // 4 if last.num_failures else max(_MIN_ROOM, 2 * len(last.ending))
+        if last.is_closing or num_left < min_room:
+            return self._judge_found(self._find(), last)
+        search, first = last.search, last.first
+        if search is None:
+            limit, first = min(num_left, _MAX_ENDING), count
+            search = Search(self._endings, self._inner, self._steps[-1].place, limit, self._open_string())
+        num_masks = min(MAX_MASKS, (count - first + 1) * _MASKS_A_TOKEN)
+        if not search.is_known(num_masks) and num_masks < MAX_MASKS:
+            return replace(last, count=count, until=count + 1, ending=(), search=search, first=first)
+        found = self._judge_found(search.result(), last)
+        # What ends the output of some tokens ago says how much room there is, but may be no end of this one.
+        return self._judge_found(self._find(), last) if found.is_closing and first < count else found
+
+    def _search_further(self) -> _Look:
+        """Return whether an output that may end may go on, with another call: only where it comes to an end again."""
+        count, num_left = self._count, self._max_tokens - self._count
+        further = self._endings.find_further(self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING))
+        if further is None or num_left <= len(further.tokens) + _SPARE_TOKENS + _TEXT_TOKENS * further.num_texts:
+            return _Look(count, self._max_tokens + 1, True, ())
+        return _Look(count, count + 1)
+
+    def _find(self) -> Ending | None:
+        limit = min(self._max_tokens - self._count, _MAX_ENDING)
+        return self._endings.find(self._inner, self._steps[-1].place, limit, self._open_string())
+
+    def _open_string(self) -> bytes:
+        if not self._endings.has_forms:
+            return b""
+        return self._endings.open_string(self._tokens, [step.place for step in self._steps])
+
+    def _known_ending(self, last: _Look) -> Ending | None:
+        """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.
+
+        Where the output wrote something of its own, what the ending has behind that mostly is one still.
+        """
+        if not last.ending:
+            return None
+        num_taken, place = self._count - last.count, self._steps[-1].place
+        if self._endings.closings(place):  # any part fits in free text, and does not end it
+            return self._endings.rest(last.ending, place) if self._endings.fits(last.ending, self._inner) else None
+        if last.ending[:num_taken] == tuple(self._tokens[last.count :]) and len(last.ending) > num_taken:
+            return self._endings.rest(last.ending[num_taken:], place)
+        part = self._endings.fitting_part(last.ending, self._inner, self._max_tokens - self._count)
+        return None if part is None else self._endings.rest(part, place)
+
+    def _judge_found(self, ending: Ending | None, last: _Look) -> _Look:
+        count, num_left = self._count, self._max_tokens - self._count
+        if ending is not None:
+            return self._judge(ending, last)
+        if last.num_failures + 1 == _MAX_FAILURES:
+            return _Look(count, self._max_tokens)
+        until = count + max(8, num_left // 4)
+        return _Look(count, until, num_failures=last.num_failures + 1, least=last.least, peak=last.peak)
+
+    def _judge(self, ending: Ending, last: _Look) -> _Look:
+        size = len(ending.tokens)
+        found = self._judge_alone(ending)
+        found = replace(found, least=min(last.least, size), peak=max(last.peak, size) if size > last.least else last.peak)
+        if found.forced is not None or found.peak <= size:
+            return found
+        room = self._max_tokens - self._count - found.peak - _SPARE_TOKENS
+        if room <= 0:  # what is begun now might not come to an end
+            return replace(found, until=self._count + 1, is_closing=True)
+        return replace(found, until=min(found.until, self._count + room))
+
+    def _judge_alone(self, ending: Ending) -> _Look:
+        """Return what an end says to do, whatever was found before."""
+        count = self._count
+        spare = self._max_tokens - count - len(ending.tokens)
+        if spare <= _SPARE_TOKENS:
+            return _Look(count, self._max_tokens + 1, True, ending.tokens, ending.tokens)
+        spare -= _SPARE_TOKENS + min(_TEXT_TOKENS * ending.num_texts, self._max_tokens // 4)
+        num_leaving = self._endings.num_leaving(ending.tokens, self._steps[-1].place)
+        if num_leaving:
+            spare -= min(_ANSWER_TOKENS, self._max_tokens // 8)
+            if spare <= 0:
+                return _Look(count, count + num_leaving, False, ending.tokens[:num_leaving], ending.tokens)
+        if spare <= 0:
+            return _Look(count, count + 1, True, ending=ending.tokens)
+        return _Look(count, count + min(_MAX_PATIENCE, max(1, spare // 3)), ending=ending.tokens)
+
+    def narrow(self, words: Any) -> None:
+        """See MaskedMatcher."""
+        self._inner.narrow(words)
+        look = self._look()
+        if look.forced is not None:
+            ahead = look.forced[self._count - look.count :]
+            if ahead:
+                words[:] = 0
+                words.view(np.uint32)[ahead[0] // 32] = np.uint32(1 << ahead[0] % 32)
+        elif look.is_closing:
+            closing = self._endings.closing_mask(self._steps[-1].place)
+            if closing is not None:
+                left = words[: len(closing)] & closing
+                if left.any():
+                    words[: len(closing)] = left
+
+    def advance(self, token_id: int) -> str | None:
+        """See GrammarMatcher."""
+        self._look()
+        error = self._inner.advance(token_id)
+        if error is None:
+            step = self._steps[-1]
+            following = step.following.get(token_id)  # forks in other threads may forget it at any time
+            if following is None:
+                following = step.following[token_id] = _Step(self._endings.after(step.place, token_id))
+            self._steps.append(following)
+            self._tokens.append(token_id)
+            if len(self._steps) > _MAX_RETREAT:
+                self._steps[-_MAX_RETREAT].following.clear()
+        return error
+
+    def retreat(self, num_tokens: int) -> str | None:
+        """See GrammarMatcher."""
+        error = self._inner.retreat(num_tokens)
+        if error is None:
+            del self._steps[len(self._steps) - num_tokens :]
+            del self._tokens[len(self._tokens) - num_tokens :]
+            while self._looks[-1].count > self._count:
+                self._looks.pop()
+        return error
+
+    def num_fitting(self, token_ids: Sequence[int]) -> int | None:
+        """See GrammarMatcher. As if a look had nothing to say that is still to come: masks are filled behind drafts."""
+        count = super().num_fitting(token_ids)
+        last = self._looks[-1]
+        if count is None:
+            return None
+        if last.forced is None:
+            return 0 if last.is_closing else count
+        ahead = last.forced[self._count - last.count :]
+        pairs = zip(token_ids[:count], ahead, strict=False)
+        return next((index for index, (one, other) in enumerate(pairs) if one != other), min(count, len(ahead)))
+
+    def forced_tokens(self) -> Sequence[int]:
+        """See GrammarMatcher. Only as far as it has looked."""
+        last = self._looks[-1]
+        if last.forced is not None:
+            return last.forced[self._count - last.count :]
+        return () if last.is_closing else self._inner.forced_tokens()[: max(0, last.until - self._count)]
+
+    def fork(self) -> LengthBoundedMatcher:
+        """See GrammarMatcher."""
+        other = LengthBoundedMatcher(self._inner.fork(), self._endings, self._max_tokens)
+        other._steps, other._tokens, other._looks = list(self._steps), list(self._tokens), list(self._looks)
+        return other
+
+    def fork_ahead(self) -> LengthBoundedMatcher:
+        """See MaskedMatcher."""
+        return self.fork()
+
+    @property
+    def is_complete(self) -> bool:
+        """See GrammarMatcher."""
+        return super().is_complete or (self._inner.can_end and self._look().is_closing)

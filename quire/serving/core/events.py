@@ -1,0 +1,128 @@
+"""What happens in a generation, apart from any API: the events that every API's answers are encoded from.
+
+They are made per token, so they are plain Structs, cheaper than frozen dataclasses; nobody changes one that was handed out.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from quire.serving.engine_client.messages import TokenLogprob
+
+EndReason = Literal["stop", "length", "tool_calls"]
+Position = list[TokenLogprob]
+"""What is known of one token: the token that is there first, then the most likely ones, which may have it again."""
+
+
+class GenerationStart(msgspec.Struct):
+    """The first event of plans with wants_start: the request runs.
+
+    num_cached  prompt tokens taken from the prefix cache
+    """
+
+    num_prompt: int
+    num_cached: int
+
+
+class TextDelta(msgspec.Struct):
+    """More of the visible answer of a choice; its positions are those of just this text, where they were asked for."""
+
+    choice: int
+    text: str
+    positions: list[Position] | None = None
+
+
+class ReasoningDelta(msgspec.Struct):
+    """More of the reasoning of a choice."""
+
+    choice: int
+    text: str
+
+
+class ToolCallStart(msgspec.Struct):
+    """A tool call begins. index counts the calls of the choice from 0."""
+
+    choice: int
+    index: int
+    call_id: str
+    name: str
+
+
+class ToolCallArguments(msgspec.Struct):
+    """More of the JSON text of a call's arguments."""
+
+    choice: int
+    index: int
+    text: str
+
+
+class ToolCallEnd(msgspec.Struct):
+    """A tool call is over."""
+
+    choice: int
+    index: int
+
+
+class TokensDelta(msgspec.Struct):
+    """The tokens that a choice has gained; comes before the events that they cause, in plans with wants_tokens."""
+
+    choice: int
+    token_ids: list[int]
+
+
+class PromptPositions(msgspec.Struct):
+    """What is known of the tokens of prompt number `prompt`, where asked for; the first has None."""
+
+    prompt: int
+    token_ids: tuple[int, ...]
+    positions: list[Position | None]
+
+
+class PromptEcho(msgspec.Struct):
+    """The prompt, as the beginning of a choice; positions as in PromptPositions, None where not asked for."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    positions: list[Position | None] | None
+
+
+class ChoiceEnd(msgspec.Struct):
+    """A choice is over; nothing of it follows.
+
+    stop_reason  the stop string or stop token that ended it
+    """
+
+    choice: int
+    finish_reason: EndReason
+    stop_reason: int | str | None = None
+
+
+class UsageEnd(msgspec.Struct):
+    """The last event: the tokens of all choices, those of the prompts counted once.
+
+    num_cached     prompt tokens taken from the prefix cache
+    num_reasoning  output tokens that were reasoning
+    """
+
+    num_prompt: int
+    num_completion: int
+    num_cached: int
+    num_reasoning: int
+
+
+GenerationEvent = (
+    GenerationStart
+    | TextDelta
+    | ReasoningDelta
+    | ToolCallStart
+    | ToolCallArguments
+    | ToolCallEnd
+    | TokensDelta
+    | PromptPositions
+    | PromptEcho
+    | ChoiceEnd
+    | UsageEnd
+)

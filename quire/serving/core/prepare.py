@@ -1,0 +1,315 @@
+"""From what an API's body says to plans: templates, tokenising, checks. Runs in TokenizerPool's threads."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import msgspec
+
+from quire.api.decode import count_ids, count_listed_ids
+from quire.base.errors import RequestError
+from quire.contracts.request import check_prompt_length
+from quire.contracts.sampling_params import SamplingParams
+from quire.serving.core.constraints import chat_constraint
+from quire.serving.core.long_prompts import pack_prompt, write_ids
+from quire.serving.core.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
+from quire.serving.core.reasoning_effort import reasoning_variables
+from quire.serving.core.sampling import make_sampling
+from quire.serving.core.served_model import ServedModel
+from quire.serving.interfaces import Tenant
+from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
+from quire.text.parsing.formats import TOOL_FORMATS, is_harmony
+from quire.text.parsing.tools import Tool
+from quire.text.template_hiding import RenderedChat
+from quire.text.tokenizer import Tokenizer
+
+TAIL_CHARACTERS = 4096
+MAX_PROMPT_ENTRIES = 1 << 17
+"""Log probabilities of one prompt: they come in one message."""
+MAX_STREAMED_ENTRIES = 1 << 13  # which goes out as one event
+MAX_LISTED_IDS = 300_000
+"""In all prompts of a request together where they are lists: decoding them holds the interpreter."""
+
+
+def prepare_chat(
+    served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Tenant
+) -> GenerationPlan:
+    """Return the plan of a conversation. Raises RequestError with the field at fault."""
+    need_tokenizer(served)
+    check_text_length(served, count_shown_characters(chat), chat.param)
+    rendered = render_chat(served, chat)
+    setup = _parser_setup(served, chat, rendered.text)
+    sampling = dict(options.sampling)
+    hides_special = sampling.get("skip_special_tokens") is not False
+    if setup is not None:
+        sampling["skip_special_tokens"] = False  # the markers of the formats may be special tokens
+    sampling["constraint"] = chat_constraint(sampling.get("constraint"), chat, setup, rendered.text[-TAIL_CHARACTERS:])
+    params, is_copied, num_choices = _params(served, sampling)
+    with renamed("prompt", chat.param):
+        check_text_length(served, len(rendered.text))
+        token_ids = need_tokenizer(served).encode_rendered(rendered)
+        check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling=False)
+    _check_room(served, len(token_ids), options)
+    _check_entries(params, len(token_ids), options)
+    prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
+    echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
+    return GenerationPlan(
+        request=pack_prompt(served.factory.make(request_id, served.next_index(), prompt, params)),
+        tokenizer=served.tokenizer,
+        num_choices=num_choices,
+        is_copied=is_copied,
+        parser=setup,
+        has_positions=params.logprobs is not None,
+        has_prompt_positions=params.prompt_logprobs is not None,
+        shows_reasoning=options.shows_reasoning,
+        hides_special_tokens=hides_special,
+        echo_text=echo,
+        wants_tokens=options.wants_tokens,
+        prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
+        wants_start=options.wants_start,
+    )
+
+
+def count_chat_tokens(served: ServedModel, chat: ChatInput) -> int:
+    """Return the tokens of the prompt of a conversation, also of one that the context cannot hold. Raises RequestError."""
+    tokenizer = need_tokenizer(served)
+    check_text_length(served, count_shown_characters(chat), chat.param)
+    rendered = render_chat(served, chat)
+    check_text_length(served, len(rendered.text), chat.param)
+    return len(tokenizer.encode_rendered(rendered))
+
+
+@contextlib.contextmanager
+def renamed(field: str, sent: str) -> Iterator[None]:
+    """Let errors of a field name the one that the client sent instead."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param != field:
+            raise
+        raise RequestError(str(error), sent) from error
+
+
+def prepare_prompts(
+    served: ServedModel,
+    request_ids: Sequence[str],
+    prompts: Sequence[str | list[int]],
+    options: GenerationOptions,
+    owner: Tenant,
+    add_special_tokens: bool = True,
+) -> list[GenerationPlan]:
+    """Return a plan per prompt. Raises RequestError with the field at fault."""
+    sampling = dict(options.sampling)
+    hides_output = sampling.get("max_tokens") == 0
+    if hides_output:
+        sampling |= {"max_tokens": 1, "min_tokens": 0, "n": 1, "best_of": None, "logprobs": None}
+    has_echo_positions = options.echo and options.sampling.get("logprobs") is not None
+    has_prompt_positions = sampling.get("prompt_logprobs") is not None
+    if has_echo_positions:
+        sampling["prompt_logprobs"] = max(options.sampling["logprobs"], sampling.get("prompt_logprobs") or 0)
+    params, is_copied, num_choices = _params(served, sampling)
+    if hides_output:
+        num_choices = options.sampling.get("n") or 1
+        is_copied = num_choices > 1
+    salt = salt_of(owner, options.salt)
+    plans: list[GenerationPlan] = []
+    for request_id, prompt in zip(request_ids, prompts, strict=True):
+        text, token_ids = encode_prompt(served, prompt, add_special_tokens, is_pooling=False)
+        _check_room(served, len(token_ids), options)
+        _check_entries(params, len(token_ids), options)
+        stated = {"prompt_token_ids": token_ids, "cache_salt": salt, **({} if text is None else {"prompt": text})}
+        with renamed("prompt_token_ids", "prompt"):
+            request = pack_prompt(served.factory.make(request_id, served.next_index(), stated, params))
+        echo = ""
+        if options.echo:
+            echo = text if text is not None else need_tokenizer(served).decode(token_ids, skip_special_tokens=False)
+        plans.append(
+            GenerationPlan(
+                request=request,
+                tokenizer=served.tokenizer,
+                num_choices=num_choices,
+                is_copied=is_copied,
+                has_positions=options.sampling.get("logprobs") is not None,
+                has_prompt_positions=has_prompt_positions,
+                hides_special_tokens=params.skip_special_tokens,
+                hides_output=hides_output,
+                echo_text=echo,
+                echoes_prompt=options.echo,
+                wants_tokens=options.wants_tokens,
+                prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
+            )
+        )
+    return plans
+
+
+def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions) -> None:
+    """Raise RequestError where the output tokens that are asked for do not fit behind the prompt."""
+    wanted, limit = options.sampling.get("max_tokens"), served.info.max_model_len
+    if options.room_param is not None and wanted is not None and num_prompt + wanted > limit:
+        raise RequestError(
+            f"{options.room_param}: the context has {limit} tokens (max_model_len), the prompt has {num_prompt}, so that "
+            f"{limit - num_prompt} are left, and {wanted} are asked for: ask for fewer, or leave {options.room_param} out",
+            options.room_param,
+        )
+
+
+def _check_entries(params: SamplingParams, num_prompt: int, options: GenerationOptions) -> None:
+    """Raise RequestError where more is asked of the prompt's tokens than can be told without holding up others."""
+    if params.prompt_logprobs is None:
+        return
+    wanted = num_prompt * (1 + params.prompt_logprobs)
+    limit = MAX_STREAMED_ENTRIES if options.is_streaming else MAX_PROMPT_ENTRIES
+    if wanted > limit:
+        param = "logprobs" if options.echo else "prompt_logprobs"
+        hint = "leave stream out, or ask for fewer" if options.is_streaming else "ask for fewer, or send a shorter prompt"
+        raise RequestError(
+            f"{param}: {wanted} log probabilities of a prompt are asked for, at most {limit} are told: {hint}", param
+        )
+
+
+def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
+    """Return the text of a conversation, the template's special tokens told apart from their spellings. Raises RequestError."""
+    with renamed("prompt", chat.param), renamed("chat_template", chat.param), renamed("messages", chat.param):
+        return _render(served, chat)
+
+
+def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
+    tokenizer = need_tokenizer(served)
+    effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
+    variables = {**effort, **chat.template_variables}
+    messages = list(chat.messages)
+    end = ""
+    if chat.continues_final_message:
+        end = f"\ue000{secrets.token_hex(8)}\ue000"
+        messages[-1] = {**messages[-1], "content": text_of(messages[-1].get("content")) + end}
+    rendered = tokenizer.render_chat(
+        messages, add_generation_prompt=chat.add_generation_prompt and not end, tools=chat.tools or None, **variables
+    )
+    if not end:
+        return rendered
+    position = rendered.text.rfind(end)
+    if position < 0:
+        raise RequestError(
+            "continue_final_message: the chat template does not show the text of the last message, so it cannot go on with it",
+            "continue_final_message",
+        )
+    return rendered.cut(position)
+
+
+def text_of(content: object) -> str:
+    """Return the text of a message's content, which the template joins in the same way."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    return "\n".join(part["text"] for part in cast("list[dict[str, str]]", content))
+
+
+def salt_of(owner: Tenant, salt: str) -> str:
+    """Return the cache salt of a request: the owner's, and within it the request's own."""
+    if not salt:
+        return owner.cache_salt
+    return hashlib.sha256(f"{len(owner.cache_salt)}:{owner.cache_salt}{salt}".encode()).hexdigest()
+
+
+def _params(served: ServedModel, sampling: Mapping[str, Any]) -> tuple[SamplingParams, bool, int]:
+    params, is_copied = make_sampling(sampling, served.info.generation_defaults)
+    return params, is_copied, (sampling.get("n") or 1) if is_copied else params.n
+
+
+def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetup | None:
+    tool_format, reasoning_format = served.parsers.tool_format, served.parsers.reasoning_format
+    if chat.tools and tool_format is None:
+        raise RequestError(
+            "tools: no format of tool calls is known for this model's chat template; leave tools out, or start the server "
+            f"with --tool-call-parser, which may be {', '.join(sorted(TOOL_FORMATS))}",
+            "tools",
+        )
+    reads_tools = bool(chat.tools) or reads_without_tools(tool_format)
+    if not reads_tools and reasoning_format is None:
+        return None
+    functions = [tool["function"] for tool in chat.tools or ()]
+    return ParserSetup(
+        tool_format=tool_format if reads_tools else None,
+        reasoning_format=reasoning_format,
+        tools=tuple(Tool(function["name"], function.get("parameters") or {}) for function in functions),
+        starts_in_reasoning=starts_in_reasoning(text[-TAIL_CHARACTERS:], reasoning_format),
+        starts_in_call=reads_tools and starts_in_call(text[-TAIL_CHARACTERS:], tool_format),
+        parallel_tool_calls=chat.parallel_tool_calls,
+        marker_token_ids=served.marker_token_ids,
+        has_calls_alone=bool(chat.forced_tools) and not is_harmony(tool_format, reasoning_format),
+        count_output=partial(served.count_tool_output, tool_format or ""),
+    )
+
+
+def count_shown_characters(chat: ChatInput) -> int:
+    """Return the characters of a conversation that a template shows: it may leave out what the assistant thought."""
+    return sum(
+        sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
+        for message in chat.messages
+        if message["role"] != "assistant"
+        for content in [cast("str | list[dict[str, str]] | None", message.get("content"))]
+    )
+
+
+def check_text_length(served: ServedModel, num_characters: int, param: str = "prompt") -> None:
+    """Raise RequestError for a text that cannot fit, however it is split, or is longer than any prompt may be.
+
+    So that it is refused before it is rendered and tokenised.
+    """
+    limit = served.info.max_model_len * served.longest_token_bytes
+    if num_characters > limit:
+        raise RequestError(
+            f"the prompt has {num_characters} characters, and no {served.info.max_model_len} tokens (max_model_len) spell more "
+            f"than {limit}: shorten the prompt",
+            param,
+        )
+    if num_characters > served.max_prompt_characters:
+        raise RequestError(
+            f"the prompt has {num_characters} characters, and one may have {served.max_prompt_characters} here: shorten it, or "
+            "start the server with a larger --max-prompt-characters",
+            param,
+        )
+
+
+def check_ids(context_tokens: int, field: str, is_pooling: bool, fields: Mapping[str, msgspec.Raw]) -> None:
+    """Raise RequestError where a field has more token ids than the context, of `context_tokens`, holds, or more in all lists
+    than they may have. Nothing is decoded.
+    """
+    raw = fields.get(field)
+    num_bytes = 0 if raw is None else len(memoryview(raw))
+    if raw is None or num_bytes < 2 * min(context_tokens, MAX_LISTED_IDS):
+        return
+    num_ids = count_ids(raw)
+    if num_ids is not None:
+        with renamed("prompt", field):
+            check_prompt_length(num_ids, context_tokens, is_pooling)
+    num_listed = count_listed_ids(raw)
+    if num_listed is not None and num_listed > MAX_LISTED_IDS:
+        raise RequestError(
+            f"{field}: lists of token ids may have {MAX_LISTED_IDS} together, got {num_listed}; send several requests", field
+        )
+
+
+def encode_prompt(
+    served: ServedModel, prompt: str | list[int], add_special_tokens: bool, is_pooling: bool
+) -> tuple[str | None, list[int]]:
+    """Return the text of a prompt, None where there is none, and its tokens. Raises RequestError where they are too many."""
+    text, token_ids = None, prompt
+    if isinstance(prompt, str):
+        tokenizer = need_tokenizer(served)
+        check_text_length(served, len(prompt))
+        text, token_ids = prompt, tokenizer.encode(prompt, add_special_tokens)
+    check_prompt_length(len(token_ids), served.info.max_model_len, is_pooling)
+    return text, cast("list[int]", token_ids)
+
+
+def need_tokenizer(served: ServedModel) -> Tokenizer:
+    if served.tokenizer is None:
+        raise RequestError("the model has no tokenizer, so only token ids can be used: send them to /v1/completions", "prompt")
+    return served.tokenizer

@@ -1,0 +1,186 @@
+"""ServedModel: all that the HTTP process needs of the loaded model to make requests and to read answers."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.api.decode import MAX_IGNORED, shorten
+from quire.base.errors import ModelFormatError
+from quire.engine.request_factory import RequestFactory, RequestRules
+from quire.serving.config import ServerConfig
+from quire.serving.core.executor import TokenizerPool
+from quire.serving.engine_client.messages import EngineInfo
+from quire.text.parsing.detection import ParserChoice, detect_formats
+from quire.text.parsing.formats import find_reasoning_format, find_tool_format, markers_of
+from quire.text.tokenizer import Tokenizer, load_tokenizer
+
+WILDCARD = "*"
+LEAST_PROMPT_CHARACTERS = 1 << 20
+CHARACTERS_PER_TOKEN = 16  # of a context full of text; prose and code have 3 to 5
+_BYTES_PER_CHARACTER = 4  # of UTF-8; escapes have more, and are counted
+_BYTES_BESIDE_PROMPT = 2 << 20  # fields, names and borders; what templates leave out
+
+
+def _count_nothing(_output_format: str, _outcome: str) -> None:
+    """Count nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The loaded model as the APIs see it. Safe to share between threads, but for `preparation`, which is the event loop's.
+
+    names             what clients may call it; "*" among them allows any name
+    parsers           the formats of tool calls and reasoning in its output
+    marker_token_ids  markers of the formats that are special tokens
+    count_tool_output  told, with the format, of every output read for tool calls and whether there were any
+    template_variables  that the chat template reads: any other has no effect
+    longest_token_bytes  of one token's text; bounds the text that a context can hold
+    max_prompt_characters  of one prompt
+    fingerprint       changes with the weights, the precision or the server's version: the API's system_fingerprint
+    """
+
+    info: EngineInfo
+    names: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    factory: RequestFactory
+    parsers: ParserChoice
+    marker_token_ids: Mapping[str, int]
+    fingerprint: str
+    created_s: int
+    preparation: TokenizerPool
+    template_variables: frozenset[str] = frozenset()
+    longest_token_bytes: int = 0
+    max_prompt_characters: int = LEAST_PROMPT_CHARACTERS
+    count_tool_output: Callable[[str, str], None] = _count_nothing
+    _indexes: itertools.count[int] = field(default_factory=itertools.count)
+    _name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Looked up once: whether the checkpoint is a path is asked of the file system.
+        name = next((name for name in self.names if name != WILDCARD), None)
+        object.__setattr__(self, "_name", checkpoint_name(self.info) if name is None else name)
+
+    @property
+    def max_chat_bytes(self) -> int:
+        """Of a body with one prompt; what is longer is refused before it is read."""
+        return self.max_prompt_characters * _BYTES_PER_CHARACTER + _BYTES_BESIDE_PROMPT
+
+    @property
+    def name(self) -> str:
+        """What answers call the model."""
+        return self._name
+
+    @property
+    def template_source(self) -> str:
+        """The source of the chat template, "" where there is none."""
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return "" if template is None else template.source
+
+    @property
+    def reasons(self) -> bool:
+        """Whether its output has reasoning in a known format."""
+        return self.parsers.reasoning_format is not None
+
+    def unused_variables(self, variables: Mapping[str, object] | None) -> tuple[str, ...]:
+        """Return the paths of chat_template_kwargs that the chat template does not know."""
+        unused = [name for name in variables or () if name not in self.template_variables]
+        return tuple(f"chat_template_kwargs.{shorten(name, 64)}" for name in unused[:MAX_IGNORED])
+
+    def next_index(self) -> int:
+        """Return the index of a new request: requests without a seed get theirs from it."""
+        return next(self._indexes)
+
+
+def checkpoint_name(info: EngineInfo) -> str:
+    """Return what a checkpoint is called: the last part of a path to one, else its name as it is."""
+    path = Path(info.model)
+    return path.name if path.is_absolute() or info.model.startswith(".") or path.exists() else info.model
+
+
+def load_served_model(info: EngineInfo, config: ServerConfig) -> ServedModel:
+    """Load the tokenizer and find the formats of the output. Takes up to seconds: call it off the event loop.
+
+    Raises ModelFormatError for a damaged tokenizer, ConfigError for an unknown parser.
+    """
+    tokenizer = None if info.tokenizer_folder is None else load_tokenizer(Path(info.tokenizer_folder))
+    return make_served_model(info, config, tokenizer)
+
+
+def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokenizer | None) -> ServedModel:
+    """Return the model with a tokenizer that is loaded already. Raises ConfigError for an unknown parser."""
+    parsers = choose_parsers(tokenizer, config)
+    names = config.served_model_names or (checkpoint_name(info),)
+    rules = RequestRules(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        eos_token_ids=frozenset(info.eos_token_ids),
+        seed=info.seed,
+        max_logprobs=info.max_logprobs,
+        scheduling_policy=info.scheduling_policy,
+    )
+    return ServedModel(
+        info=info,
+        names=names,
+        tokenizer=tokenizer,
+        factory=RequestFactory(rules, tokenizer),
+        parsers=parsers,
+        marker_token_ids=_special_markers(tokenizer, parsers),
+        fingerprint=_fingerprint(info),
+        created_s=int(time.time()),
+        preparation=TokenizerPool(weight_of=config.weight_of),
+        template_variables=_template_variables(tokenizer),
+        longest_token_bytes=0 if tokenizer is None else _longest_token_bytes(tokenizer),
+        max_prompt_characters=config.max_prompt_characters
+        or max(CHARACTERS_PER_TOKEN * info.max_model_len, LEAST_PROMPT_CHARACTERS),
+    )
+
+
+def choose_parsers(tokenizer: Tokenizer | None, config: ServerConfig) -> ParserChoice:
+    """Return the formats that the options name, for "auto" those of the chat template, for "none" None."""
+    found = ParserChoice(None, None)
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        found = detect_formats(tokenizer.chat_template.source, tokenizer.id_of)
+    chosen = ParserChoice(
+        _choose(config.tool_call_parser, found.tool_format), _choose(config.reasoning_parser, found.reasoning_format)
+    )
+    find_tool_format(chosen.tool_format)
+    find_reasoning_format(chosen.reasoning_format)
+    return chosen
+
+
+def _choose(option: str, found: str | None) -> str | None:
+    return found if option == "auto" else None if option == "none" else option
+
+
+def _special_markers(tokenizer: Tokenizer | None, parsers: ParserChoice) -> dict[str, int]:
+    if tokenizer is None:
+        return {}
+    ids = {marker: tokenizer.id_of(marker) for marker in markers_of(parsers.tool_format, parsers.reasoning_format)}
+    # A marker that is one ordinary token may also be spelled by others, so only special tokens are told by their id.
+    return {
+        marker: token_id for marker, token_id in ids.items() if token_id is not None and token_id in tokenizer.special_token_ids
+    }
+
+
+def _longest_token_bytes(tokenizer: Tokenizer) -> int:
+    return max(len(tokenizer.token_bytes(token_id)) for token_id in range(tokenizer.vocab_size))
+
+
+def _template_variables(tokenizer: Tokenizer | None) -> frozenset[str]:
+    template = None if tokenizer is None else tokenizer.chat_template
+    try:
+        return frozenset() if template is None else template.variables()
+    except ModelFormatError:
+        return frozenset()  # every chat is refused with what is wrong with it; completions are served
+
+
+def _fingerprint(info: EngineInfo) -> str:
+    import quire
+
+    parts = (quire.__version__, info.model, info.dtype, str(info.quantization), info.device, str(info.num_parameters))
+    return f"fp_{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:12]}"

@@ -1,0 +1,59 @@
+"""Outlets: where events go that need not wait for anybody's turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from quire.serving.answers import DirectSink
+from quire.serving.core.events import GenerationEvent, TextDelta
+
+Encode = Callable[[Sequence[GenerationEvent]], bytes]
+EncodeText = Callable[[int, str], bytes]
+
+
+class DirectFrames:
+    """Writes the frames of events past the iteration, while the connection takes them.
+
+    encode_text  the same as encode, for (choice, text) of a TextDelta without positions, where there is a shorter way
+    """
+
+    def __init__(self, bypass: DirectSink, encode: Encode, encode_text: EncodeText | None = None) -> None:
+        self._bypass = bypass
+        self._encode = encode
+        self._encode_text = encode_text
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the connection takes frames now."""
+        sink = self._bypass.sink
+        return sink is not None and sink.is_open
+
+    def put(self, events: list[GenerationEvent]) -> None:
+        """Encode and write, where there is something to say."""
+        self._write(self._encode(events))
+
+    def put_text(self, choice: int, text: str) -> None:
+        """Encode and write text."""
+        encode = self._encode_text
+        self._write(self._encode([TextDelta(choice, text)]) if encode is None else encode(choice, text))
+
+    def _write(self, frame: bytes) -> None:
+        if frame and self._bypass.sink is not None:
+            self._bypass.sink.write(frame)
+
+
+class Folding:
+    """Adds events to an answer that is sent as a whole: there is nothing to wait for."""
+
+    is_open = True
+
+    def __init__(self, add: Callable[[Sequence[GenerationEvent]], object]) -> None:
+        self._add = add
+
+    def put(self, events: list[GenerationEvent]) -> None:
+        """Add them."""
+        self._add(events)
+
+    def put_text(self, choice: int, text: str) -> None:
+        """Add text."""
+        self._add([TextDelta(choice, text)])

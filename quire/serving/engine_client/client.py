@@ -1,0 +1,284 @@
+"""EngineClient: the engine, as the server's event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+from quire.base.errors import RequestError, WorkerError
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.request import Request
+from quire.serving.engine_client.framing import MessageError
+from quire.serving.engine_client.messages import (
+    Abort,
+    EngineInfo,
+    FromEngine,
+    Heartbeat,
+    KvReport,
+    Lost,
+    Ready,
+    RequestDelta,
+    StepOutputs,
+    Submit,
+    Watch,
+)
+from quire.serving.engine_client.subscription import Subscription, coalesce
+from quire.serving.engine_client.supervisor import EngineState, LinkOptions, Supervisor
+from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, invalid, spread_s
+
+logger = get_logger(__name__)
+
+_COMMAND_TIMEOUT_S = 2.0
+"""How long a command may take to the engine's socket before it counts as lost."""
+
+_DELTAS_PER_TURN = 32
+_ENDS_PER_TURN = 6
+"""Ends among them: each is the last of an answer, with its books and its log, and costs as much as many that go on."""
+
+_UNAVAILABLE = {
+    "starting": "the model is being loaded",
+    "restarting": "the engine is being started again",
+    "failed": "the engine has failed",
+    "closed": "the server is shutting down",
+}
+
+
+class EngineClient:
+    """Starts an engine in a process of its own, and again when it ends, and carries requests to it.
+
+    Belongs to one event loop, that of the main thread. Listeners are called in it, on_step and on_kv with every StepOutputs and
+    KvReport, on_state with the new state; one that raises is logged and harms nobody.
+    """
+
+    def __init__(self, config: EngineConfig, options: LinkOptions | None = None) -> None:
+        self._options = LinkOptions() if options is None else options
+        self._supervisor = Supervisor(config, self._options, self)
+        self._subscriptions: dict[str, Subscription] = {}
+        self._aborts: dict[str, int] = {}  # requests told to end that have not ended -> number of the command
+        self._watch_hz = 0.0
+        self._checkpoint = (0, 0.0)  # commands sent by a time
+        self._undelivered: deque[RequestDelta] = deque()
+        self.info: EngineInfo | None = None
+        self.on_step: list[Callable[[StepOutputs], None]] = []
+        self.on_kv: list[Callable[[KvReport], None]] = []
+        self.on_state: list[Callable[[EngineState], None]] = []
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine stands; requests are taken while it is "ready"."""
+        return self._supervisor.state
+
+    @property
+    def last_error(self) -> str | None:
+        """Why the engine ended the last time, in full: for the operator, not for clients."""
+        return self._supervisor.last_error
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the engine's process, if there is one."""
+        return self._supervisor.pid
+
+    @property
+    def num_restarts(self) -> int:
+        """How often the engine was started again."""
+        return self._supervisor.num_restarts
+
+    @property
+    def heartbeat_age_s(self) -> float:
+        """Seconds since the loop of a ready engine last said anything, a step that runs included; infinite without one."""
+        return self._supervisor.silence_s
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose last delta has not come."""
+        return len(self._subscriptions)
+
+    def has_work(self) -> bool:
+        """Return whether a request is unfinished."""
+        return bool(self._subscriptions)
+
+    async def start(self) -> None:
+        """Start the engine and wait until it is ready. Call once; close afterwards in any case.
+
+        Raises ConfigError, ModelFormatError or UnsupportedError with the engine's own words, WorkerError for all else.
+        """
+        await self._supervisor.start()
+
+    async def close(self) -> None:
+        """End all requests and the engine's process. May be called again."""
+        await self._supervisor.close()
+        self._fail(self._subscriptions, engine_unavailable(_UNAVAILABLE["closed"]))
+        self._aborts.clear()
+
+    def submit(self, request: Request) -> Subscription:
+        """Send a request to the engine; its id must differ from those of all unfinished ones.
+
+        Raises ApiError: 503 while the engine is not ready, 400 for what cannot be sent.
+        """
+        request_id = request.request_id
+        if self.state != "ready":
+            raise engine_unavailable(_UNAVAILABLE[self.state])
+        if request_id in self._subscriptions or request_id in self._aborts:
+            raise invalid(f"the request id {request_id!r} is in use by an unfinished request", "request_id")
+        try:
+            sequence = self._supervisor.send(Submit.of(request))
+        except RequestError as error:
+            raise from_quire_error(error) from error
+        except MessageError as error:
+            raise invalid(f"the request cannot be taken in: {error}") from error
+        except WorkerError as error:
+            raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
+        options = self._options
+        subscription = Subscription(request_id, sequence, options.slow_reader_bytes, options.slow_reader_s)
+        self._subscriptions[request_id] = subscription
+        return subscription
+
+    def abort(self, request_id: str) -> None:
+        """End a request: its last delta, with finish_reason "abort", follows. Ignored for one that has ended."""
+        if request_id in self._subscriptions and request_id not in self._aborts:
+            self._send_abort(request_id)
+
+    def watch(self, hz: float) -> None:
+        """Have a KvReport sent at most so often per second, also by an engine that is started later; 0 for none."""
+        self._watch_hz = hz
+        if self.state == "ready":
+            self._send_watch()
+
+    # What follows is called by the supervisor.
+
+    def on_message(self, message: FromEngine, now: float) -> None:
+        """Take in a message of the engine."""
+        if isinstance(message, StepOutputs):
+            self._tell(self.on_step, message)  # first: a reader that gets its last delta may leave before the next turn
+            if self._undelivered:  # a turn is on its way, but late: what waits for the same reader goes to it in one piece
+                self._undelivered = _merge(self._undelivered, message.deltas)
+            else:
+                self._undelivered.extend(message.deltas)
+                self._deliver_some()
+        elif isinstance(message, KvReport):
+            self._tell(self.on_kv, message)
+        elif isinstance(message, Heartbeat):
+            self._check_commands(message, now)
+        elif isinstance(message, Lost):
+            self._on_lost_commands(message.first, message.last)
+        elif isinstance(message, Ready):
+            self.info = message.info
+            self._checkpoint = (0, now)
+
+    def on_state_change(self) -> None:
+        """Tell the listeners."""
+        if self.state == "ready" and self._watch_hz > 0:
+            self._send_watch()
+        self._tell(self.on_state, self.state)
+
+    def on_engine_end(self, reason: str) -> None:
+        """End every request: what the engine knew is gone."""
+        self._deliver_some(is_all=True)
+        self._aborts.clear()
+        self._fail(self._subscriptions, _engine_error(reason))
+
+    def on_lost_outputs(self) -> None:
+        """End every request: any of them may lack a part."""
+        self._deliver_some(is_all=True)
+        for request_id in list(self._subscriptions):
+            self._send_abort(request_id)
+        self._fail(self._subscriptions, _engine_error("outputs were lost"))
+
+    def on_tick(self, now: float) -> None:
+        """End the requests whose readers are too slow."""
+        slow = [name for name, subscription in self._subscriptions.items() if subscription.is_slow(now)]
+        for request_id in slow:
+            logger.warning("request %s is aborted: its reader is too slow", request_id)
+            self._send_abort(request_id)
+        text = "the answer was not read as fast as it came, and has been aborted"
+        self._fail(slow, ApiError(408, text, code="slow_reader", should_retry=False))
+
+    def _deliver_some(self, is_all: bool = False) -> None:
+        """Deliver deltas in the order in which they came, and leave the rest to the next turn of the event loop.
+
+        A step of hundreds of sequences wakes as many readers; new requests and timers need not wait for all of them.
+        """
+        now, num_delivered, num_ends = time.monotonic(), 0, 0
+        try:
+            while self._undelivered and (is_all or (num_delivered < _DELTAS_PER_TURN and num_ends < _ENDS_PER_TURN)):
+                delta = self._undelivered.popleft()
+                num_delivered += 1
+                num_ends += delta.finished
+                self._deliver(delta, now)
+        except Exception:  # a bug here must leave nobody waiting
+            logger.exception("outputs could not be delivered")
+            self._undelivered.clear()
+            self.on_lost_outputs()
+        if self._undelivered:
+            asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _deliver(self, delta: RequestDelta, now: float) -> None:
+        request_id = delta.request_id
+        subscription = self._subscriptions.get(request_id)
+        if delta.finished:
+            self._subscriptions.pop(request_id, None)
+            self._aborts.pop(request_id, None)
+        if subscription is not None:
+            subscription.deliver(delta, now)
+
+    def _check_commands(self, beat: Heartbeat, now: float) -> None:
+        """Find commands that were sent long ago and have not come, where none after them shows the gap."""
+        # What the engine had to say about the commands that it counts came before the heartbeat.
+        self._aborts = {name: sequence for name, sequence in self._aborts.items() if sequence >= beat.num_commands}
+        num_sent, by_s = self._checkpoint
+        if beat.time_s < by_s + _COMMAND_TIMEOUT_S:
+            return
+        if beat.num_commands < num_sent:
+            self._on_lost_commands(beat.num_commands, num_sent - 1)
+        self._checkpoint = (self._supervisor.num_sent, now)
+
+    def _on_lost_commands(self, first: int, last: int) -> None:
+        logger.error("the commands %d to %d did not reach the engine", first, last)
+        lost = [name for name, found in self._subscriptions.items() if first <= found.sequence <= last]
+        for request_id in lost:
+            self._aborts.pop(request_id, None)
+        self._fail(lost, _engine_error("the request was lost"))
+        for request_id in [name for name, sequence in self._aborts.items() if first <= sequence <= last]:
+            self._send_abort(request_id)
+        if self._watch_hz > 0:
+            self._send_watch()
+
+    def _fail(self, request_ids: Iterable[str], error: ApiError) -> None:
+        for request_id in list(request_ids):
+            self._subscriptions.pop(request_id).fail(error)
+
+    def _send_abort(self, request_id: str) -> None:
+        try:
+            self._aborts[request_id] = self._supervisor.send(Abort([request_id]))
+        except WorkerError as error:
+            logger.warning("request %s could not be aborted: %s", request_id, error)  # it ends with the engine
+
+    def _send_watch(self) -> None:
+        try:
+            self._supervisor.send(Watch(self._watch_hz))
+        except WorkerError as error:
+            logger.warning("the live view could not be switched: %s", error)
+
+    def _tell(self, listeners: list[Callable[..., None]], item: object) -> None:
+        for listener in listeners:
+            try:
+                listener(item)
+            except Exception:
+                logger.exception("a listener of the engine failed")
+
+
+def _merge(earlier: Iterable[RequestDelta], later: Iterable[RequestDelta]) -> deque[RequestDelta]:
+    """Return what both say with one delta for each request."""
+    by_request: dict[str, list[RequestDelta]] = {}
+    for delta in chain(earlier, later):
+        by_request.setdefault(delta.request_id, []).append(delta)
+    return deque([coalesce(deltas) for deltas in by_request.values()])
+
+
+def _engine_error(reason: str) -> ApiError:
+    text = f"the engine stopped while the request ran ({reason})"
+    return ApiError(503, text, code="engine_error", retry_after_s=spread_s(5.0))

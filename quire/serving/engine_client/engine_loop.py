@@ -1,0 +1,219 @@
+"""EngineLoop: commands in, steps, outputs out. The one thread of the engine's process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
+
+from quire.base.errors import RequestError, UnsupportedError
+from quire.base.logging import get_logger
+from quire.serving.engine_client.deltas import DeltaWriter
+from quire.serving.engine_client.framing import MessageError
+from quire.serving.engine_client.messages import (
+    MAX_STEP_PARTS,
+    Abort,
+    Heartbeat,
+    KvReport,
+    RequestDelta,
+    StepOutputs,
+    StepPart,
+    StepReport,
+    Stop,
+    Submit,
+    ToEngine,
+    Watch,
+)
+
+if TYPE_CHECKING:  # it loads torch, which a test of the loop with another engine does not need
+    from quire.engine.llm_engine import EngineOutput, LLMEngine
+
+logger = get_logger(__name__)
+
+_HEARTBEAT_S = 1.0
+_HEALTH_CHECK_S = 0.25
+"""An idle engine with workers looks so often whether they are still there."""
+_MAX_WATCH_HZ = 30.0
+_WATCH_SHARE = 0.05
+"""Share of the time that may go into KvReports."""
+
+
+class Port(Protocol):
+    """What the loop needs of the link; EnginePort is one."""
+
+    last_empty_s: float
+
+    @property
+    def num_commands(self) -> int: ...
+
+    def receive(self, timeout_s: float) -> list[ToEngine]: ...
+
+    def send(self, message: msgspec.Struct) -> None: ...
+
+    def check_peer(self) -> None: ...
+
+
+class EngineLoop:
+    """Runs an engine for the server. What is wrong with one request ends that request and nothing else."""
+
+    def __init__(self, engine: LLMEngine, port: Port, has_workers: bool = False) -> None:
+        """has_workers: the engine has processes of its own, which may end while it is idle."""
+        self._has_workers = has_workers
+        engine.is_recording = True
+        self._engine = engine
+        self._port = port
+        self._deltas = DeltaWriter()
+        self._replies: list[RequestDelta] = []
+        self._next_beat_s = 0.0
+        self._watch_interval_s: float | None = None
+        self._next_watch_s = 0.0
+
+    def run(self) -> None:
+        """Work until a Stop comes. Raises PeerGoneError when the server has ended, and whatever a broken engine raises."""
+        engine = self._engine
+        while True:
+            self._tell()
+            wait_s = 0.0 if engine.has_unfinished_requests() else self._idle_s()
+            for command in self._port.receive(wait_s):
+                if isinstance(command, Stop):
+                    return
+                self._handle_command(command)
+            if self._replies:
+                replies, self._replies = self._replies, []
+                self._send(replies, None)
+            if engine.has_unfinished_requests():
+                self._step()
+
+    def _idle_s(self) -> float:
+        due_s = self._next_beat_s if self._watch_interval_s is None else min(self._next_beat_s, self._next_watch_s)
+        idle_s = max(0.001, due_s - time.monotonic())
+        return min(_HEALTH_CHECK_S, idle_s) if self._has_workers else idle_s
+
+    def _tell(self) -> None:
+        """Send the heartbeat and the KvReport where they are due."""
+        now = time.monotonic()
+        if self._has_workers:
+            self._engine.check_health()
+        if now >= self._next_beat_s:
+            self._next_beat_s = now + _HEARTBEAT_S
+            self._port.check_peer()
+            steps, unfinished = self._engine.stats.num_steps, self._engine.num_unfinished_requests()
+            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, self._port.num_commands))
+        if self._watch_interval_s is not None and now >= self._next_watch_s:
+            self._send_kv_report(now, self._watch_interval_s)
+
+    def _send_kv_report(self, now: float, interval_s: float) -> None:
+        try:
+            self._port.send(self._kv_report(now))
+        except MessageError:
+            logger.exception("the KV blocks are not reported any more")
+            self._watch_interval_s = None
+        self._next_watch_s = now + max(interval_s, (time.monotonic() - now) / _WATCH_SHARE)
+
+    def _handle_command(self, command: ToEngine) -> None:
+        if isinstance(command, Submit):
+            self._submit(command)
+        elif isinstance(command, Abort):
+            for request_id in command.request_ids:
+                self._abort(request_id)
+        elif isinstance(command, Watch):
+            is_on = command.hz > 0
+            self._watch_interval_s = 1 / min(command.hz, _MAX_WATCH_HZ) if is_on else None
+            self._next_watch_s = 0.0
+
+    def _submit(self, command: Submit) -> None:
+        try:
+            request = command.request()
+            self._engine.check_request(request)
+            self._engine.submit(request, "delta")
+        except (RequestError, UnsupportedError) as error:
+            param = error.param if isinstance(error, RequestError) else None
+            self._replies.append(
+                RequestDelta(command.request_id, [], True, error=str(error), error_param=param, is_refused=True)
+            )
+        except Exception as error:
+            logger.exception("request %s could not be taken in", command.request_id)
+            self._replies.append(RequestDelta(command.request_id, [], True, error=_describe(error)))
+        else:
+            self._deltas.begin(command.request_id)
+
+    def _abort(self, request_id: str) -> None:
+        output = self._engine.abort_request(request_id)
+        if output is not None:
+            self._replies.append(self._write(output))
+
+    def _step(self) -> None:
+        before = self._engine.last_step
+        deltas = [self._write(output) for output in self._engine.step()]
+        report = None if self._engine.last_step is before else self._report()
+        if deltas or report is not None:
+            self._send(deltas, report)
+
+    def _write(self, output: EngineOutput) -> RequestDelta:
+        try:
+            return self._deltas.write(output)
+        except Exception as error:
+            logger.exception("the output of request %s failed", output.request_id)
+            return self._fail(output.request_id, _describe(error))
+
+    def _fail(self, request_id: str, reason: str) -> RequestDelta:
+        """End a request whose output cannot be sent; return what is sent instead."""
+        self._engine.abort_request(request_id)
+        self._deltas.forget(request_id)
+        return RequestDelta(request_id, [], True, error=reason)
+
+    def _send(self, deltas: list[RequestDelta], report: StepReport | None) -> None:
+        """Send outputs in one message; where that cannot be sent, one by one, so that only those at fault fail."""
+        try:
+            self._port.send(StepOutputs(deltas, report))
+            return
+        except MessageError as error:
+            if not deltas:
+                raise
+            if len(deltas) == 1:
+                logger.exception("the output of request %s cannot be sent", deltas[0].request_id)
+                deltas = [self._fail(deltas[0].request_id, str(error))]
+        for delta in deltas:
+            self._send([delta], None)
+        if report is not None:
+            self._port.send(StepOutputs([], report))
+
+    def _report(self) -> StepReport | None:
+        record, scheduler, stats = self._engine.last_step, self._engine.scheduler, self._engine.stats
+        if record is None:
+            return None
+        shares = record.shares
+        num_prefill = sum([num_tokens for _, _, num_tokens, is_prefill in shares if is_prefill])
+        parts = [StepPart(*share) for share in shares[:MAX_STEP_PARTS]]
+        parts += [StepPart(*share) for share in shares[MAX_STEP_PARTS:] if share[3]]
+        return StepReport(
+            step_id=record.step_id,
+            started_s=record.started_s,
+            duration_s=record.duration_s,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=sum([num_tokens for _, _, num_tokens, _ in shares]) - num_prefill,
+            attended=[tuple(counts) for counts in record.attended],
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=scheduler.kv.pool.num_free,
+            num_cached_blocks=scheduler.kv.num_cached_blocks,
+            total_preemptions=scheduler.num_preemptions,
+            total_prefix_queries=scheduler.prefix_cache_queries,
+            total_prefix_hits=scheduler.prefix_cache_hits,
+            parts=parts,
+            total_drafts=stats.num_drafts,
+            total_draft_tokens=stats.num_draft_tokens,
+            total_accepted_per_pos=stats.accepted_per_pos,
+        )
+
+    def _kv_report(self, now: float) -> KvReport:
+        scheduler = self._engine.scheduler
+        blocks: dict[str, list[int]] = {}
+        for sequence in scheduler.running:
+            blocks.setdefault(sequence.request.request_id, []).extend(dict.fromkeys(sequence.block_ids))
+        return KvReport(now, scheduler.config.num_kv_blocks, blocks, list(scheduler.kv.cached_block_ids()))
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

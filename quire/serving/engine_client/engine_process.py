@@ -1,0 +1,182 @@
+"""EngineProcess: one engine process, from its start to its end, and the server's end of the link to it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from quire.base.environment import environment_with_quire
+from quire.base.errors import ConfigError, WorkerError
+from quire.contracts.config import EngineConfig
+from quire.serving.engine_client.engine_log import EngineLog
+from quire.serving.engine_client.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
+from quire.serving.engine_client.messages import FromEngine, Start
+from quire.serving.engine_client.process import write_start
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "quire.serving.engine_client.process")
+_MAX_PATH_BYTES = 100  # of a Unix socket, which the system limits to 108 or 104
+_MAX_FRAMES_AT_ONCE = 64
+_KILL_WAIT_S = 5.0
+_LAST_LINES_S = 1.0  # for the log of a process that has ended
+
+
+class EngineProcess:
+    """Starts when made; `on_frame` is then called in the event loop with what each frame from it brought.
+
+    The socket's path is taken away as soon as the process is connected (`seal`): nobody else can connect, and nothing is left
+    behind, however both end. To be made in the main thread, or another that lives as long as the process is to: where that
+    thread ends, the kernel takes the parent for gone.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_frame: Callable[[Received[FromEngine]], None],
+        command: tuple[str, ...] = ENGINE_COMMAND,
+        log_level: str = "INFO",
+        log_format: str = "text",
+    ) -> None:
+        self._on_frame = on_frame
+        self._loop = asyncio.get_running_loop()
+        session = secrets.token_bytes(SESSION_BYTES)
+        self._writer = FrameWriter(session)
+        self._reader: FrameReader[FromEngine] = FrameReader(session, FromEngine)
+        self._is_closed = False
+        self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # with mode 0700
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        try:
+            address = self._bind()
+            start = Start(
+                address=address,
+                session=session,
+                parent_pid=os.getpid(),
+                config=dataclasses.asdict(config),
+                log_level=log_level,
+                log_format=log_format,
+            )
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment_with_quire(), bufsize=0, **pipes)
+        except BaseException:
+            self._release()
+            raise
+        output = self._process.stdout
+        self._log = None if output is None else EngineLog(os.fdopen(os.dup(output.fileno()), "rb"))
+        if output is not None:
+            output.close()
+        self._send_start(write_start(start))
+        self._loop.add_reader(int(self._socket.get(zmq.FD)), self.drain)
+        self._loop.call_soon(self.drain)
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    @property
+    def num_sent(self) -> int:
+        """Commands sent: the next one's sequence number."""
+        return self._writer.num_sent
+
+    def send(self, message: msgspec.Struct) -> int:
+        """Send a command and return its sequence number. Raises MessageError, and WorkerError when nobody takes it."""
+        sequence = self._writer.num_sent
+        frame = self._writer.write(message)
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            raise WorkerError(f"the engine's process takes no commands: {error}") from error
+        # Sending may take the note that something can be read, which the event loop will then not see.
+        if is_readable(self._socket):
+            self._loop.call_soon(self.drain)
+        return sequence
+
+    def drain(self) -> None:
+        """Read what has come; what is more than a round's worth in the next round of the event loop."""
+        for _ in range(_MAX_FRAMES_AT_ONCE):
+            if self._is_closed or not is_readable(self._socket):
+                return
+            self._on_frame(self._reader.read(self._socket.recv(zmq.NOBLOCK)))
+        self._loop.call_soon(self.drain)
+
+    def seal(self) -> None:
+        """Remove the socket's path; the connection that there is stays."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def has_exited(self) -> bool:
+        """Whether the process has ended by itself, not by a signal."""
+        status = self._process.poll()
+        return status is not None and status >= 0
+
+    def describe_end(self) -> str | None:
+        """Return how the process ended; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        if status >= 0:
+            return f"exit status {status}"
+        try:
+            return f"killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"killed by signal {-status}"
+
+    def kill(self) -> None:
+        """End the process at once, also one that is stopped or hangs."""
+        if self._process.poll() is None:
+            self._process.kill()
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """End the process, killing it after grace_s, and remove every trace of it. May be called again."""
+        await self._wait(grace_s)
+        self.kill()
+        await self._wait(_KILL_WAIT_S)
+        if not self._is_closed:
+            self._loop.remove_reader(int(self._socket.get(zmq.FD)))
+        self._release()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._log is not None:
+            await asyncio.to_thread(self._log.join, _LAST_LINES_S)
+
+    async def _wait(self, timeout_s: float) -> None:
+        deadline_s = self._loop.time() + timeout_s
+        while self._process.poll() is None and self._loop.time() < deadline_s:
+            await asyncio.sleep(0.01)
+
+    def _bind(self) -> str:
+        path = str(self._folder / "link")
+        if len(path.encode()) > _MAX_PATH_BYTES:
+            raise ConfigError(f"the folder for temporary files is too deep for a socket ({path}): set TMPDIR to a shorter path")
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(f"ipc://{path}")
+        return f"ipc://{path}"
+
+    def _send_start(self, start: bytes) -> None:
+        """Write the Start message; a process that has ended already says so by its status."""
+        if self._process.stdin is not None:
+            try:
+                self._process.stdin.write(start)
+            except BrokenPipeError:
+                self._process.stdin.close()
+
+    def _release(self) -> None:
+        self._is_closed = True
+        self._socket.close()
+        self._context.term()
+        self.seal()

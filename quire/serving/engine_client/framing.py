@@ -1,0 +1,106 @@
+"""Frames: a message with its session and its sequence number in front, so that a lost or foreign one is noticed.
+
+A frame is 8 bytes of session, the sequence number as u64 (little-endian, from 0 in each direction), and msgpack.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from quire.base.errors import QuireError
+from quire.base.logging import get_logger
+from quire.serving.engine_client.messages import MAX_MESSAGE_BYTES
+
+logger = get_logger(__name__)
+
+HEADER = struct.Struct("<8sQ")
+MAX_FRAME_BYTES = HEADER.size + MAX_MESSAGE_BYTES
+SESSION_BYTES = 8
+
+Message = TypeVar("Message")
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a frame waits in a socket."""
+    return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class MessageError(QuireError):
+    """A message cannot be sent: it is too large, or holds what msgpack cannot; nothing was sent, and the link is intact."""
+
+
+class FrameWriter:
+    """Numbers and encodes what one side sends."""
+
+    def __init__(self, session: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self._session = session
+        self._max_bytes = max_bytes
+        self._encoder = msgspec.msgpack.Encoder()
+        self._buffer = bytearray(HEADER.size)
+        self.num_sent = 0
+
+    def write(self, message: msgspec.Struct) -> bytearray:
+        """Return the frame of a message, in a buffer that the next call overwrites. Raises MessageError."""
+        try:
+            self._encoder.encode_into(message, self._buffer, HEADER.size)
+        except (TypeError, ValueError, OverflowError, msgspec.MsgspecError) as error:
+            raise MessageError(f"a {type(message).__name__} message cannot be encoded: {error}") from error
+        num_bytes = len(self._buffer) - HEADER.size
+        if num_bytes > self._max_bytes:
+            self._buffer = bytearray(HEADER.size)
+            raise MessageError(
+                f"a {type(message).__name__} message takes {num_bytes} bytes, the link carries {self._max_bytes} at most"
+            )
+        HEADER.pack_into(self._buffer, 0, self._session, self.num_sent)
+        self.num_sent += 1
+        return self._buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Generic[Message]):
+    """What a frame brought.
+
+    message  None for a frame that came before, or that is not understood
+    lost     first and last sequence number of the messages that are missing now, the frame's own included where it is not
+             understood; None where nothing is missing
+    """
+
+    message: Message | None
+    lost: tuple[int, int] | None = None
+
+
+class FrameReader(Generic[Message]):
+    """Decodes what the other side sends; `messages` is the closed union of what that can be."""
+
+    def __init__(self, session: bytes, messages: Any) -> None:
+        self._session = session
+        self._decoder = msgspec.msgpack.Decoder(messages)
+        self.num_received = 0
+        self.num_rejected = 0
+
+    def read(self, frame: bytes) -> Received[Message]:
+        """Return the message, and what is missing before it. Never raises for what a frame holds."""
+        expected = self.num_received
+        if len(frame) < HEADER.size or frame[:SESSION_BYTES] != self._session:
+            self._reject("it is not of this session")
+            return Received(None, (expected, expected))
+        sequence = HEADER.unpack_from(frame)[1]
+        if sequence < expected:
+            self._reject(f"number {sequence} came before")
+            return Received(None)
+        self.num_received = sequence + 1
+        try:
+            message = self._decoder.decode(memoryview(frame)[HEADER.size :])
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            self._reject(f"number {sequence} is not understood ({error})")
+            return Received(None, (expected, sequence))
+        return Received(message, None if sequence == expected else (expected, sequence - 1))
+
+    def _reject(self, reason: str) -> None:
+        self.num_rejected += 1
+        logger.warning("a message between server and engine was dropped: %s", reason)

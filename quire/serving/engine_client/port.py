@@ -1,0 +1,86 @@
+"""EnginePort: the engine process's end of the link."""
+
+from __future__ import annotations
+
+import select
+import time
+from typing import BinaryIO
+
+import msgspec
+import zmq
+
+from quire.serving.engine_client.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, is_readable
+from quire.serving.engine_client.messages import Lost, Start, ToEngine
+
+_MAX_QUEUED_FRAMES = 10_000
+_FLUSH_MS = 1000
+_PEER_CHECK_MS = 1000
+
+
+class PeerGoneError(Exception):
+    """The server's process has ended: nobody is left to work for."""
+
+
+class EnginePort:
+    """Receives commands and sends outputs. Standard input, which only the server's process holds open, tells of its end."""
+
+    def __init__(self, start: Start, lifeline: BinaryIO) -> None:
+        self._lifeline = lifeline
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.setsockopt(zmq.SNDHWM, _MAX_QUEUED_FRAMES)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._socket.setsockopt(zmq.LINGER, _FLUSH_MS)
+        self._socket.connect(start.address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(lifeline.fileno(), zmq.POLLIN)
+        self._writer = FrameWriter(start.session)
+        self._reader: FrameReader[ToEngine] = FrameReader(start.session, ToEngine)
+        self.last_empty_s = time.monotonic()
+
+    @property
+    def num_commands(self) -> int:
+        """One more than the sequence number of the last command."""
+        return self._reader.num_received
+
+    def receive(self, timeout_s: float) -> list[ToEngine]:
+        """Return the commands that have come, waiting up to timeout_s for the first. Raises PeerGoneError.
+
+        What is missing among them is reported to the server at once.
+        """
+        if timeout_s > 0 and not is_readable(self._socket):
+            self._poller.poll(round(timeout_s * 1000))
+            self.check_peer()
+        commands: list[ToEngine] = []
+        while is_readable(self._socket):
+            received = self._reader.read(self._socket.recv(zmq.NOBLOCK))
+            if received.lost is not None:
+                self.send(Lost(*received.lost))
+            if received.message is not None:
+                commands.append(received.message)
+        self.last_empty_s = time.monotonic()
+        return commands
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message; wait while the server has too many unread ones. Raises MessageError and PeerGoneError."""
+        frame = self._writer.write(message)
+        while True:
+            try:
+                self._socket.send(frame, zmq.NOBLOCK)
+                return
+            except zmq.Again:
+                self._socket.poll(_PEER_CHECK_MS, zmq.POLLOUT)
+                self.check_peer()
+
+    def check_peer(self) -> None:
+        """Raise PeerGoneError when the server's process has ended."""
+        readable, _, _ = select.select([self._lifeline], [], [], 0)
+        if readable and not self._lifeline.read(1):
+            raise PeerGoneError("the server's process has ended")
+
+    def close(self) -> None:
+        """Close the socket, after what was sent has left, or a second."""
+        self._socket.close()
+        self._context.term()

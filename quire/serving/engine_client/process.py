@@ -1,0 +1,123 @@
+"""The engine's process: `python -m quire.serving.engine_client.process`, with a Start message on standard input."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, BinaryIO
+
+import msgspec
+
+from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.base.gc_policy import collect_seldom
+from quire.base.logging import get_logger, setup_logging
+from quire.base.processes import end_with_parent, read_with_length, with_length
+from quire.base.threads import prefer_short_spins
+from quire.contracts.config import EngineConfig
+from quire.serving.engine_client.engine_info import describe_engine
+from quire.serving.engine_client.engine_loop import EngineLoop
+from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, Hello, Ready, Start
+from quire.serving.engine_client.port import EnginePort, PeerGoneError
+from quire.serving.metrics.log_format import setup_log_format
+
+if TYPE_CHECKING:  # it loads torch
+    from quire.engine.llm_engine import LLMEngine
+
+logger = get_logger(__name__)
+
+_CONFIG_ERRORS = (ConfigError, ModelFormatError, UnsupportedError)
+EXIT_FAILED = 1
+EXIT_PEER_GONE = 3
+
+
+def write_start(start: Start) -> bytes:
+    """Return what is to be written to the standard input of the process; the pipe must then stay open."""
+    return with_length(msgspec.msgpack.encode(start))
+
+
+def read_start(lifeline: BinaryIO) -> Start:
+    """Return the Start message. Raises ConfigError when there is none."""
+    try:
+        return msgspec.msgpack.decode(read_with_length(lifeline), type=Start)
+    except (EOFError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"this process is started by `quire serve` alone: no Start message came ({error})") from error
+
+
+def ignore_signals() -> None:
+    """Leave Ctrl-C, which a terminal sends to all processes of a group, and SIGTERM to the server, which then says Stop."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Let the kernel kill this process when the server's ends, also in a step or while it is stopped. Raises PeerGoneError.
+
+    Elsewhere than on Linux only the end of standard input tells, between steps.
+    """
+    if not end_with_parent(parent_pid):
+        raise PeerGoneError("the server's process has ended")
+
+
+def load_engine(config: EngineConfig) -> LLMEngine:
+    """Load the model, and make ready for constraints beside."""
+    prefer_short_spins()
+    from quire.engine.llm_engine import LLMEngine  # loads torch: seconds, after Hello
+
+    engine = LLMEngine(config)
+    collect_seldom()
+    threading.Thread(target=engine.grammars.warm, name="quire-warm-grammars", daemon=True).start()
+    return engine
+
+
+def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:
+    """Serve one server until it says Stop or ends; return the status to exit with."""
+    ignore_signals()
+    lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
+    start = read_start(lifeline)
+    setup_logging(start.log_level)
+    setup_log_format(start.log_format)
+    port: EnginePort | None = None
+    try:
+        die_with_parent(start.parent_pid)
+        port = EnginePort(start, lifeline)
+        port.send(Hello(os.getpid(), PROTOCOL_VERSION))
+        return _serve(start, port, load)
+    except PeerGoneError as error:
+        logger.warning("the engine's process ends: %s", error)
+        return EXIT_PEER_GONE
+    finally:
+        if port is not None:
+            port.close()
+
+
+def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEngine]) -> int:
+    began_s = time.monotonic()
+    engine: LLMEngine | None = None
+    try:
+        if start.protocol_version != PROTOCOL_VERSION:
+            raise ConfigError(f"the server speaks version {start.protocol_version} of the link, the engine {PROTOCOL_VERSION}")
+        engine = load(EngineConfig(**start.config))
+        port.send(Ready(describe_engine(engine, time.monotonic() - began_s)))
+        EngineLoop(engine, port, has_workers=engine.config.parallel.world_size > 1).run()
+        return 0
+    except PeerGoneError:
+        raise
+    except Exception as error:
+        is_config = engine is None and isinstance(error, _CONFIG_ERRORS)
+        if is_config:
+            logger.debug("%s", error)  # meant for the user: the server says it
+        else:
+            logger.exception("the engine failed")
+        port.send(Failed(type(error).__name__, str(error), is_config))
+        return EXIT_FAILED
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

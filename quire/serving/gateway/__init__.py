@@ -1,6 +1,0 @@
-"""The way from a handler to the engine and back: admission, the fair queue, and the streams of what is generated."""
-
-from quire.serving.gateway.engine_gateway import ClassSnapshot, EngineGateway, QueueSnapshot
-from quire.serving.gateway.stream import JobStream
-
-__all__ = ["ClassSnapshot", "EngineGateway", "JobStream", "QueueSnapshot"]
