@@ -15,6 +15,10 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "a clamped gate outside of a mixture of experts"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
         return "xielu in a mixture of experts"
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.weighs_inputs:
+        return "a mixture whose weights multiply the experts' inputs"
+    if layer.attention.latent is not None:
+        return "multi-head latent attention"
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"

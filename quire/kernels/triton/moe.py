@@ -11,6 +11,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import MoeSpec
+from quire.kernels.reference.moe import route
 from quire.kernels.triton.activation import ACTIVATION_KINDS
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.moe_kernels import (
@@ -49,8 +50,11 @@ def mixture_of_experts(
     down: ExpertWeights,
     is_in_order: bool = False,
     biases: ExpertBiases | None = None,
+    correction: Tensor | None = None,
 ) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
+
+    A softmax over all experts is routed by a kernel, other scores by torch's operations on the device.
 
     x        [T, N]
     logits   [T, E] of the router, float
@@ -58,11 +62,12 @@ def mixture_of_experts(
     down     [E, N, I]
     is_in_order  sums have the same order at any number of rows
     biases   of experts that have them, in x's dtype
+    correction  [E] f32, added to scores for choosing
     Returns  [T, N] in x's dtype; a row depends on no other row
     Raises UnsupportedError for experts without a gate, InvariantError for what does not fit.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order, biases))
+    run_all(expert_launches(out, x, logits, spec, gate_up, down, is_in_order, biases, correction))
     return out
 
 
@@ -83,6 +88,7 @@ def expert_launches(
     down: ExpertWeights,
     is_in_order: bool = False,
     biases: ExpertBiases | None = None,
+    correction: Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
     _check(out, x, logits, spec, gate_up, down)
@@ -96,8 +102,9 @@ def expert_launches(
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    shares, experts = empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32)
-    route = Launch(
+    routed = _routed(logits, spec, x.dtype, correction)
+    shares, experts = routed or (empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32))
+    route_launch = Launch(
         route_rows,
         (num_tokens,),
         {"logits_ptr": logits, "weights_ptr": shares, "experts_ptr": experts, "logits_stride": logits.stride(0)},
@@ -126,7 +133,22 @@ def expert_launches(
     ]
     constants = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
     total = Launch(sum_pairs, (num_tokens, triton.cdiv(width, _BLOCK)), {"y_ptr": parts, "out_ptr": out}, constants, 4, 1)
-    return [route, *sort, *products, total]
+    return [*([] if routed else [route_launch]), *sort, *products, total]
+
+
+def is_routed_by_kernel(spec: MoeSpec) -> bool:
+    """Return whether the kernel knows how experts are chosen and weighed."""
+    is_plain = spec.scoring == "softmax" and not spec.has_correction and spec.groups is None
+    return is_plain and spec.least_sum == 0 and spec.routed_scale == 1
+
+
+def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return the weights and experts of all pairs, found by torch; None where the kernel finds them."""
+    if is_routed_by_kernel(spec):
+        return None
+    weights, experts = route(logits, spec, correction)
+    weights = weights if spec.is_weight_f32 else weights.to(dtype)
+    return weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous()
 
 
 def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:
