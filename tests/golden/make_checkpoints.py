@@ -9,6 +9,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases
-from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert
+from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -370,6 +371,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
     model.save_pretrained(folder)
     if name in CONVERTED:
         convert(folder, name)
+    if name == "kimi-k25":
+        restore_layer_names(folder)
     if style == "v4":
         rewrite_as_v4(folder)
     return folder
@@ -421,7 +424,7 @@ def _class_of(model_type: str) -> type:
 def _settings(model_type: str, options: dict[str, object]) -> dict[str, object]:
     if model_type in ("gpt2", "gptj"):
         return {**options, "bos_token_id": 1, "eos_token_id": 2}
-    return {**_BASE, **options}
+    return deepcopy({**_BASE, **options})  # configs change their rope parameters in place
 
 
 def _multimodal_config() -> object:

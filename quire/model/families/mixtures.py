@@ -160,6 +160,11 @@ def read_llama4_moe(config: ConfigView) -> MoeSpec:
     return replace(moe, scoring="sigmoid", is_renormalized=False, weighs_inputs=True, shared=moe.expert)
 
 
+def transposed_experts(name: str, count: int) -> Source:
+    """Return the source of experts that are stored as one stack of [in, out]."""
+    return Source.stack_pieces([(Piece(name, is_transposed=True, entry=expert),) for expert in range(count)])
+
+
 def find_llama4_sources(spec: ModelSpec) -> Sources:
     """Return sources of the mixtures of a Llama 4 model, whose experts are stacks of [in, out]."""
     sources: Sources = {}
@@ -169,8 +174,7 @@ def find_llama4_sources(spec: ModelSpec) -> Sources:
         block, ours, count = f"layers.{index}.feed_forward", f"layers.{index}", layer.mlp.num_experts
         sources[f"{ours}.router.weight"] = Source.of(f"{block}.router.weight")
         for name in ("gate_up", "down"):
-            pieces = [(Piece(f"{block}.experts.{name}_proj", is_transposed=True, entry=expert),) for expert in range(count)]
-            sources[f"{ours}.experts.{name}.weight"] = Source.stack_pieces(pieces)
+            sources[f"{ours}.experts.{name}.weight"] = transposed_experts(f"{block}.experts.{name}_proj", count)
         for name in ("gate", "up", "down"):
             sources[f"{ours}.shared.{name}.weight"] = Source.of(f"{block}.shared_expert.{name}_proj.weight")
     return sources

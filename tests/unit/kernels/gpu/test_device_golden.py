@@ -13,8 +13,8 @@ from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of
 # One is longer than windows, a chunk, and the original length of the scaled ropes (32); one decodes beside its chunks.
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 6)]
 QUICK = ("llama-llama3", "gpt2-scaled")
-REFUSED = (*LATENT_CASES, "hunyuan-moe", "hunyuan-moe-alpha")
-"""What the kernels do not know: multi-head latent attention, and norms after the rotation."""
+REFUSED = (*LATENT_CASES, "mistral3-mistral4", "kimi-k25", "llama4-moe")
+"""What the kernels do not know: multi-head latent attention, and weights of experts that multiply their inputs."""
 IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
     "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias", "granite-bias", "mixtral-window",
@@ -63,7 +63,7 @@ def test_every_family_is_compared():
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("case", ["deepseek-v3", "hunyuan-moe"])
+@pytest.mark.parametrize("case", ["deepseek-v3", "llama4-moe"])
 def test_what_kernels_do_not_know_is_refused(case, tmp_path):
     folder = make_checkpoint(case, tmp_path / case)
     with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):
