@@ -210,7 +210,7 @@ ORIGINAL = "original"
 
 
 def restore_layer_names(folder: Path) -> None:
-    """Undo what transformers 5.24 does when it saves Kimi K2.5: it names the layers of the language model as those of images."""
+    """Undo what transformers 5.24 does when it saves Kimi K2.5: it gives layers of text the names of those of images."""
     file = folder / "model.safetensors"
     save_file(_rename({r"^(language_model\.model\.)blocks\.": r"\1layers."}, load_file(file)), file)
 
