@@ -74,6 +74,50 @@ class RopeSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerSpec:
+    """What chooses the keys that a query attends to, the best top_k of all before it (DeepSeek-V3.2, GLM-5).
+
+    The score of a key is the sum over heads of relu(q.k / sqrt(head_dim)), times a weight that the query gives each head.
+
+    norm            of keys, a layer norm with bias
+    is_interleaved  how the first values of its heads are rotated, as in LatentSpec
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    norm: NormSpec
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA, DeepSeek-V2: https://arxiv.org/abs/2405.04434).
+
+    Keys and values of all heads are made of one latent row per token, which is cached, with a rotated key that all heads share.
+
+    q_rank      size of the latent row that queries are made of; None: they are made of the input
+    kv_rank     size of the latent row that keys and values are made of
+    nope_dim    of a head of queries and keys, not rotated; rope_dim: rotated, after the others
+    value_dim   of a head of values
+    norm        of both latent rows
+    has_bias    on the projections to the latent rows
+    is_interleaved  2i is rotated with 2i + 1 of the rope_dim values, and not i with i + rope_dim / 2
+    indexer     None: queries attend to all keys before them
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    norm: NormSpec
+    has_bias: bool = False
+    is_interleaved: bool = False
+    indexer: IndexerSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class QueryScaling:
     """A factor on the queries of late positions (Llama 4): 1 + beta * log(1 + floor((position + offset) / original_max))."""
 
@@ -96,6 +140,10 @@ class AttentionSpec:
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
+    is_qk_norm_last q and k are normalised after the rotation, head by head
+    query_scaling  None: queries are the same at any position
+    latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
+                   rotated values stand first. Key and value are both that row
     """
 
     num_heads: int
@@ -114,6 +162,14 @@ class AttentionSpec:
     softcap: float | None = None
     is_softmax_f32: bool = True
     has_sinks: bool = False
+    is_qk_norm_last: bool = False
+    query_scaling: QueryScaling | None = None
+    latent: LatentSpec | None = None
+
+    @property
+    def output_size(self) -> int:
+        """The size of what the heads give together, which the o projection reads."""
+        return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +195,31 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertGroups:
+    """Experts in equal groups, of which a token takes the best `num_chosen`, by the sum of the num_best best scores of each."""
+
+    count: int
+    num_chosen: int
+    num_best: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """A mixture of experts: softmax over all experts in f32, then the top_k of them.
+    """A mixture of experts: scores of all experts in f32, then the top_k of them.
 
     is_renormalized  the chosen weights are divided by their sum
     is_weight_f32    weights stay f32 over the product with the expert's output (Mixtral); otherwise rounded to the dtype
     has_router_bias  the router's logits have a bias
+    scoring          "softmax" over the experts, "sigmoid" of each, or "sparse" (SparseMixer, Phi-3.5-MoE)
+    has_correction   a bias is added to the scores for choosing, but not to the weights (DeepSeek-V3)
+    groups           None: the experts are not grouped
+    least_sum        the least that renormalised weights are divided by
+    routed_scale     multiplies the weights in the end
+    is_router_f32    the router's product is in f32
+    sparse_margin    with "sparse": of the scores, see `sparse_weights` in kernels/reference/moe.py
+    weighs_inputs    the weights multiply what the experts read, not what they give (Llama 4)
+    shared           an expert that every token is given in addition; None: none
+    has_shared_gate  it is multiplied by the sigmoid of a linear layer of one output (Qwen2-MoE)
     """
 
     num_experts: int
@@ -153,6 +228,22 @@ class MoeSpec:
     is_renormalized: bool = True
     is_weight_f32: bool = False
     has_router_bias: bool = False
+    scoring: Literal["softmax", "sigmoid", "sparse"] = "softmax"
+    has_correction: bool = False
+    groups: ExpertGroups | None = None
+    least_sum: float = 0.0
+    routed_scale: float = 1.0
+    is_router_f32: bool = False
+    sparse_margin: float = 0.0
+    weighs_inputs: bool = False
+    shared: MlpSpec | None = None
+    has_shared_gate: bool = False
+
+    @property
+    def is_plain_softmax(self) -> bool:
+        """Whether experts are chosen and weighed by the softmax of the router alone."""
+        is_plain = self.scoring == "softmax" and not self.has_correction and self.groups is None
+        return is_plain and self.least_sum == 0 and self.routed_scale == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +273,7 @@ class ModelSpec:
     embed_scale          multiplies embeddings; is_embed_scale_cast: it is first rounded to the weights' dtype (Gemma)
     num_learned_positions rows of a learned position embedding that is added (GPT-2); 0: none
     embed_norm           normalises the embeddings before the first layer (nanochat)
-    has_head_bias        the logits have a bias (Phi-2)
+    has_head_bias        the output head has a bias (Phi-2, Phi-3.5-MoE)
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     eos_token_ids        of config.json and generation_config.json together
     """

@@ -18,7 +18,7 @@ from quire.model.families import FAMILIES, FamilyPage
 from quire.model.families.sources import Source, Sources
 from quire.model.families.wrappers import NOT_TEXT
 from quire.model.mapped_files import MappedFiles
-from quire.model.parameters import Shape, parameter_shapes
+from quire.model.parameters import Shape, float32_parameters, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
 from quire.model.stored_tensors import listing, open_tensors
 from quire.model.undeclared import refuse_modelopt, refuse_undeclared
@@ -70,10 +70,12 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     _check_names(stored, expected, page, folder)
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    tensors = StoredTensors(stored, files)
+    tensors, exact = StoredTensors(stored, files), float32_parameters(spec)
     return _share_head(
         {
-            name: CheckpointParameter(tensors, source, shapes[name], dtype, is_dense=name in _LOOKED_UP)
+            name: CheckpointParameter(
+                tensors, source, shapes[name], torch.float32 if name in exact else dtype, is_dense=name in _LOOKED_UP
+            )
             for name, source in sources.items()
         },
         spec,
@@ -188,7 +190,9 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
             for piece in group:
                 is_plain = not isinstance(stored.get(piece.name), StoredWeight)
                 is_transposed = piece.is_transposed and is_plain
-                stack = (shapes[name][0],) if piece.entry is not None and is_plain else ()
+                # The entry of what is no stack of experts is one of one.
+                count = shapes[name][0] if source.is_stacked else 1
+                stack = (count,) if piece.entry is not None and is_plain else ()
                 rows = shape[0] // len(group)
                 if piece.rows is not None:
                     before = expected.get(piece.name, (*stack, 0))[len(stack) :]

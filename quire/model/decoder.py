@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, QueryScaling, RopeSpec
+from quire.contracts.model_spec import (
+    AttentionSpec,
+    IndexerSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    QueryScaling,
+    RopeSpec,
+)
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
 from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
+from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
@@ -168,6 +180,29 @@ class Decoder:
         return logits
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where the tokens of a step stand for one layer.
+
+    angles  cos and sin of its rope; None: it has none
+    factor  [T, 1, 1] that scales queries by their positions; None: nothing does
+    """
+
+    angles: tuple[Tensor, Tensor] | None
+    step: AttentionMetadata
+    k_cache: Tensor
+    v_cache: Tensor
+    factor: Tensor | None = None
+
+    def rotate(self, heads: Tensor, is_interleaved: bool = False) -> Tensor:
+        """Return heads [T, H, D] rotated."""
+        return heads if self.angles is None else rotate(heads, *self.angles, is_interleaved=is_interleaved)
+
+    def scale(self, q: Tensor) -> Tensor:
+        """Return queries [T, H, D] scaled by their positions."""
+        return q if self.factor is None else q * self.factor
+
+
 class DecoderLayer:
     """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
 
@@ -190,16 +225,17 @@ class DecoderLayer:
         attended  what attention reads where it is not the normed input
         factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
         """
-        spec = self.spec
+        spec, attention = self.spec, self.spec.attention
         normed = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         before = x
-        scaling, rope = spec.attention.query_scaling, spec.attention.rope
-        q, k, v = self._heads(normed, spec.attention, None if rope is None else angles[rope])
-        if scaling is not None and factors is not None:
-            q = q * factors[scaling]
-        store_kv(k, v, k_cache, v_cache, step.slots)
-        y = attend(q, k_cache, v_cache, step, spec.attention, self._parameters.get("sinks.weight"))
-        x = self._add(x, self._norm(self._linear(y.flatten(1), "o"), spec.attn_out, "attn_out"))
+        scaling, rope = attention.query_scaling, attention.rope
+        if scaling is not None and factors is None:
+            raise InvariantError("a layer that scales queries by their positions is run without factors")
+        factor = None if scaling is None or factors is None else factors[scaling]
+        place = LayerPlace(None if rope is None else angles[rope], step, k_cache, v_cache, factor)
+        run = self._attention if attention.latent is None else self._latent_attention
+        y = run(normed, attention, place)
+        x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         if spec.is_parallel:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
@@ -217,8 +253,7 @@ class DecoderLayer:
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
 
-    def _heads(self, x: Tensor, spec: AttentionSpec, angles: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v [T, heads, head_dim] as attention takes them."""
+    def _attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
         q, k, v = self._linear(x, "q"), self._linear(x, "k"), self._linear(x, "v")
         if spec.clip_qkv is not None:
             q, k, v = (y.clamp(-spec.clip_qkv, spec.clip_qkv) for y in (q, k, v))
@@ -228,24 +263,69 @@ class DecoderLayer:
         by_head = None if spec.qk_norm_over == "all" else spec.qk_norm
         if by_head is not None and not spec.is_qk_norm_last:
             q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
-        if angles is not None:
-            q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = place.rotate(q), place.rotate(k)
         if by_head is not None and spec.is_qk_norm_last:
             q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
-        return q, k, v
+        store_kv(k, v, place.k_cache, place.v_cache, place.step.slots)
+        attended = attend(place.scale(q), place.k_cache, place.v_cache, place.step, spec, self._parameters.get("sinks.weight"))
+        return self._linear(attended.flatten(1), "o")
+
+    def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
+        """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find
+        out of it by the values' half."""
+        latent = spec.latent
+        assert latent is not None
+        nope, rank = latent.nope_dim, latent.kv_rank
+        q_latent = x if latent.q_rank is None else self._norm(self._linear(x, "q_a"), latent.norm, "q_a_norm")
+        q = self._linear(q_latent, "q")
+        q_nope, q_rope = q.view(len(x), spec.num_heads, -1).split((nope, latent.rope_dim), -1)
+        row, k_rope = self._linear(x, "kv_a").split((rank, latent.rope_dim), -1)
+        row = self._norm(row, latent.norm, "kv_a_norm")
+        up = self._parameters["kv_b.weight"].view(spec.num_heads, -1, rank)
+        q_rope, k_rope = (place.rotate(heads, latent.is_interleaved) for heads in (q_rope, k_rope[:, None]))
+        q = place.scale(torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, up[:, :nope])), -1))
+        row = torch.cat((k_rope, row[:, None]), -1)
+        if latent.indexer is None:
+            store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
+            attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
+        else:
+            # The keys of the indexer lie where there would be values: rows are both.
+            index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
+            store_index_keys(row[:, 0], place.k_cache, place.step.slots)
+            store_index_keys(keys, place.v_cache, place.step.slots)
+            attended = attend_indexed(q, index, (place.k_cache, place.v_cache), place.step, spec, latent.indexer)
+        attended = attended[..., latent.rope_dim :]
+        return self._linear(torch.einsum("thr,hvr->thv", attended, up[:, nope:]).flatten(1), "o")
+
+    def _index(
+        self, x: Tensor, q_latent: Tensor, spec: IndexerSpec, rope_dim: int, place: LayerPlace
+    ) -> tuple[IndexQueries, Tensor]:
+        """Return what tokens ask the indexer, and its keys [T, D]."""
+        q = self._linear(q_latent, "index_q").view(len(x), spec.num_heads, spec.head_dim)
+        k = self._norm(self._linear(x, "index_k"), spec.norm, "index_k_norm")[:, None]
+        q, k = (
+            torch.cat((place.rotate(heads[..., :rope_dim], spec.is_interleaved), heads[..., rope_dim:]), -1) for heads in (q, k)
+        )
+        weights = self._linear(x, "index_weights").float() * spec.num_heads**-0.5
+        return IndexQueries(q, weights), k[:, 0]
 
     def _mlp(self, x: Tensor) -> Tensor:
         spec = self.spec.mlp
         if isinstance(spec, MoeSpec):
             modules = ("router", "experts.gate_up", "experts.down")
-            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in modules))
-            return mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
+            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in (*modules, "correction")))
+            y = mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
+            return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
         return self._linear(self._activate(x, spec), "down")
 
-    def _activate(self, x: Tensor, spec: MlpSpec) -> Tensor:
+    def _shared_expert(self, x: Tensor, spec: MoeSpec, expert: MlpSpec) -> Tensor:
+        y = self._linear(self._activate(x, expert, "shared."), "shared.down")
+        return torch.sigmoid(self._linear(x, "shared_scale")) * y if spec.has_shared_gate else y
+
+    def _activate(self, x: Tensor, spec: MlpSpec, prefix: str = "") -> Tensor:
         if spec.is_gated:
-            return apply_gate(self._linear(x, "gate"), self._linear(x, "up"), spec)
-        up = self._linear(x, "up")
+            return apply_gate(self._linear(x, f"{prefix}gate"), self._linear(x, f"{prefix}up"), spec)
+        up = self._linear(x, f"{prefix}up")
         if spec.activation == "xielu":
             return apply_xielu(up, self._parameters["xielu_positive.weight"], self._parameters["xielu_negative.weight"])
         return ACTIVATIONS[spec.activation](up)

@@ -235,6 +235,8 @@ class DeviceLayer:
         self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
         biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
         self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
+        self._correction, scale = own.get("correction.bias"), own.get("shared_scale.weight")
+        self._shared_scale = None if scale is None else DeviceLinear((scale,), None, is_in_order)
         self._sinks = own.get("sinks.weight")
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
@@ -300,9 +302,11 @@ class DeviceLayer:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-            given = y, self._router(y), spec, *weights, self._is_in_order, self._expert_biases
+            logits = self._router(y.float() if spec.is_router_f32 else y)
+            given = y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
             if self._ranks is None:
-                return mixture_of_experts(*given)
+                out = mixture_of_experts(*given)
+                return out if spec.shared is None else out + self._shared_expert(y, spec.shared)
             if "experts.down" in self._ranks.row_parallel:
                 return self._ranks.sum_parts(mixture_of_experts(*given))
             return self._ranks.gather_outputs(mixture_of_experts(*given, gather=self._ranks.gather_inner))
@@ -313,6 +317,11 @@ class DeviceLayer:
         if self._xielu is not None:
             return self._close("down", apply_xielu(both, *self._xielu))
         return self._close("down", activate(both, None, spec.activation))
+
+    def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
+        gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
+        out = self._linears["shared.down"](activate(gate, up, spec.activation))
+        return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
 
 
 T = TypeVar("T")

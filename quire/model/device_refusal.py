@@ -18,6 +18,8 @@ def ranks_refusal(spec: ModelSpec) -> str | None:
         attention = layer.attention
         if attention.qk_norm is not None and attention.qk_norm_over == "each":
             return "a norm of q and k with weights of its own for each head"
+        if isinstance(layer.mlp, MoeSpec) and (layer.mlp.shared is not None or not layer.mlp.is_plain_softmax):
+            return "a mixture with shared experts, or with another routing than a plain softmax,"
     return None
 
 
@@ -26,6 +28,10 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "a clamped gate outside of a mixture of experts"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu":
         return "xielu in a mixture of experts"
+    if isinstance(layer.mlp, MoeSpec) and layer.mlp.weighs_inputs:
+        return "a mixture whose weights multiply the experts' inputs"
+    if layer.attention.latent is not None:
+        return "multi-head latent attention"
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"

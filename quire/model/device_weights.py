@@ -24,7 +24,7 @@ from quire.kernels.triton.quantized_weights import (
 from quire.model.device_copies import DeviceCopies
 from quire.model.device_linear import DeviceWeight
 from quire.model.device_shards import DeviceShard, Opened, reason_not_to_take_columns, take_columns, take_rows
-from quire.model.parameters import Shape, parameter_shapes
+from quire.model.parameters import Shape, float32_parameters, parameter_shapes
 from quire.quant.float8 import Float8Weight
 from quire.quant.parameters import Parameter, QuantizedStack, StoredParameter
 from quire.quant.policy import ParameterQuantizer
@@ -104,6 +104,7 @@ class _Loader:
         self._parameters, self._device, self._quantize, self._shard = parameters, device, quantize, shard
         self._copies = DeviceCopies.to(device)
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._exact = float32_parameters(spec)
         shapes = dict(parameter_shapes(spec) if shapes is None else shapes)
         shapes |= {name: shapes["embed.weight"] for name in _ENDS[1:] if name in parameters and name not in shapes}
         whole = {name: shape[0] for name, shape in shapes.items()}
@@ -374,7 +375,8 @@ class _Loader:
         """Fill the place of a dense parameter."""
         if place.name not in self._dense:
             size = (self._sizes[place.name], *self._shapes[name][1:])
-            self._dense[place.name] = torch.empty(size, dtype=self._dtype, device=self._device)
+            dtype = torch.float32 if name in self._exact else self._dtype
+            self._dense[place.name] = torch.empty(size, dtype=dtype, device=self._device)
         self._copy_one(weight, self._dense[place.name][place.start : place.start + place.count], name)
 
     def _copy_one(self, weight: Opened, out: Tensor, name: str) -> None:
@@ -387,7 +389,12 @@ class _Loader:
 def _is_linear(name: str) -> bool:
     """Return whether a joined name is that of a weight that kernels may runs quantised."""
     parts = name.split(".")
-    return name in _ENDS or (len(parts) == 4 and parts[0] == "layers" and parts[2] in _LINEARS and parts[3] == "weight")
+    return name in _ENDS or (_is_projection(parts) and parts[-2] in _LINEARS and parts[-1] == "weight")
+
+
+def _is_projection(parts: list[str]) -> bool:
+    """Return whether a name in parts is that of a projection, or of one of a shared expert."""
+    return parts[0] == "layers" and (len(parts) == 4 or (len(parts) == 5 and parts[2] == "shared"))
 
 
 def _places(shapes: Mapping[str, Shape], whole: Mapping[str, int]) -> dict[str, _Place]:
@@ -395,8 +402,8 @@ def _places(shapes: Mapping[str, Shape], whole: Mapping[str, int]) -> dict[str, 
     ends: dict[str, int] = {}
     for name, shape in shapes.items():  # q, k, v and gate, up come in this order
         parts = name.split(".")
-        if len(parts) == 4 and parts[0] == "layers" and parts[2] in _JOINED:
-            parts[2] = _JOINED[parts[2]]
+        if _is_projection(parts) and parts[-2] in _JOINED:
+            parts[-2] = _JOINED[parts[-2]]
         joined = ".".join(parts)
         start = ends.get(joined, 0)
         found[name] = _Place(joined, start, shape[0], whole[name])

@@ -14,7 +14,16 @@ from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import (
+    AttentionSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 from quire.kernels.reference.activation import XIELU_BETA
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
@@ -26,6 +35,7 @@ from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse": 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
 _CHECKED_ROWS = 1024
 """Of a weight at once, where a copy is made."""
@@ -35,6 +45,8 @@ _SHORT_FROM = 1 << 26
 """Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
 _SCREENED_FROM = 1 << 20
 """Weights of a head from which on its best outputs are found by way of a copy in bytes: a smaller one is quickly read."""
+_MAX_EXPERTS, _MAX_GROUPS = 4096, 64
+"""See csrc/elementwise.h."""
 _MAX_WINDOW = 2**31 - 1
 """A window of so many tokens is none: positions have 32 bits."""
 
@@ -48,12 +60,18 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return f"heads of {min(odd)} values (an odd number)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.clamp is not None for layer in spec.layers):
         return "a clamped gate outside of a mixture of experts"
-    if any(isinstance(layer.mlp, MoeSpec) and layer.is_parallel for layer in spec.layers):
+    mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
+    if any(layer.is_parallel for layer, _ in mixtures):
         return "a mixture of experts in parallel to attention"
-    if any(isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.activation == "xielu" for layer in spec.layers):
+    if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
+    num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
+    if num_groups > _MAX_GROUPS or any(moe.num_experts > _MAX_EXPERTS for _, moe in mixtures):
+        return f"more than {_MAX_EXPERTS} experts, or {_MAX_GROUPS} groups of them"
     if any(layer.attention.query_scaling is not None and _changes_rope(layer) for layer in spec.layers):
         return "queries scaled by position with a rope that depends on the length"
+    if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+        return "an indexer of keys"
     if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     return None
@@ -209,7 +227,9 @@ class NativeModelBuilder:
         self._plan.is_near = self._packer.is_near
         return NativeParts(embedding, head, kept, self._packer.num_bytes, self._screen_bytes)
 
-    def _pack(self, name: str, dtype: torch.dtype | None = None, rows: ShardRange | None = None) -> NativeWeight:
+    def _pack(
+        self, name: str, dtype: torch.dtype | None = None, rows: ShardRange | None = None, is_exact: bool = False
+    ) -> NativeWeight:
         """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
         weight = self._open(parameter) if isinstance(parameter, StoredParameter) else parameter
@@ -223,7 +243,8 @@ class NativeModelBuilder:
                 weight, is_quantized = self._quantized(f"{name}.weight", weight), True
             weight = self._packer.fitting(weight, dtype)
             weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
-        packed = self._packer.pack(weight if is_quantized else self._quantized(f"{name}.weight", weight), bias, dtype)
+        weight = weight if is_quantized else self._quantized(f"{name}.weight", weight)
+        packed = self._packer.pack(weight, bias, dtype, is_exact=is_exact)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
         return packed
@@ -285,14 +306,11 @@ class NativeModelBuilder:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
         for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
-        is_whole, is_each = attention.qk_norm_over == "all", attention.qk_norm_over == "each"
-        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
-            size = attention.head_dim * (heads if is_whole else 1)
-            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
-        rows = _attention_rows(spec, shard)
-        for name in ("q", "k", "v", "o"):
-            setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        if attention.latent is None:
+            self._build_heads(layer, spec, prefix, shard)
+        else:
+            self._build_latent(layer, attention, attention.latent, prefix, shard)
         if shard is not None:
             _set_shard(layer, spec, shard)
         layer.scale, layer.window, layer.softcap = (
@@ -300,21 +318,60 @@ class NativeModelBuilder:
             min(attention.window or 0, _MAX_WINDOW),
             attention.softcap or 0.0,
         )
+        if attention.query_scaling is not None:
+            scaling = attention.query_scaling
+            layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
         sinks = self._vector(f"{prefix}sinks.weight")
         if sinks is not None and shard is not None:
             sinks = sinks[shard.heads.heads.start : shard.heads.heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
-        layer.is_qk_norm_whole, layer.is_qk_norm_each, layer.is_qk_norm_last = is_whole, is_each, attention.is_qk_norm_last
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
-        scaling = attention.query_scaling
-        if scaling is not None:
-            layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
         if isinstance(spec.mlp, MoeSpec):
             self._build_experts(layer, spec.mlp, prefix, shard)
         else:
             self._build_mlp(layer, spec.mlp, prefix, shard)
         return layer
+
+    def _build_heads(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
+        attention = spec.attention
+        is_whole, is_each = attention.qk_norm_over == "all", attention.qk_norm_over == "each"
+        layer.is_qk_norm_whole, layer.is_qk_norm_each, layer.is_qk_norm_last = is_whole, is_each, attention.is_qk_norm_last
+        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+            size = attention.head_dim * (heads if is_whole else 1)
+            self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
+        rows = _attention_rows(spec, shard)
+        for name in ("q", "k", "v", "o"):
+            setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
+
+    def _build_latent(
+        self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None
+    ) -> None:
+        """Pack the projections, and of kv_b for each head what brings queries into the latent space, and values out of it.
+
+        These are kept in the model's dtype: the former is transposed, across the groups of a quantised weight.
+        """
+        q_a = None if latent.q_rank is None else self._pack(f"{prefix}q_a")
+        heads = ShardRange(0, attention.num_heads) if shard is None else shard.heads.heads
+        q_dim = latent.nope_dim + latent.rope_dim
+        layer.q = self._pack(f"{prefix}q", rows=None if shard is None else ShardRange(heads.start * q_dim, heads.stop * q_dim))
+        layer.k = self._pack(f"{prefix}kv_a")
+        layer.o = self._pack(f"{prefix}o", rows=None if shard is None else shard.outputs)
+        sizes = latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim
+        layer.set_latent(*sizes, latent.is_interleaved, q_a)
+        if latent.q_rank is not None:
+            self._set_norm(layer.latent_q_norm, latent.norm, f"{prefix}q_a_norm", latent.q_rank)
+        self._set_norm(layer.latent_kv_norm, latent.norm, f"{prefix}kv_a_norm", latent.kv_rank)
+        parameter = self._parameters.pop(f"{prefix}kv_b.weight")
+        weight = parameter.open() if isinstance(parameter, StoredParameter) else parameter
+        if not isinstance(weight, Tensor):
+            weight = weight.dequantize(self._dtype)
+        for head in weight.view(attention.num_heads, -1, latent.kv_rank)[heads.start : heads.stop]:
+            key_up = head[: latent.nope_dim].t().contiguous()
+            parts = (key_up, head[latent.nope_dim :].contiguous())
+            layer.add_latent_head(*(self._packer.pack(part, may_be_short=False) for part in parts))
+        if isinstance(parameter, StoredParameter):
+            parameter.give_back()
 
     def _build_mlp(self, layer: Any, spec: MlpSpec, prefix: str, shard: LayerShard | None) -> None:
         layer.set_activation(_ACTIVATIONS[spec.activation])
@@ -340,7 +397,10 @@ class NativeModelBuilder:
         if spec.expert.clamp is not None:
             layer.gate_limit, layer.gate_slope = spec.expert.clamp.limit, spec.expert.clamp.slope
         # Routing decides which weights a token meets: it is computed in f32.
-        layer.router = self._pack(f"{prefix}router", torch.float32)
+        layer.router = self._pack(f"{prefix}router", torch.float32, is_exact=spec.is_router_f32)
+        layer.routing, layer.weighs_inputs = self._routing(spec, prefix), spec.weighs_inputs
+        if spec.shared is not None:
+            self._build_shared(layer, spec, prefix, shard)
         size = spec.expert.intermediate_size
         inner = ShardRange(0, size) if shard is None else shard.inner
         outputs = ShardRange(0, self._spec.hidden_size) if shard is None else shard.outputs
@@ -349,6 +409,26 @@ class NativeModelBuilder:
         down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,))
         for parts in zip(both, down, strict=True):
             layer.add_expert(*parts[0], *parts[1])
+
+    def _routing(self, spec: MoeSpec, prefix: str) -> Any:
+        routing, correction = self._native.Routing(), self._vector(f"{prefix}correction.bias")
+        groups = spec.groups
+        routing.set(
+            _SCORINGS[spec.scoring],
+            *((1, 1, 1) if groups is None else (groups.count, groups.num_chosen, groups.num_best)),
+            least_sum=spec.least_sum,
+            scale=spec.routed_scale,
+            threshold=spec.sparse_margin,
+            correction=[] if correction is None else correction.float().tolist(),
+        )
+        return routing
+
+    def _build_shared(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
+        for name in ("gate", "up", "down"):
+            rows = None if shard is None else shard.outputs if name == "down" else shard.shared_inner
+            setattr(layer, f"shared_{name}", self._pack(f"{prefix}shared.{name}", rows=rows))
+        if spec.has_shared_gate:
+            layer.shared_scale = self._pack(f"{prefix}shared_scale")
 
     def _pack_experts(self, module: str, num_experts: int, ranges: tuple[ShardRange, ...]) -> list[list[NativeWeight]]:
         """Return the weights of every expert of a stack, one for each range of its rows. All read their inputs in one form:
@@ -425,6 +505,8 @@ def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
     layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
     is_mixture = isinstance(spec.mlp, MoeSpec)
+    if is_mixture and spec.mlp.shared is not None:
+        layer.first_shared_inner, layer.total_shared_inner = shard.shared_inner.start, spec.mlp.shared.intermediate_size
     layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size
 
 

@@ -40,16 +40,23 @@ def _row_words(spec: ModelSpec) -> int:
     layers = spec.layers
     hidden = _stride(spec.hidden_size)
     qkv = max(_heads_size(layer.attention.num_heads + 2 * layer.attention.num_kv_heads, layer) for layer in layers)
+    latent = max(_latent_words(layer.attention) for layer in layers)
     attended = max(_heads_size(layer.attention.num_heads, layer) for layer in layers)
-    inner = packed = experts = 0
+    inner = packed = experts = shared = 0
     for layer in layers:
         sites = [spec.hidden_size, layer.attention.num_heads * layer.attention.head_dim]
+        if layer.attention.latent is not None:
+            sites.append(layer.attention.num_heads * layer.attention.latent.nope_dim)
         if isinstance(layer.mlp, MoeSpec):
             top_k, size = layer.mlp.top_k, layer.mlp.expert.intermediate_size
             inner = max(inner, _stride(size) * top_k)
             # Every token is packed once for each of its experts; so are its results.
             sites += [spec.hidden_size * top_k, size * top_k]
-            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 4))
+            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 5))
+            if layer.mlp.shared is not None:
+                inner = max(inner, _stride(layer.mlp.shared.intermediate_size))
+                sites.append(layer.mlp.shared.intermediate_size)
+                shared = hidden + 1
         else:
             inner = max(inner, _stride(layer.mlp.intermediate_size))
             sites.append(layer.mlp.intermediate_size)
@@ -57,7 +64,16 @@ def _row_words(spec: ModelSpec) -> int:
     has_router = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
     # The router reads f32.
     packed = max(packed, spec.hidden_size) if has_router else packed
-    return 2 * hidden + _stride(qkv) + _stride(attended) + inner + experts + packed
+    return 2 * hidden + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed
+
+
+def _latent_words(attention: AttentionSpec) -> int:
+    """Return what multi-head latent attention takes beside questions and answers in the latent space."""
+    latent = attention.latent
+    if latent is None:
+        return 0
+    questions = attention.num_heads * (latent.nope_dim + latent.rope_dim)
+    return sum(map(_stride, (attention.head_dim, latent.q_rank or 0, questions, attention.output_size)))
 
 
 def _heads_size(num_heads: int, layer: LayerSpec) -> int:

@@ -63,11 +63,13 @@ class WeightPacker:
         bias: Tensor | None = None,
         dtype: torch.dtype | None = None,
         may_be_short: bool = True,
+        is_exact: bool = False,
     ) -> NativeWeight:
         """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way.
 
         dtype         of a weight that is not packed as integers, where that is not the model's
         may_be_short  False: plain bfloat16, for weights that are run as a pair and must be alike
+        is_exact      a dense weight is not rounded to the model's dtype before it is brought to `dtype`
         """
         weight = self.fitting(weight, dtype)
         if isinstance(weight, QuantizedWeight):
@@ -75,7 +77,7 @@ class WeightPacker:
         elif isinstance(weight, Float8Weight):
             packed = self._pack_float8(weight, bias)
         else:
-            packed = self._pack_dense(weight, bias, dtype or self._dtype, may_be_short)
+            packed = self._pack_dense(weight, bias, dtype or self._dtype, may_be_short, is_exact)
         self.num_bytes += packed.num_bytes
         return packed
 
@@ -98,7 +100,9 @@ class WeightPacker:
             logger.warning("some %s weights do not fit the native layouts and are kept in %s", kind, self._dtype)
         self._has_warned = True
 
-    def _pack_dense(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool) -> NativeWeight:
+    def _pack_dense(
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, may_be_short: bool, is_exact: bool = False
+    ) -> NativeWeight:
         num_rows, num_columns = weight.shape
         is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
         step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)
@@ -107,7 +111,8 @@ class WeightPacker:
         is_mapped = is_view and is_file_view(weight)
         packed: NativeWeight = None
         for first in range(0, num_rows, step):
-            rows = weight[first : first + step].to(self._dtype).to(dtype).contiguous()
+            rows = weight[first : first + step]
+            rows = (rows if is_exact else rows.to(self._dtype)).to(dtype).contiguous()
             packed = packed or self._native.Weight(self._format(rows, may_be_short), num_rows, num_columns)
             packed.pack(
                 rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 
 Shape = tuple[int, ...]
 
@@ -13,6 +13,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
     rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads]. The two
     numbers of xielu, before the softplus that makes them positive, are xielu_positive.weight and xielu_negative.weight, [1].
+    Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head those of its key first.
     """
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden), **_norm("embed_norm", spec.embed_norm, hidden)}
@@ -26,6 +27,16 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     if spec.has_head_bias:
         shapes["lm_head.bias"] = (spec.vocab_size,)
     return shapes
+
+
+def float32_parameters(spec: ModelSpec) -> frozenset[str]:
+    """Return the names of parameters that are float32 whatever the model's dtype is: what decides between close experts."""
+    names: set[str] = set()
+    for index, layer in enumerate(spec.layers):
+        if isinstance(layer.mlp, MoeSpec):
+            names |= {f"layers.{index}.correction.bias"} if layer.mlp.has_correction else set()
+            names |= {f"layers.{index}.router.weight"} if layer.mlp.is_router_f32 else set()
+    return frozenset(names)
 
 
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
@@ -60,6 +71,8 @@ def _linear(name: str, rows: int, columns: int, has_bias: bool) -> dict[str, Sha
 
 def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if spec.latent is not None:
+        return _latent_attention(spec, spec.latent, hidden)
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
         **_linear("k", kv_size, hidden, spec.has_qkv_bias),
@@ -68,6 +81,30 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **_head_norm("k_norm", spec, spec.num_kv_heads),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
+    }
+
+
+def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> dict[str, Shape]:
+    q_size, rank = spec.num_heads * (latent.nope_dim + latent.rope_dim), latent.kv_rank
+    q = _linear("q", q_size, latent.q_rank or hidden, False)
+    if latent.q_rank is not None:
+        q = {**_linear("q_a", latent.q_rank, hidden, latent.has_bias), **_norm("q_a_norm", latent.norm, latent.q_rank), **q}
+    return {
+        **q,
+        **_linear("kv_a", rank + latent.rope_dim, hidden, latent.has_bias),
+        **_norm("kv_a_norm", latent.norm, rank),
+        **_linear("kv_b", spec.num_heads * (latent.nope_dim + latent.value_dim), rank, False),
+        **({} if latent.indexer is None else _indexer(latent.indexer, latent.q_rank or hidden, hidden)),
+        **_linear("o", hidden, spec.output_size, spec.has_o_bias),
+    }
+
+
+def _indexer(spec: IndexerSpec, query_size: int, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("index_q", spec.num_heads * spec.head_dim, query_size, False),
+        **_linear("index_k", spec.head_dim, hidden, False),
+        **_norm("index_k_norm", spec.norm, spec.head_dim),
+        **_linear("index_weights", spec.num_heads, hidden, False),
     }
 
 
@@ -83,8 +120,11 @@ def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
     inner, has_bias = spec.expert.intermediate_size, spec.expert.has_bias
     return {
         **_linear("router", spec.num_experts, hidden, spec.has_router_bias),
+        **({"correction.bias": (spec.num_experts,)} if spec.has_correction else {}),
         "experts.gate_up.weight": (spec.num_experts, 2 * inner, hidden),
         **({"experts.gate_up.bias": (spec.num_experts, 2 * inner)} if has_bias else {}),
         "experts.down.weight": (spec.num_experts, hidden, inner),
         **({"experts.down.bias": (spec.num_experts, hidden)} if has_bias else {}),
+        **({} if spec.shared is None else {f"shared.{name}": shape for name, shape in _mlp(spec.shared, hidden).items()}),
+        **(_linear("shared_scale", 1, hidden, False) if spec.has_shared_gate else {}),
     }

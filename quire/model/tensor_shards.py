@@ -23,12 +23,14 @@ class LayerShard:
 
     heads    its query heads, and the key and value heads that they read
     inner    its columns of the inside of the feed-forward block, of every expert
+    shared_inner  the same of the expert that all tokens are given
     outputs  its columns of the residual stream: rows of o and down
     total_heads, total_kv_heads  of all ranks together
     """
 
     heads: HeadRange
     inner: ShardRange
+    shared_inner: ShardRange
     outputs: ShardRange
     total_heads: int
     total_kv_heads: int
@@ -40,6 +42,7 @@ class LayerShard:
         return cls(
             head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
             _output_range(_inner_size(layer), rank, shares),
+            _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
             attention.num_heads,
             attention.num_kv_heads,
@@ -50,6 +53,11 @@ def _inner_size(layer: LayerSpec) -> int:
     return layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
 
 
+def _shared_inner_size(layer: LayerSpec) -> int:
+    shared = layer.mlp.shared if isinstance(layer.mlp, MoeSpec) else None
+    return _inner_size(layer) if shared is None else shared.intermediate_size
+
+
 def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
     """Return the outputs of a rank: whole panels of the kernels where there are enough; results do not depend on that."""
     return shard_range(total, rank, shares, OUTPUT_MULTIPLE if total >= OUTPUT_MULTIPLE * len(shares) else 1)
@@ -57,7 +65,7 @@ def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that a rank has; norms, routers and learned positions are whole on every rank.
+    """The part of a model that a rank has; norms, routers, positions and what makes latent rows are whole on every rank.
 
     vocabulary  its rows of the embedding and of the LM head
     """
@@ -73,9 +81,15 @@ class ModelShard:
 
         Raises ConfigError where a rank would have no part of a weight.
         """
+        if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank"
+            )
         layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
-        least = min(spec.vocab_size, spec.hidden_size, *(_inner_size(layer) for layer in spec.layers))
+        least = min(
+            spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers)
+        )
         if least < len(shares):
             raise ConfigError(f"tensor_parallel_size must be at most {least} for this model, got {len(shares)}")
         return found
@@ -92,12 +106,17 @@ class ModelShard:
         _, index, *middle, _ = name.split(".")
         layer, module = self.layers[int(index)], ".".join(middle)
         heads, kv_heads = layer.heads.heads.size, layer.heads.kv_heads.size
+        if module == "kv_b":
+            return (shape[0] // layer.total_heads * heads, *shape[1:])
         if module in ("q", "k", "v", "sinks"):
             own = kv_heads if module in ("k", "v") else heads
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
             return (shape[0] // total * own, *shape[1:])
         if module in ("o", "down", "gate", "up"):
             return ((layer.inner if module in ("gate", "up") else layer.outputs).size, *shape[1:])
+        if module.startswith("shared."):
+            rows = layer.outputs if module == "shared.down" else layer.shared_inner
+            return (rows.size, *shape[1:])
         if module.startswith("experts."):
             return (shape[0], 2 * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
         return shape

@@ -19,13 +19,17 @@ from quire.quant.weight import QuantizedWeight
 
 _EMBED = "embed.weight"
 _MLP = ("gate", "up", "down")
-_LINEARS = ("q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down")
+_LINEARS = (
+    *("q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down"),
+    *("shared.gate", "shared.up", "shared.down", "q_a", "kv_a"),
+)
+"""Not kv_b of multi-head latent attention: decoders transpose a half of it, and keep it in the model's dtype."""
 _PROGRESS_DELAY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPolicy:
-    """The scheme of every weight. Norms, biases, routers and position embeddings stay as they are.
+    """The scheme of every weight. Norms, biases, routers, position embeddings and kv_b of latent attention stay as they are.
 
     linears          of the projections of attention, MLPs and experts
     embedding, head  of the embedding and the output head; a tied model has the first alone. None: left as it is

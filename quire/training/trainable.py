@@ -42,6 +42,10 @@ def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
         "scaled or partial rope": rope is None or rope.kind != "default" or rope.dim != attention.head_dim,
         "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),
         "attention sinks": attention.has_sinks,
+        "latent attention": attention.latent is not None,
+        "norms after the rotation, or queries scaled by position": (
+            attention.is_qk_norm_last or attention.query_scaling is not None
+        ),
         "queries and keys that are normed together": attention.qk_norm is not None and attention.qk_norm_over != "head",
         "scaled attention, residuals or logits": (
             attention.scale != attention.head_dim**-0.5

@@ -42,6 +42,13 @@ _LLAMA4 = {
     "rope_parameters": _LLAMA3,
 }
 
+_LLAMA4_MOE = {**_LLAMA4, "intermediate_size": 40, "moe_layers": [1, 3], "num_local_experts": 5, "num_experts_per_tok": 2}
+_KIMI = {
+    **{"q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3},
+    **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}
+
 CASES: dict[str, tuple[str, Options]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 4}),
     "smollm3-window": (
@@ -92,6 +99,7 @@ CASES: dict[str, tuple[str, Options]] = {
     "cwm": ("cwm", {"head_dim": 16, "num_hidden_layers": 3, "sliding_window": 11, "rope_parameters": _LLAMA3}),
     "nanochat": ("nanochat", {"final_logit_softcapping": 3.0, "attention_bias": True}),
     "llama4-dense": ("llama4_text", _LLAMA4),
+    "llama4-moe": ("llama4_text", _LLAMA4_MOE),
 }
 
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -99,6 +107,7 @@ _QWEN3_VISION: Options = {
     **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48},
     **{"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
 }
+_KIMI_VISION: Options = {**_VISION, "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8}
 _PIXTRAL = {"model_type": "pixtral", **_VISION, "image_size": 28, "patch_size": 14}
 
 WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
@@ -110,6 +119,8 @@ WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
         {"head_dim": 16, "rope_parameters": _rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True)},
         _QWEN3_VISION,
     ),
+    "mistral3-mistral4": ("mistral3", "mistral4", {**_KIMI, "rope_parameters": _MINISTRAL3}, _PIXTRAL),
+    "kimi-k25": ("kimi_k25", "deepseek_v3", _KIMI, _KIMI_VISION),
     "internvl": (
         "internvl",
         "qwen3",
@@ -196,6 +207,12 @@ CONVERTED: dict[str, tuple[str, Options, Options, Convert]] = {
 """Case -> the model type and options of the model in transformers that it is, what its config.json says, and its tensors."""
 
 ORIGINAL = "original"
+
+
+def restore_layer_names(folder: Path) -> None:
+    """Undo what transformers 5.24 does when it saves Kimi K2.5: it gives layers of text the names of those of images."""
+    file = folder / "model.safetensors"
+    save_file(_rename({r"^(language_model\.model\.)blocks\.": r"\1layers."}, load_file(file)), file)
 
 
 def convert(folder: Path, case: str) -> None:

@@ -15,7 +15,7 @@ from quire.model.build import load_model, whole_prompt_logits
 from quire.model.config_reader import read_model_spec
 from quire.model.families.config_view import ConfigView
 from tests.golden import dense_cases
-from tests.golden.make_checkpoints import reference_model
+from tests.golden.make_checkpoints import LATENT_CASES, case_params, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -23,8 +23,10 @@ TOLERANCE = 1e-4
 CASES = (
     *("llama", "mistral-window", "qwen2-window", "qwen3", "gemma", "gemma2", "gemma3", "phi3-window", "gpt2", "olmo2"),
     *("gpt-oss", "granite", "mixtral-window", "qwen3-moe"),
+    *("qwen2-moe-window", "olmoe", "flex-olmo", "glm4-moe", "minimax-m2", "ernie4-5-moe-bias", "hunyuan-moe", "phimoe"),
+    *("granitemoe-shared", "dots1-window", "solar-open", "exaone-moe", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"),
+    *("mistral4", "minicpm3", "deepseek-v32", "glm-moe-dsa"),
 )
-ALL_CASES = [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in dense_cases.CASES)]
 IDS = torch.randint(3, 126, (40,), generator=torch.Generator().manual_seed(1)).tolist()
 _OF_TRANSFORMERS = {
     # What says how transformers itself runs, loads or shows a model.
@@ -39,6 +41,10 @@ _ELSEWHERE = {
     **{"no_rope_layer_interval": 2, "attention_chunk_size": 8, "routed_scaling_factor": 2.0, "num_nextn_predict_layers": 2},
     **{"use_bias": True, "qkv_bias": True, "kv_channels": 4, "scoring_func": "sigmoid", "logit_scale": 3.0},
 }
+_REFUSED = {"deepseek-v2": ("scoring_func",)}
+"""Of these what a family knows and refuses."""
+_OF_LATENT_CLASSES = {"head_dim", "qk_head_dim"}
+"""Sums and copies of other fields in classes with latent attention, which fail in transformers with other values."""
 
 
 class _Watched(ConfigView):
@@ -77,7 +83,8 @@ def written(checkpoint, case, tmp_path):
     """Return a folder whose config.json names every field of its class that has a plain value, and that config."""
     folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / case)
     stored = json.loads((folder / "config.json").read_text())
-    config = {**AutoConfig.from_pretrained(folder).to_dict(), **_ELSEWHERE, **stored}
+    elsewhere = {name: value for name, value in _ELSEWHERE.items() if name not in _REFUSED.get(case, ())}
+    config = {**elsewhere, **AutoConfig.from_pretrained(folder).to_dict(), **stored}
     config = {name: value for name, value in config.items() if name in stored or is_plain(value)}
     return folder, config
 
@@ -96,21 +103,23 @@ def reference_logits(folder):
         return reference_model(folder)(torch.tensor([IDS])).logits[0]
 
 
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("case", case_params((*CASES, *dense_cases.CASES)))
 def test_fields_that_are_not_read_have_no_effect(checkpoint, tmp_path, monkeypatch, case):
     folder, config = written(checkpoint, case, tmp_path)
     want = reference_logits(folder)
     skipped = {*_OF_TRANSFORMERS, *config_reader._NEUTRAL}  # the latter are refused
+    if case in LATENT_CASES:
+        skipped |= _OF_LATENT_CLASSES
     unread = [name for name in unread_keys(write(folder, config), monkeypatch) if name not in skipped]
     others = {name: changed(name, config[name]) for name in unread}
     others = {name: value for name, value in others.items() if value is not None}
-    assert len(others) > len(_ELSEWHERE) - 6
+    assert len(others) > len(_ELSEWHERE) // 2
     write(folder, {**config, **others})
     assert (reference_logits(folder) - want).abs().max() == 0, sorted(others)
     assert (whole_prompt_logits(load_model(folder, "float32"), IDS) - want).abs().max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("case", case_params((*CASES, *dense_cases.CASES)))
 def test_fields_that_are_read_are_refused_or_have_the_effect_that_they_have_in_transformers(
     checkpoint, tmp_path, monkeypatch, case
 ):

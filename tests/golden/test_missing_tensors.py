@@ -12,7 +12,7 @@ from quire.base.errors import ModelFormatError
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from tests.gguf_writer import write_gguf
-from tests.golden.make_checkpoints import reference_model
+from tests.golden.make_checkpoints import case_params, reference_model
 from tests.golden.make_gguf import parts_of
 
 pytestmark = pytest.mark.golden
@@ -32,6 +32,7 @@ CASES = (
         "gpt2",
     ),
     *("olmo2-bias", "gpt-oss", "granite-bias", "mixtral", "qwen3-moe"),
+    *("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3", "granitemoe-shared", "ernie4-5-moe-bias"),
 )
 GGUF_CASES = ("llama-bias", "qwen2", "qwen3", "phi3", "gpt2", "olmo2", "gpt-oss", "mixtral")
 _NOT_READ = re.compile(r".*(vision_tower|multi_modal_projector)\..*")
@@ -41,7 +42,7 @@ def opened(folder):
     return open_parameters(folder, read_model_spec(folder))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params(CASES))
 def test_missing_tensor_of_a_checkpoint_is_named(checkpoint, tmp_path, case):
     folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / case)
     file = folder / "model.safetensors"

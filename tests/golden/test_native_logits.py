@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quire.contracts.model_spec import MoeSpec
 from quire.kernels.native import load_native
+from quire.kernels.reference.moe import route
 from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
+from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
-from tests.golden.all_cases import ALL_CASES
-from tests.golden.make_checkpoints import reference_model
+from tests.golden.make_checkpoints import ALL_CASES, INDEXED_CASES, LATENT_CASES, case_params, reference_model
 
 pytestmark = [
     pytest.mark.golden,
@@ -38,25 +40,39 @@ def _random_prompt(length):
     return torch.randint(0, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(length)).tolist()
 
 
-def _prompt_without_near_ties(model, length):
+def _are_experts_clear(logits, moe, correction):
+    """Return whether a token's experts, and the weights of sparse ones, stay where its logits [E] are a little different."""
+    noise = torch.rand(32, moe.num_experts, generator=torch.Generator().manual_seed(1)) - 0.5
+    weights, chosen = route(torch.cat((logits[None], logits + LEAST_ROUTER_MARGIN * noise)), moe, correction)
+    chosen, order = chosen.sort(1)
+    weights = weights.gather(1, order)
+    return bool((chosen == chosen[0]).all() and ((weights - weights[0]).abs() < 0.1).all())
+
+
+def _prompt_without_near_ties(model, folder, spec, length):
     """Return a prompt grown token by token, in which the experts of every token are clear in float32."""
-    draws = iter(_random_prompt(4 * length))
+    parameters = load_parameters(folder, spec)
+    mixtures = [(i, layer.mlp) for i, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoeSpec)]
+    draws = iter(_random_prompt(8 * length))
     token_ids = []
     while len(token_ids) < length:
         token_ids.append(next(draws))
         with torch.inference_mode():
             layers = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
-        last = torch.stack([layer[-1].float() for layer in layers]).sort(1, descending=True).values
-        top_k = model.config.num_experts_per_tok
-        if (last[:, top_k - 1] - last[:, top_k]).min() < LEAST_ROUTER_MARGIN:
-            token_ids.pop()
+        assert len(layers) == len(mixtures)
+        for logits, (index, moe) in zip(layers, mixtures, strict=True):
+            last = logits.view(-1, moe.num_experts)[-1].float()
+            if not _are_experts_clear(last, moe, parameters.get(f"layers.{index}.correction.bias")):
+                token_ids.pop()
+                break
     return token_ids
 
 
-def _prompts(model):
-    if getattr(model.config, "num_experts_per_tok", None) is None or getattr(model.config, "moe_layers", None) == []:
+def _prompts(model, folder):
+    spec = read_model_spec(folder)
+    if not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         return [_random_prompt(length) for length in LENGTHS]
-    longest = _prompt_without_near_ties(model, max(LENGTHS))
+    longest = _prompt_without_near_ties(model, folder, spec, max(LENGTHS))
     return [longest[:length] for length in LENGTHS]
 
 
@@ -65,13 +81,17 @@ def _reference_logits(model, prompts):
         return [model(torch.tensor([prompt])).logits[0].float() for prompt in prompts]
 
 
-def _native_logits(folder, dtype, prompts):
-    spec = read_model_spec(folder, dtype)
+def _native(spec, parameters, max_model_len):
     assert native_refusal(spec, BLOCK_SIZE) is None
+    return NativeDecoder(load_native(), spec, parameters, max_model_len)
+
+
+def _logits(make, folder, dtype, prompts):
+    spec = read_model_spec(folder, dtype)
     found = []
     for prompt in prompts:
         # The length of the prompt decides dynamic and longrope in transformers, max_model_len does here.
-        decoder = NativeDecoder(load_native(), spec, load_parameters(folder, spec), max_model_len=len(prompt))
+        decoder = make(spec, load_parameters(folder, spec), len(prompt))
         found.append(whole_prompt_logits(decoder, prompt, BLOCK_SIZE))
         assert found[-1].shape == (len(prompt), VOCAB_SIZE)
     return found
@@ -81,20 +101,33 @@ def _errors(found, exact):
     return torch.cat([(a - b).abs().flatten() for a, b in zip(found, exact, strict=True)])
 
 
-@pytest.mark.parametrize("case", ALL_CASES)
+NATIVE_CASES = case_params(case for case in ALL_CASES if case not in INDEXED_CASES)
+
+
+@pytest.mark.parametrize("case", NATIVE_CASES)
 def test_f32_logits_are_those_of_transformers(checkpoint, case):
     folder, prompts = checkpoint(case, "v5"), [_random_prompt(length) for length in LENGTHS]
     want = _reference_logits(reference_model(folder), prompts)
-    assert _errors(_native_logits(folder, "float32", prompts), want).max() <= F32_TOLERANCE
+    assert _errors(_logits(_native, folder, "float32", prompts), want).max() <= F32_TOLERANCE
 
 
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("case", NATIVE_CASES)
 def test_bf16_logits_are_not_much_further_from_f32_than_those_of_transformers(checkpoint, case):
+    _compare_in_bf16(checkpoint, case, _native)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in LATENT_CASES if case not in INDEXED_CASES])
+def test_bf16_logits_of_torch_are_not_much_further_from_f32_where_attention_is_latent(checkpoint, case):
+    _compare_in_bf16(checkpoint, case, Decoder)
+
+
+def _compare_in_bf16(checkpoint, case, make):
     folder = checkpoint(case, "v5")
     model = reference_model(folder)
-    prompts = _prompts(model)
+    prompts = _prompts(model, folder)
     exact = _reference_logits(model, prompts)
     theirs = _errors(_reference_logits(reference_model(folder, torch.bfloat16), prompts), exact)
-    ours = _errors(_native_logits(folder, "bfloat16", prompts), exact)
+    ours = _errors(_logits(make, folder, "bfloat16", prompts), exact)
     assert ours.max() <= BF16_SHARE * theirs.max() + BF16_FLOOR
     assert ours.mean() <= BF16_SHARE * theirs.mean() + BF16_FLOOR / 10

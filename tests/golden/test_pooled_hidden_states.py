@@ -7,7 +7,7 @@ import torch
 
 from quire import LLM, PoolingParams
 from quire.kernels.native import load_native
-from tests.golden.make_checkpoints import CASES, reference_model
+from tests.golden.make_checkpoints import case_params, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -39,7 +39,7 @@ def test_checkpoint_without_a_head_is_embedded_alike(checkpoint, tmp_path, case)
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", case_params())
 def test_embeddings_are_the_pooled_hidden_states_of_transformers(checkpoint, case):
     folder = checkpoint(case, "v5")
     with torch.inference_mode():

@@ -7,15 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
 from quire.kv.pool import KvPool
 from quire.model.checkpoint import load_parameters, open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
+from quire.model.tensor_shards import ModelShard
 from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES, parameter_quantizer
-from tests.golden.all_cases import ALL_CASES
+from tests.golden.make_checkpoints import ALL_CASES, INDEXED_CASES, case_params
 from tests.rank_threads import RankThreads
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
@@ -108,13 +110,25 @@ def _compare(
                 assert same.all(), f"{(~same).sum()} of {same.size} logits of call {step} differ with {layout} ranks"
 
 
-@pytest.mark.parametrize("case", ALL_CASES)
+@pytest.mark.parametrize("case", case_params(case for case in ALL_CASES if case not in INDEXED_CASES))
 def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32", LAYOUTS)
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"])
 
 
-@pytest.mark.parametrize("case", ["llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"])
+def test_an_indexer_of_keys_is_refused(checkpoint):
+    spec = read_model_spec(checkpoint("deepseek-v32", "v5"), "float32")
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 2, but an indexer of keys"):
+        ModelShard.of(spec, 0, (1, 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3")),
+    ],
+)
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_logits_of_quantised_weights_are_the_same_bits_on_any_number_of_ranks(checkpoint, case, quantization):
     _compare(checkpoint(case, "v5"), "bfloat16", ["two", "three"], quantization, "int8")

@@ -99,6 +99,14 @@ def attend(
     return out
 
 
+def hidden_keys(step: AttentionMetadata, sequence: int) -> Tensor:
+    """Return which of a sequence's cached tokens each of its queries does not see, [Q, N] bool."""
+    rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+    paths = None if step.trees is None else _paths(step.trees, sequence, rows)
+    length = step.context_lens[sequence]
+    return _ChunkPlace(step.block_tables[sequence], length, paths).is_hidden(slice(0, rows.stop - rows.start), 0, length, None)
+
+
 @dataclass(frozen=True, slots=True)
 class _Paths:
     """The tree that ends a chunk: what each of its queries sees of the drafts [Q, N], and the depths of these [N], from 1."""

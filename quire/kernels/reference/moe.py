@@ -14,17 +14,18 @@ from quire.kernels.reference.activation import apply_gate
 
 @dataclass(frozen=True, slots=True)
 class ExpertBiases:
-    """router [E], gate_up [E, 2 * I], down [E, N]; None: none."""
+    """router [E], gate_up [E, 2 * I], down [E, N]; None: none. correction [E] f32 is added to scores for choosing."""
 
     router: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
+    correction: Tensor | None = None
 
 
 def mixture_of_experts(
     x: Tensor, spec: MoeSpec, router: Tensor, gate_up: Tensor, down: Tensor, biases: ExpertBiases | None = None
 ) -> Tensor:
-    """Apply a mixture of experts to each row.
+    """Apply a mixture of experts to each row, without the shared one.
 
     x        [T, N]
     router   [E, N]
@@ -33,19 +34,59 @@ def mixture_of_experts(
     Returns  [T, N] in x's dtype; a row depends on no other row
     """
     biases = biases or ExpertBiases()
-    probabilities = F.linear(x, router, biases.router).float().softmax(-1)
-    weights, chosen = probabilities.topk(spec.top_k, dim=-1)
-    if spec.is_renormalized:
-        weights = weights / weights.sum(-1, keepdim=True)
+    if spec.is_router_f32:
+        logits = F.linear(x.float(), router.float(), None if biases.router is None else biases.router.float())
+    else:
+        logits = F.linear(x, router, biases.router)
+    weights, chosen = route(logits, spec, biases.correction)
     if not spec.is_weight_f32:
         weights = weights.to(x.dtype)
     out = torch.zeros_like(x)
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = _linear(x[rows], gate_up, biases.gate_up, expert).chunk(2, dim=-1)
-        y = _linear(apply_gate(gate, up, spec.expert), down, biases.down, expert) * weights[rows, slots, None]
-        out.index_add_(0, rows, y.to(out.dtype))
+        shares = weights[rows, slots, None]
+        read = x[rows] * shares if spec.weighs_inputs else x[rows]
+        gate, up = _linear(read, gate_up, biases.gate_up, expert).chunk(2, dim=-1)
+        y = _linear(apply_gate(gate, up, spec.expert), down, biases.down, expert)
+        out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
     return out
+
+
+def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the weights [T, K] f32 and indices [T, K] i64 of the experts of each row of a router's logits [T, E]."""
+    if spec.scoring == "sparse":
+        weights, chosen = sparse_weights(logits, spec.top_k, spec.sparse_margin)
+    else:
+        scores = logits.float().softmax(-1) if spec.scoring == "softmax" else logits.float().sigmoid()
+        wanted = scores if correction is None else scores + correction.float()
+        if spec.groups is not None:
+            grouped = wanted.unflatten(-1, (spec.groups.count, -1))
+            best = grouped.topk(spec.groups.num_best, dim=-1).values.sum(-1).topk(spec.groups.num_chosen, dim=-1).indices
+            is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=logits.device).scatter(1, best, False)
+            wanted = grouped.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+        chosen = wanted.topk(spec.top_k, dim=-1).indices
+        weights = scores.gather(1, chosen)
+    if spec.is_renormalized:
+        total = weights.sum(-1, keepdim=True)
+        weights = weights / (total.clamp(min=spec.least_sum) if spec.least_sum > 0 else total)
+    return weights if spec.routed_scale == 1.0 else weights * spec.routed_scale, chosen
+
+
+def sparse_weights(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
+    """Return weights and indices [T, K] of SparseMixer (https://arxiv.org/abs/2310.00811), as it is without training.
+
+    Each of the top_k experts is the best that is left. Its weight is its share in a softmax over those that are left and not
+    further below it than `margin` times the larger of its logit and the other's size.
+    """
+    left, shares, found = logits, [], []
+    for _ in range(top_k):
+        best, index = left.max(-1, keepdim=True)
+        factor = torch.maximum(logits.abs(), best)
+        kept = left.masked_fill((best - logits) / factor > margin, -torch.inf)
+        shares.append(kept.softmax(-1).gather(-1, index))
+        found.append(index)
+        left = left.scatter(-1, index, -torch.inf)
+    return torch.cat(shares, -1).float(), torch.cat(found, -1)
 
 
 def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int) -> Tensor:

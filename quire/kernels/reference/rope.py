@@ -72,10 +72,15 @@ def cos_sin(spec: RopeSpec, frequencies: Tensor, positions: Tensor, dtype: torch
     return cos.to(out)[:, None, :], sin.to(out)[:, None, :]
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first dim of each head of x [T, H, D] by the angles of `cos_sin`; returns x's dtype."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:
+    """Rotate the first dim of each head of x [T, H, D] by the angles of `cos_sin`; returns x's dtype.
+
+    is_interleaved  x has the pairs side by side; the result has them apart, as queries and keys may have in any order
+    """
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    if is_interleaved:
+        a, b = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     # In f32 tables the products promote to f32 and are rounded once, at the end.
     return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import MoeSpec
+from quire.kernels.reference.moe import route
 from quire.kernels.triton.activation import ACTIVATION_KINDS
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.moe_kernels import (
@@ -31,7 +32,7 @@ _BLOCK = 1024
 
 
 ExpertWeights = Tensor | DeviceQuantizedWeight
-"""[E, O, K], or narrow, with the rows of all experts one after the other."""
+"""[E, O, K], or quantised, with the rows of all experts one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,12 @@ def mixture_of_experts(
     down: ExpertWeights,
     is_in_order: bool = False,
     biases: ExpertBiases | None = None,
+    correction: Tensor | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
+
+    A softmax over all experts is routed by a kernel, other scores by torch's operations on the device.
 
     x        [T, N]
     logits   [T, E] of the router, float
@@ -60,6 +64,7 @@ def mixture_of_experts(
     down     [E, N, I]
     is_in_order  sums have the same order at any number of rows
     biases   of experts that have them, in x's dtype
+    correction  [E] f32, added to scores for choosing
     gather   with shards of experts by their outputs: returns the columns [P, I] of all ranks, given this rank's. `spec` has
              this rank's columns, `down` rows for this rank's outputs, over all columns
     Returns  [T, N] in x's dtype, or this rank's outputs; a row depends on no other row
@@ -67,7 +72,7 @@ def mixture_of_experts(
     """
     width = down.shape[-2] if isinstance(down, Tensor) else down.shape[0] // spec.num_experts
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, gather is not None)
+    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, gather is not None, correction)
     launches, hidden, close = _begin_launches(call)
     run_all(launches)
     run_all(close(hidden if gather is None else gather(hidden)))
@@ -86,6 +91,7 @@ class _ExpertCall(NamedTuple):
     is_in_order: bool
     biases: ExpertBiases | None
     is_gathered: bool = False
+    correction: Tensor | None = None
 
 
 class _Pairs(NamedTuple):
@@ -105,9 +111,12 @@ def expert_launches(
     down: ExpertWeights,
     is_in_order: bool = False,
     biases: ExpertBiases | None = None,
+    correction: Tensor | None = None,
 ) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
-    launches, hidden, close = _begin_launches(_ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases))
+    launches, hidden, close = _begin_launches(
+        _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, correction=correction)
+    )
     return [*launches, *close(hidden)]
 
 
@@ -126,8 +135,9 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    shares, experts = empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32)
-    route = _route_launch(logits, spec, shares, experts, x.dtype)
+    routed = _routed(logits, spec, x.dtype, call.correction)
+    shares, experts = routed or (empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32))
+    routes = [] if routed else [_route_launch(logits, spec, shares, experts, x.dtype)]
     sort, pairs = _sort_launches(experts, spec.num_experts, tile)
     hidden, width = empty(num_pairs, inner), out.shape[1]
     clamp = spec.expert.clamp
@@ -148,7 +158,7 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         grid = (num_tokens, triton.cdiv(width, _BLOCK))
         return [second, Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)]
 
-    return [route, *sort, first], hidden, close
+    return [*routes, *sort, first], hidden, close
 
 
 def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor, dtype: torch.dtype) -> Launch:
@@ -166,6 +176,15 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
         num_warps=1,
         num_stages=1,
     )
+
+
+def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Return the weights and experts of all pairs, found by torch; None where the kernel finds them."""
+    if spec.is_plain_softmax:
+        return None
+    weights, experts = route(logits, spec, correction)
+    weights = weights if spec.is_weight_f32 else weights.to(dtype)
+    return weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous()
 
 
 def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:

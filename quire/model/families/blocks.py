@@ -136,13 +136,21 @@ class OutsideLayers(TypedDict, total=False):
 
 
 def assemble(
-    config: ConfigView, layers: Iterable[LayerSpec], final_norm: NormSpec, **fields: Unpack[OutsideLayers]
+    config: ConfigView,
+    layers: Iterable[LayerSpec],
+    final_norm: NormSpec,
+    *,
+    has_own_layer_types: bool = False,
+    **fields: Unpack[OutsideLayers],
 ) -> ModelSpec:
-    """Return the spec of a model; equal layers become one object. The eos and bos ids are for the caller to add."""
+    """Return the spec of a model; equal layers become one object. The eos and bos ids are for the caller to add.
+
+    has_own_layer_types  `layer_types` says other things than which layers have a window, and the caller has read it
+    """
     unique: dict[LayerSpec, LayerSpec] = {}
     shared = tuple(unique.setdefault(layer, layer) for layer in layers)
     types = config.strings("layer_types")
-    if types is not None:
+    if types is not None and not has_own_layer_types:
         for index, name in enumerate(_check_layer_types(config, types, len(shared))):
             if (shared[index].attention.window is not None) != (name == "sliding_attention"):
                 raise UnsupportedError(

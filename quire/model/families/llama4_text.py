@@ -1,15 +1,15 @@
-"""Llama 4, text, without its mixtures: adjacent pairs rotated, norms of heads after it, each fourth layer without rope."""
+"""Llama 4, text: adjacent pairs rotated, norms of heads after it, each fourth layer without rope."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
 
-from quire.base.errors import UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, QueryScaling
 from quire.model.families.blocks import assemble, read_activation, read_attention, read_head_dim, read_rms_norm
 from quire.model.families.config_view import ConfigView
+from quire.model.families.mixtures import find_llama4_sources, read_llama4_moe
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import read_rope
 from quire.model.families.smollm3 import read_has_rope
@@ -25,14 +25,16 @@ _LAYER = PRE_NORM_LAYER | {name: f"feed_forward.{name}_proj" for name in ("gate"
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a Llama 4 text model, which takes sequences of one chunk (attention_chunk_size) at most."""
-    _refuse_mixtures(config)
     norm = read_rms_norm(config)
     mlp = MlpSpec(config.integer("intermediate_size_mlp"), read_activation(config))
     rope = read_rope(config, read_head_dim(config), is_f32=True)
     with_rope, without_rope = _read_attentions(config, read_attention(config, rope, config.boolean("attention_bias")))
-    layers = [
-        LayerSpec(with_rope if has_rope else without_rope, mlp, attn_in=norm, mlp_in=norm) for has_rope in read_has_rope(config)
-    ]
+    mixtures = _read_mixture_layers(config)
+    moe = read_llama4_moe(config) if mixtures else None
+    layers = []
+    for index, has_rope in enumerate(read_has_rope(config)):
+        block = moe if moe is not None and index in mixtures else mlp
+        layers.append(LayerSpec(with_rope if has_rope else without_rope, block, attn_in=norm, mlp_in=norm))
     positions, chunk = config.integer("max_position_embeddings"), config.nullable_integer("attention_chunk_size")
     if chunk is not None and chunk < positions:
         logger.warning("sequences may have %d tokens: attention in several chunks is not supported", chunk)
@@ -40,12 +42,16 @@ def read_spec(config: ConfigView) -> ModelSpec:
     return assemble(config, layers, norm, max_positions=positions)
 
 
-def _refuse_mixtures(config: ConfigView) -> None:
-    step, num_layers = config.integer("interleave_moe_layer_step"), config.integer("num_hidden_layers")
-    is_named = config.has("moe_layers")
-    mixtures = config.integers("moe_layers") if is_named else list(range(step - 1, num_layers, step))
-    if mixtures:
-        raise UnsupportedError(f"mixtures of experts (layers {mixtures}) are not supported in a 'llama4_text' model")
+def _read_mixture_layers(config: ConfigView) -> frozenset[int]:
+    """Return the indices of the layers that are mixtures: those that moe_layers names, or every one after so many."""
+    num_layers = config.integer("num_hidden_layers")
+    if config.raw("moe_layers") is None:
+        step = config.integer("interleave_moe_layer_step")
+        return frozenset(range(step - 1, num_layers, step))
+    indices = config.integers("moe_layers")
+    if any(not 0 <= index < num_layers for index in indices):
+        raise config.error("moe_layers", list(indices), f"indices of layers, from 0 to {num_layers - 1}")
+    return frozenset(indices)
 
 
 def _read_attentions(config: ConfigView, attention: AttentionSpec) -> tuple[AttentionSpec, AttentionSpec]:
@@ -60,7 +66,7 @@ def _read_attentions(config: ConfigView, attention: AttentionSpec) -> tuple[Atte
 
 def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
-    return pair_halves(spec, rename(spec, _LAYER))
+    return pair_halves(spec, rename(spec, _LAYER)) | find_llama4_sources(spec)
 
 
 PAGE = FamilyPage(("Llama4ForCausalLM",), read_spec, find_sources)

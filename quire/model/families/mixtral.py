@@ -8,8 +8,8 @@ from dataclasses import replace
 from quire.contracts.model_spec import LayerSpec, ModelSpec
 from quire.model.families.blocks import assemble, read_attention, read_rms_norm
 from quire.model.families.config_view import ConfigView
+from quire.model.families.mixtures import MixtureNames, find_mixture_sources, read_moe
 from quire.model.families.page import FamilyPage
-from quire.model.families.qwen3_moe import find_expert_sources, read_moe
 from quire.model.families.sources import PRE_NORM_LAYER, Sources, rename
 
 MODEL_TYPE = "mixtral"
@@ -27,7 +27,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored: in `block_sparse_moe`, or in `mlp` as transformers 5 names it."""
     block = "mlp" if "layers.0.mlp.gate.weight" in stored else "block_sparse_moe"
-    return rename(spec, PRE_NORM_LAYER) | find_expert_sources(spec, stored, block, ("w1", "w3", "w2"))
+    return rename(spec, PRE_NORM_LAYER) | find_mixture_sources(spec, stored, MixtureNames(block, expert=("w1", "w3", "w2")))
 
 
 PAGE = FamilyPage(("MixtralForCausalLM",), read_spec, find_sources)

@@ -32,13 +32,14 @@ _LARGEST = 1e15
 _MIN_BETA, _MAX_BETA = 1e-6, 1e6
 _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
-_REFUSED_KEYS = ("mrope_section", "short_mscale", "long_mscale")
+_REFUSED_KEYS = ("mrope_section",)
+_MSCALES = ("short_mscale", "long_mscale")
 _MROPE_TYPES = ("qwen3_vl_text",)
 """Model types whose positions have three parts, which are the same for all tokens of text."""
 _KNOWN_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
     *("beta_slow", "mscale", "mscale_all_dim", "truncate", "low_freq_factor", "high_freq_factor", "short_factor"),
-    *("long_factor", "partial_rotary_factor", "llama_4_scaling_beta", "alpha"),
+    *("long_factor", "partial_rotary_factor", "llama_4_scaling_beta", "alpha", "max_position_embeddings", *_MSCALES),
 }
 
 
@@ -73,8 +74,13 @@ class _Parameters:
         return tuple(float(value) for value in values)
 
 
-def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be_partial: bool = False) -> RopeSpec:
-    """Return the rotary embedding of a model whose layers all share one. Raises ModelFormatError or UnsupportedError."""
+def read_rope(
+    config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be_partial: bool = False, rotary_dim: int | None = None
+) -> RopeSpec:
+    """Return the rotary embedding of a model whose layers all share one. Raises ModelFormatError or UnsupportedError.
+
+    rotary_dim  how many values are rotated where partial_rotary_factor does not say it
+    """
     values, scaling = config.table("rope_parameters"), config.table("rope_scaling")
     key, values = ("rope_scaling", scaling) if scaling else ("rope_parameters", values)
     nested = [name for name in values if name in LAYER_TYPES]
@@ -86,11 +92,25 @@ def read_rope(config: ConfigView, head_dim: int, *, is_f32: bool = False, can_be
     partial = config.raw("partial_rotary_factor") if partial is None else partial
     if partial is not None and (isinstance(partial, bool) or not is_number(partial) or not 0 < partial <= 1):
         raise config.error("partial_rotary_factor", partial, "a number above 0 and at most 1")
+    if partial is None and rotary_dim is not None:
+        partial = rotary_dim / head_dim
     if can_be_partial and partial is not None:
         values = {**values, "partial_rotary_factor": partial}
     elif partial not in (None, 1):
         raise UnsupportedError(f"partial_rotary_factor {partial!r} is not supported in a {config.model_type!r} model")
     return _resolve(config, key, {**values, "rope_theta": theta}, head_dim, is_f32=is_f32)
+
+
+def read_score_scaling(config: ConfigView) -> float:
+    """Return what scores are multiplied by beside their scale: the square of YaRN's temperature for `mscale_all_dim`, in models
+    with multi-head latent attention."""
+    scaling = config.table("rope_scaling")
+    key, values = ("rope_scaling", scaling) if scaling else ("rope_parameters", config.table("rope_parameters"))
+    parameters = _Parameters(config, key, values)
+    if not values.get("mscale_all_dim") or _read_kind(config, key, values) == "default":
+        return 1.0
+    factor = parameters.required("factor")
+    return _temperature(factor, parameters.required("mscale_all_dim")) ** 2
 
 
 def _inner_or_outer(config: ConfigView, key: str, values: Mapping[str, object], name: str) -> object:
@@ -180,7 +200,7 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
             attention_factor=_yarn_attention_factor(parameters, values, factor),
             is_f32=is_f32,
         )
-    attention_factor = parameters.number("attention_factor", is_required=False)
+    attention_factor = _long_attention_factor(config, key, parameters)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
     return RopeSpec(
@@ -196,12 +216,24 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
     )
 
 
+def _long_attention_factor(config: ConfigView, key: str, parameters: _Parameters) -> float | None:
+    """Return the attention factor of longrope where the configuration names it; Phi-3.5-MoE does, for short and long ones."""
+    short, long = (parameters.number(name, is_required=False) for name in _MSCALES)
+    if short is None and long is None:
+        return parameters.number("attention_factor", is_required=False)
+    if short != long:
+        raise UnsupportedError(
+            f"{key}: short_mscale ({short}) and long_mscale ({long}) are supported only where they are equal"
+        )
+    return short
+
+
 def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> str:
     kind = values.get("rope_type") or values.get("type") or "default"
     if not isinstance(kind, str):
         raise config.error(f"{key}.rope_type", kind, "a string")
     kinds = _ALL_KINDS
-    if config.model_type == "phi3":
+    if config.model_type == "phi3":  # whose older checkpoints name it so
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
     if kind not in kinds:
         raise UnsupportedError(
@@ -230,7 +262,8 @@ def _check_keys(config: ConfigView, key: str, values: Mapping[str, object]) -> N
     for name in values:
         if name in ("mrope_section", "mrope_interleaved") and config.model_type in _MROPE_TYPES:
             continue
-        if name in _REFUSED_KEYS and values[name] is not None:
+        is_refused = name in _REFUSED_KEYS or (name in _MSCALES and config.model_type != "phimoe")
+        if is_refused and values[name] is not None:
             raise UnsupportedError(f"{key}.{name} is not supported in a {config.model_type!r} model; it would change results")
         if name not in _KNOWN_KEYS:
             logger.info("%s.%s is not known and ignored", key, name)
@@ -250,9 +283,10 @@ def _yarn_attention_factor(parameters: _Parameters, values: Mapping[str, object]
     if given is not None:
         return given
 
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if values.get("mscale") and values.get("mscale_all_dim"):
-        return temperature(parameters.required("mscale")) / temperature(parameters.required("mscale_all_dim"))
-    return temperature(1.0)
+        return _temperature(factor, parameters.required("mscale")) / _temperature(factor, parameters.required("mscale_all_dim"))
+    return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

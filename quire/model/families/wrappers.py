@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from quire.base.errors import ModelFormatError, UnsupportedError
 
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
-NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector)\..*")
+NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*")
 """Names of stored tensors that only images need."""
 PREFIXES = ("model.language_model.", "language_model.")
 """What wrappers put before the names of the language model, as transformers saves them and as older files have them."""
@@ -28,11 +28,15 @@ class Wrapper:
     is_tied: bool | None = None
 
 
+_KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
+"""As in the files of its authors, and as transformers writes it."""
+
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), ("gemma3_text",)),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), True),
+    "kimi_k25": Wrapper(_KIMI, ("deepseek_v3", "kimi_k2"), True),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), ("llama4_text",), False),
-    "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), ("mistral", "ministral3"), True),
+    "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), ("mistral", "ministral3", "mistral4"), True),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), False),
 }
 

@@ -37,7 +37,7 @@ def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
     if stored:
         prefix = min(stored, key=lambda name: int(name.split(".")[2])).removesuffix("eh_proj.weight")
         if any(name.startswith(f"{prefix}self_attn.kv_a_") for name in folder.tensors):
-            raise UnsupportedError(f"{folder.folder}: {prefix}self_attn is a latent attention, which quire has not (yet)")
+            raise UnsupportedError(f"{folder.folder}: {prefix}self_attn is a latent attention, which heads cannot have (yet)")
         if any(name.startswith(f"{prefix}mlp.experts.") for name in folder.tensors):
             raise UnsupportedError(f"{folder.folder}: {prefix}mlp is a mixture of experts, which heads cannot have (yet)")
         return _read(folder, target, _deepseek_names(prefix))

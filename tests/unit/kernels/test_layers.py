@@ -94,3 +94,16 @@ def test_mixture_of_experts_equals_a_loop_over_tokens(is_renormalized):
             expected += weights[expert] / total * (down[expert] @ (F.silu(hidden[:6]) * hidden[6:]))
         torch.testing.assert_close(out[row], expected, atol=1e-5, rtol=1e-4)
     assert math.isfinite(float(out.sum()))
+
+
+def test_rotated_neighbours_are_apart_in_the_result():
+    rope = randn(5, 6, seed=21)
+    cos, sin = rope.cos()[:, None], rope.sin()[:, None]
+    heads = randn(5, 3, 17, seed=22)
+    expected = heads.clone()
+    even, odd = heads[..., :12:2], heads[..., 1:12:2]
+    expected[..., :12:2], expected[..., 1:12:2] = even * cos - odd * sin, odd * cos + even * sin
+    found = rotate(heads, cos, sin, is_interleaved=True)
+    torch.testing.assert_close(found[..., :6], expected[..., :12:2])
+    torch.testing.assert_close(found[..., 6:12], expected[..., 1:12:2])
+    assert torch.equal(found[..., 12:], heads[..., 12:])

@@ -31,19 +31,25 @@ one of these values of `model_type`; every other one is refused with the nearest
 """
 
 
+_NEEDED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+}
+"""What a config must say because the defaults of its class are no model."""
+
+
 def _spec(model_type):
     """Return the spec that a family's defaults make."""
-    # Llama 4's defaults are mixtures of experts, which are refused; a config may have none.
-    values = {"moe_layers": []} if model_type == "llama4_text" else {}
+    values = _NEEDED.get(model_type, {})
     return FAMILIES.get(model_type).read_spec(ConfigView(model_type, values, Path("config.json")))
 
 
 def _description(model_type):
-    module = next(
-        module
-        for name in (model_type, model_type.removesuffix("_text"))
-        if (module := _module(name)) is not None and model_type == module.MODEL_TYPE
-    )
+    """Return the first paragraph of the module of a family, or of the one that reads it, which reads others too."""
+    reader = FAMILIES.get(model_type).read_spec.__module__.rpartition(".")[2]
+    names = (model_type, model_type.removesuffix("_text"), reader)
+    module = next(module for name in names if (module := _module(name)) is not None)
     return " ".join(module.__doc__.split("\n\n")[0].split())
 
 

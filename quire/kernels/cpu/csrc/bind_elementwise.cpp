@@ -1,6 +1,7 @@
 // Row-wise kernels for Python and for tests. Rows are shared by num_threads threads; pointers are integers.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 #include <string.h>
 
 #include <stdexcept>
@@ -90,13 +91,14 @@ void activate(i32 kind, uintptr_t y, uintptr_t up, i64 rows, i64 size, int num_t
 }
 
 void route(uintptr_t logits, i64 rows, i32 num_experts, i32 top_k, bool is_renormalized, uintptr_t chosen, uintptr_t weights,
-           int num_threads, const std::string& isa) {
+           int num_threads, const std::string& isa, const Routing* routing) {
     const ElementwiseTable& table = table_of(isa);
     if (top_k < 1 || top_k > num_experts)
         throw std::invalid_argument("top_k: got " + std::to_string(top_k) + ", allowed are 1 to " + std::to_string(num_experts));
+    const Routing plain;
+    const RouteJob job = (routing == nullptr ? plain : *routing).of(num_experts, top_k, is_renormalized);
     each_row(rows, num_threads, [&](i64 row) {
-        table.route(at<const float>(logits) + row * num_experts, num_experts, top_k, is_renormalized, at<i32>(chosen) + row * top_k,
-                    at<float>(weights) + row * top_k);
+        table.route(job, at<float>(logits) + row * num_experts, at<i32>(chosen) + row * top_k, at<float>(weights) + row * top_k);
     });
 }
 
@@ -134,7 +136,8 @@ void bind_elementwise(nb::module_& m) {
     m.def("activate", activate, "kind"_a, "y"_a, "up"_a, "rows"_a, "size"_a, "num_threads"_a = 1, "isa"_a = "", Released(),
           "y = activation(y), times up unless that is 0; [rows, size] f32. kind: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu.");
     m.def("route", route, "logits"_a, "rows"_a, "num_experts"_a, "top_k"_a, "is_renormalized"_a, "chosen"_a, "weights"_a,
-          "num_threads"_a = 1, "isa"_a = "", Released(), "chosen i32, weights f32 [rows, top_k] of logits [rows, num_experts] f32.");
+          "num_threads"_a = 1, "isa"_a = "", "routing"_a.none() = nb::none(), Released(),
+          "chosen i32, weights f32 [rows, top_k] of logits [rows, num_experts] f32, which may be overwritten; routing None: softmax over all.");
     m.def("simd", simd, "name"_a, "a"_a, "b"_a, "c"_a, "out"_a, "count"_a, "isa"_a = "", Released(),
           "Run one operation of simd.h count times over contiguous arrays; for tests.");
 }

@@ -41,6 +41,9 @@ using PlanClass = nb::class_<Plan>;
 void bind_layer(nb::module_& m) {
     nb::class_<Norm>(m, "Norm").def("set", &Norm::set, "is_layer_norm"_a, "size"_a, "eps"_a, "weight"_a, "bias"_a = 0, "num_heads"_a = 1,
                                     "Copy f32 weights (any offset already added) from their addresses.");
+    nb::class_<Routing>(m, "Routing").def(nb::init<>()).def("set", &Routing::set, "scoring"_a = 0, "num_groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
+                                                             "least_sum"_a = 0.0f, "scale"_a = 1.0f, "threshold"_a = 0.0f, "correction"_a = std::vector<float>{},
+                                                             "How experts are chosen and weighed; see RouteJob in elementwise.h.");
     nb::class_<PlanLayer> layer(m, "PlanLayer");
     layer.def(nb::init<>());
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
@@ -51,6 +54,8 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(is_parallel); QUIRE_FIELD(clip); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max);
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
+    QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
+    QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
 #undef QUIRE_FIELD
@@ -58,6 +63,19 @@ void bind_layer(nb::module_& m) {
         .def("add_expert", [](PlanLayer& l, std::shared_ptr<NativeWeight> gate, std::shared_ptr<NativeWeight> up, std::shared_ptr<NativeWeight> down) {
             l.experts.push_back({std::move(gate), std::move(up), std::move(down)});
         })
+        .def("set_latent", [](PlanLayer& l, i32 rank, i32 nope, i32 rope, i32 value, bool is_interleaved, std::shared_ptr<NativeWeight> q_a) {
+            l.latent.is_interleaved = is_interleaved;
+            l.latent.rank = rank;
+            l.latent.nope = nope;
+            l.latent.rope = rope;
+            l.latent.value = value;
+            l.latent.q_a = std::move(q_a);
+        }, "rank"_a, "nope"_a, "rope"_a, "value"_a, "is_interleaved"_a, "q_a"_a.none(), "Make the layer one of multi-head latent attention; see Latent in plan.h.")
+        .def("add_latent_head", [](PlanLayer& l, std::shared_ptr<NativeWeight> key_up, std::shared_ptr<NativeWeight> value_up) {
+            l.latent.heads.push_back({std::move(key_up), std::move(value_up)});
+        })
+        .def_prop_ro("latent_q_norm", [](PlanLayer& l) -> Norm& { return l.latent.q_norm; }, nb::rv_policy::reference_internal)
+        .def_prop_ro("latent_kv_norm", [](PlanLayer& l) -> Norm& { return l.latent.kv_norm; }, nb::rv_policy::reference_internal)
         .def("set_cache", [](PlanLayer& l, i32 format, i32 block_size, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales) {
             l.kv = {static_cast<KvFormat>(format), block_size, l.num_kv_heads, l.head_dim, reinterpret_cast<void*>(keys), reinterpret_cast<void*>(values),
                     reinterpret_cast<float*>(key_scales), reinterpret_cast<float*>(value_scales)};

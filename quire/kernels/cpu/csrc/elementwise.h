@@ -1,5 +1,7 @@
 // Row-wise kernels: norms, rotary embedding, activations, routing.
 #pragma once
+#include <vector>
+
 #include "simd_types.h"
 #include "weight.h"
 
@@ -11,6 +13,35 @@ struct NormJob {
     float eps = 0.0f;
     const float* weight = nullptr;  // f32, the spec's offset already added
     const float* bias = nullptr;    // or null
+};
+
+// How the scores of experts are made of the router's logits. sparse: each of the top_k is the best that is left, and its weight its share
+// among those that are left and not further below it than `threshold` says (SparseMixer, https://arxiv.org/abs/2310.00811).
+enum class Scoring : i32 { softmax = 0, sigmoid = 1, sparse = 2 };
+
+// The routing of one layer. Experts are chosen by their scores, plus `correction` where that is given; the weights are the scores.
+struct RouteJob {
+    i32 num_experts = 0, top_k = 0;
+    Scoring scoring = Scoring::softmax;
+    bool is_renormalized = true;
+    // Only experts of the best top_groups of num_groups equal groups are chosen; a group counts by the sum of its group_best best scores.
+    i32 num_groups = 1, top_groups = 1, group_best = 1;
+    float least_sum = 0.0f;  // of the weights that renormalised ones are divided by
+    float scale = 1.0f;      // multiplies the weights in the end
+    float threshold = 0.0f;
+    const float* correction = nullptr;  // [num_experts] or null
+};
+// Of what the kernels keep on the stack.
+constexpr i32 MAX_EXPERTS = 4096, MAX_EXPERT_GROUPS = 64, MAX_GROUP_BEST = 2, MAX_HEAD_DIM = 4096;
+
+// A RouteJob that owns its correction. set throws std::invalid_argument for what no layer can have.
+struct Routing {
+    RouteJob job;
+    std::vector<float> correction;
+
+    void set(i32 scoring, i32 num_groups, i32 top_groups, i32 group_best, float least_sum, float scale, float threshold, std::vector<float> values);
+    // The job of so many experts.
+    RouteJob of(i32 num_experts, i32 top_k, bool is_renormalized) const;
 };
 
 struct SimdOperation;
@@ -29,9 +60,11 @@ struct ElementwiseTable {
     void (*scale_and_cap)(float* y, i64 n, float factor, float cap);
     // y = activation(y), then, where up is not null, y *= up; n values.
     void (*activate)(Activation kind, float* y, const float* up, i64 n);
-    // Softmax over num_experts logits and its top_k entries in falling order (ties: lower index first), 1 <= top_k <= num_experts;
-    // weights divided by their sum if is_renormalized. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
-    void (*route)(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights);
+    // The top_k experts of a row, in falling order of what they are chosen by (ties: lower index first), and their weights; logits
+    // [num_experts] are overwritten. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
+    void (*route)(const RouteJob& job, float* logits, i32* chosen, float* weights);
+    // Put the first `size` values of `count` heads of `dim` values in another order: those with even places, then the others.
+    void (*split_pairs)(float* heads, i32 count, i32 dim, i32 size);
     // 1 / (the sum of e^((x - largest) * factor)), n values of which `largest` is that; NaN where one is.
     float (*share_of_largest)(const float* x, i32 n, float largest, float factor);
     // The functions of simd.h one by one, for their tests: what they promise must hold on every instruction set.

@@ -161,21 +161,117 @@ void choose(const float* logits, i32 num_experts, i32 top_k, i32* chosen, float*
     }
 }
 
-void route(const float* logits, i32 num_experts, i32 top_k, bool is_renormalized, i32* chosen, float* weights) {
-    choose(logits, num_experts, top_k, chosen, weights);
-    const F32 peak = set1(weights[0]);
+// Softmax over all experts, in place.
+void softmax(float* logits, i32 num_experts) {
+    float peak = logits[0];
+    for (i32 i = 1; i < num_experts; ++i) peak = logits[i] > peak ? logits[i] : peak;
     F32 partial = zero();
     each_sixteen(num_experts, [=, &partial](i64 j, auto lanes) QUIRE_BODY {
+        partial = partial + select(lanes, exp(load(logits + j, lanes) - set1(peak)), zero());
+    });
+    const float total = sum_lanes(partial);
+    each_sixteen(num_experts, [=](i64 j, auto lanes) QUIRE_BODY {
+        store(logits + j, exp(load(logits + j, lanes) - set1(peak)) / set1(total), lanes);
+    });
+}
+
+// The weights of the top_k of all experts by their logits, in softmax.
+void route_softmax(const RouteJob& job, const float* logits, i32* chosen, float* weights) {
+    choose(logits, job.num_experts, job.top_k, chosen, weights);
+    const F32 peak = set1(weights[0]);
+    F32 partial = zero();
+    each_sixteen(job.num_experts, [=, &partial](i64 j, auto lanes) QUIRE_BODY {
         partial = partial + select(lanes, exp(load(logits + j, lanes) - peak), zero());
     });
     const float total = sum_lanes(partial);
-    each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY {
+    each_sixteen(job.top_k, [=](i64 j, auto lanes) QUIRE_BODY {
         store(weights + j, exp(load(weights + j, lanes) - peak) / set1(total), lanes);
     });
-    if (!is_renormalized) return;
-    float sum = 0.0f;
-    for (i32 j = 0; j < top_k; ++j) sum += weights[j];
-    each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
+}
+
+// Keep the values of experts in the best groups, and make the others the least.
+void keep_best_groups(const RouteJob& job, float* values) {
+    const float least = -__builtin_inff();
+    const i32 size = job.num_experts / job.num_groups;
+    float scores[MAX_EXPERT_GROUPS], best[MAX_EXPERT_GROUPS], largest[MAX_GROUP_BEST];
+    i32 groups[MAX_EXPERT_GROUPS], places[MAX_GROUP_BEST];
+    for (i32 g = 0; g < job.num_groups; ++g) {
+        choose(values + g * size, size, job.group_best, places, largest);
+        scores[g] = largest[0];
+        for (i32 i = 1; i < job.group_best; ++i) scores[g] += largest[i];
+    }
+    choose(scores, job.num_groups, job.top_groups, groups, best);
+    u64 kept = 0;
+    for (i32 i = 0; i < job.top_groups; ++i) kept |= u64{1} << groups[i];
+    for (i32 i = 0; i < job.num_experts; ++i)
+        if ((kept >> (i / size) & 1) == 0) values[i] = least;
+}
+
+// Choose by what is made of the scores, which are the weights of those that are chosen.
+void route_scores(const RouteJob& job, float* logits, i32* chosen, float* weights) {
+    if (job.scoring == Scoring::softmax)
+        softmax(logits, job.num_experts);
+    else
+        each_sixteen(job.num_experts, [=](i64 j, auto lanes) QUIRE_BODY {
+            store(logits + j, set1(1.0f) / (set1(1.0f) + exp_unflushed(zero() - load(logits + j, lanes))), lanes);
+        });
+    float values[MAX_EXPERTS];
+    for (i32 i = 0; i < job.num_experts; ++i) values[i] = job.correction == nullptr ? logits[i] : logits[i] + job.correction[i];
+    if (job.num_groups > job.top_groups) keep_best_groups(job, values);
+    choose(values, job.num_experts, job.top_k, chosen, weights);
+    for (i32 i = 0; i < job.top_k; ++i) weights[i] = logits[chosen[i]];
+}
+
+void route_sparse(const RouteJob& job, const float* logits, i32* chosen, float* weights) {
+    choose(logits, job.num_experts, job.top_k, chosen, weights);
+    for (i32 k = 0; k < job.top_k; ++k) {
+        const float best = logits[chosen[k]];
+        float sum = 0.0f;
+        for (i32 i = 0; i < job.num_experts; ++i) {
+            bool is_left = true;
+            for (i32 before = 0; before < k; ++before) is_left = is_left && chosen[before] != i;
+            const float size = logits[i] < 0.0f ? -logits[i] : logits[i], factor = size > best ? size : best;
+            if (!is_left || (best - logits[i]) / factor > job.threshold) continue;
+            float share[16];
+            store(share, exp(set1(logits[i] - best)));
+            sum += share[0];
+        }
+        weights[k] = 1.0f / sum;
+    }
+}
+
+void route(const RouteJob& job, float* logits, i32* chosen, float* weights) {
+    bool has_nan = false;
+    for (i32 i = 0; i < job.num_experts; ++i) has_nan = has_nan || logits[i] != logits[i];
+    const bool is_plain = job.scoring == Scoring::softmax && job.correction == nullptr && job.num_groups <= job.top_groups;
+    if (job.scoring == Scoring::sparse)
+        route_sparse(job, logits, chosen, weights);
+    else if (is_plain)
+        route_softmax(job, logits, chosen, weights);
+    else
+        route_scores(job, logits, chosen, weights);
+    if (has_nan)
+        for (i32 i = 0; i < job.top_k; ++i) weights[i] = __builtin_nanf("");
+    const i32 top_k = job.top_k;
+    if (job.is_renormalized) {
+        float sum = 0.0f;
+        for (i32 j = 0; j < top_k; ++j) sum += weights[j];
+        if (sum < job.least_sum) sum = job.least_sum;
+        each_sixteen(top_k, [=](i64 j, auto lanes) QUIRE_BODY { store(weights + j, load(weights + j, lanes) / set1(sum), lanes); });
+    }
+    if (job.scale != 1.0f)
+        for (i32 j = 0; j < top_k; ++j) weights[j] *= job.scale;
+}
+
+void split_pairs(float* heads, i32 count, i32 dim, i32 size) {
+    float odd[MAX_HEAD_DIM / 2];
+    for (i32 h = 0; h < count; ++h, heads += dim) {
+        for (i32 i = 0; i < size / 2; ++i) {
+            odd[i] = heads[2 * i + 1];
+            heads[i] = heads[2 * i];
+        }
+        for (i32 i = 0; i < size / 2; ++i) heads[size / 2 + i] = odd[i];
+    }
 }
 
 // What is so much smaller than the largest adds nothing that f32 would show, however many there are.
@@ -194,7 +290,7 @@ float share_of_largest(const float* x, i32 n, float largest, float factor) {
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, route, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

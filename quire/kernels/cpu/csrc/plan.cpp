@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 
 namespace quire {
@@ -21,6 +22,33 @@ void Norm::set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address
     job.eps = eps;
     job.weight = weight.data();
     job.bias = b == nullptr ? nullptr : bias.data();
+}
+
+void Routing::set(i32 scoring, i32 num_groups, i32 top_groups, i32 group_best, float least_sum, float scale, float threshold, std::vector<float> values) {
+    if (scoring < 0 || scoring > static_cast<i32>(Scoring::sparse)) throw std::invalid_argument("scoring must be from 0 to 2");
+    if (num_groups < 1 || num_groups > MAX_EXPERT_GROUPS || top_groups < 1 || top_groups > num_groups || group_best < 1 || group_best > MAX_GROUP_BEST)
+        throw std::invalid_argument("groups of experts: at most " + std::to_string(MAX_EXPERT_GROUPS) + ", of which one at least is taken, by its best one or two");
+    correction = std::move(values);
+    job.scoring = static_cast<Scoring>(scoring);
+    job.num_groups = num_groups;
+    job.top_groups = top_groups;
+    job.group_best = group_best;
+    job.least_sum = least_sum;
+    job.scale = scale;
+    job.threshold = threshold;
+}
+
+RouteJob Routing::of(i32 num_experts, i32 top_k, bool is_renormalized) const {
+    if (num_experts > MAX_EXPERTS) throw std::invalid_argument("at most " + std::to_string(MAX_EXPERTS) + " experts are supported");
+    if (!correction.empty() && static_cast<i32>(correction.size()) != num_experts) throw std::invalid_argument("a correction has a value for each expert");
+    if (num_experts % job.num_groups != 0 || num_experts / job.num_groups < job.group_best || num_experts / job.num_groups * job.top_groups < top_k)
+        throw std::invalid_argument("the groups of experts must be equal, and those that are taken hold top_k experts");
+    RouteJob found = job;
+    found.num_experts = num_experts;
+    found.top_k = top_k;
+    found.is_renormalized = is_renormalized;
+    found.correction = correction.empty() ? nullptr : correction.data();
+    return found;
 }
 
 i32 Site::add(const Weight& weight) {
@@ -110,30 +138,74 @@ void Plan::measure(const Site& site, i64 rows) {
     packed_groups_ = std::max(packed_groups_, groups);
 }
 
-void Plan::finish_layer(PlanLayer& l) {
+void Plan::finish_attention(PlanLayer& l) {
     if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.num_heads) throw std::invalid_argument("sinks are one for each head of a layer");
     if (l.total_heads == 0) l.total_heads = l.num_heads;
     if (l.total_kv_heads == 0) l.total_kv_heads = l.num_kv_heads;
-    if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
     if (l.is_qk_norm_whole && l.q_norm.is_present && is_sharded()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
-    l.q_form = l.attn_site.add(l.q->weight);
     l.k_form = l.attn_site.add(l.k->weight);
-    l.v_form = l.attn_site.add(l.v->weight);
     l.o_form = l.o_site.add(l.o->weight);
+    measure(l.o_site, 1);
+    qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
+    attention_size_ = std::max(attention_size_, l.total_heads * l.head_dim);
+    Latent& latent = l.latent;
+    if (latent.rank == 0) {
+        l.q_form = l.attn_site.add(l.q->weight);
+        l.v_form = l.attn_site.add(l.v->weight);
+        measure(l.attn_site, 1);
+        return;
+    }
+    if (static_cast<i32>(latent.heads.size()) != l.num_heads || l.head_dim != latent.rank + latent.rope || l.num_kv_heads != 1)
+        throw std::invalid_argument("multi-head latent attention has a weight for each head, and one head of rank + rope values in the cache");
+    if (latent.q_a) l.q_a_form = l.attn_site.add(latent.q_a->weight);
+    l.q_form = (latent.q_a ? l.q_site : l.attn_site).add(l.q->weight);
+    for (const LatentHead& head : latent.heads) {
+        l.key_up_site.add(head.key_up->weight);
+        l.value_up_site.add(head.value_up->weight);
+    }
+    if (l.key_up_site.forms.size() != 1 || l.value_up_site.forms.size() != 1) throw std::invalid_argument("the heads of a layer must have one format");
+    measure(l.attn_site, 1);
+    measure(l.q_site, 1);
+    measure(l.key_up_site, l.num_heads);
+    measure(l.value_up_site, l.num_heads);
+    max_jobs_ = std::max(max_jobs_, l.num_heads);
+    latent_size_ = std::max(latent_size_, l.head_dim);
+    question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
+    answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
+    if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
+}
+
+void Plan::finish_mixture(PlanLayer& l) {
+    l.router_form = l.mlp_site.add(l.router->weight);
+    l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);  // which throws
+    // Experts read rows that are gathered for each of them, all in one form.
+    for (const Expert& e : l.experts) {
+        l.expert_site.add(e.gate->weight);
+        l.expert_site.add(e.up->weight);
+        l.down_site.add(e.down->weight);
+    }
+    if (l.expert_site.forms.size() != 1 || l.down_site.forms.size() != 1) throw std::invalid_argument("the experts of a layer must have one format");
+    measure(l.expert_site, l.top_k);
+    measure(l.down_site, l.top_k);
+    max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
+    max_top_k_ = std::max(max_top_k_, l.top_k);
+    inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.total_inner)) * l.top_k);
+    if (!l.shared_up) return;
+    if (l.total_shared_inner == 0) l.total_shared_inner = l.shared_up->weight.n;
+    if (l.shared_gate) l.shared_gate_form = l.mlp_site.add(l.shared_gate->weight);
+    l.shared_up_form = l.mlp_site.add(l.shared_up->weight);
+    if (l.shared_scale) l.shared_scale_form = l.mlp_site.add(l.shared_scale->weight);
+    l.shared_site.add(l.shared_down->weight);
+    measure(l.shared_site, 1);
+    inner_size_ = std::max(inner_size_, l.total_shared_inner);
+    has_shared_ = true;
+}
+
+void Plan::finish_layer(PlanLayer& l) {
+    if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    finish_attention(l);
     if (l.router) {
-        l.router_form = l.mlp_site.add(l.router->weight);
-        // Experts read rows that are gathered for each of them, all in one form.
-        for (const Expert& e : l.experts) {
-            l.expert_site.add(e.gate->weight);
-            l.expert_site.add(e.up->weight);
-            l.down_site.add(e.down->weight);
-        }
-        if (l.expert_site.forms.size() != 1 || l.down_site.forms.size() != 1) throw std::invalid_argument("the experts of a layer must have one format");
-        measure(l.expert_site, l.top_k);
-        measure(l.down_site, l.top_k);
-        max_experts_ = std::max(max_experts_, static_cast<i32>(l.experts.size()));
-        max_top_k_ = std::max(max_top_k_, l.top_k);
-        inner_size_ = std::max(inner_size_, static_cast<i32>(row_stride(l.total_inner)) * l.top_k);
+        finish_mixture(l);
     } else {
         if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
         l.up_form = l.mlp_site.add(l.up->weight);
@@ -141,12 +213,8 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, 1);
         inner_size_ = std::max(inner_size_, l.total_inner);
     }
-    measure(l.attn_site, 1);
-    measure(l.o_site, 1);
     measure(l.mlp_site, 1);
-    qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
-    attention_size_ = std::max(attention_size_, l.total_heads * l.head_dim);
-    own_row_size_ = std::max(std::max(own_row_size_, hidden_), whole_qk_size_);
+    own_row_size_ = std::max(std::max(own_row_size_, hidden_), std::max(whole_qk_size_, latent_size_));
 }
 
 void Plan::finish() {
@@ -160,8 +228,8 @@ void Plan::finish() {
         measure(fuse_site_, 1);
         beside_size_ = 2 * hidden_;
     }
-    jobs_.resize(max_experts_);
-    packs_.resize(max_experts_);
+    jobs_.resize(std::max(max_experts_, max_jobs_));
+    packs_.resize(std::max(max_experts_, max_jobs_));
 }
 
 // In a step without drafts, whose wanted rows are few and the last ones of their sequences, in order.
@@ -226,13 +294,20 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             take(inner_, rows * row_stride(inner_size_));
             take(extra_, rows * row_stride(hidden_));
             take(pair_out_, pairs * row_stride(hidden_));
+            take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+            take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         }
+        take(shared_scales_, has_shared_ ? rows : 0);
+        take(latent_, latent_size_ == 0 ? 0 : rows * row_stride(latent_size_));
+        take(question_, question_size_ == 0 ? 0 : rows * row_stride(question_size_));
+        take(question_a_, question_rank_ == 0 ? 0 : rows * row_stride(question_rank_));
         take(normed_, rows * row_stride(hidden_));
         take(row_, num_threads * row_stride(own_row_size_));
         take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
         take(kept_, rows * static_cast<i64>(kept_layers_.size()) * hidden_);
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);
+        take(pair_weight_, pairs);
         take(chosen_, pairs);
         take(pair_row_, pairs);
         take(pair_of_, pairs);
@@ -267,6 +342,8 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(inner_, rows * row_stride(inner_size_));
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
+        take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);

@@ -51,10 +51,26 @@ struct Expert {
 // beside them. Multi-token prediction and EAGLE-1 are joined, EAGLE-3 is beside.
 enum class Entry : i32 { token, joined, beside };
 
+// Multi-head latent attention (https://arxiv.org/abs/2405.04434), absorbed: all heads read one cached row of `rope` rotated values and
+// then `rank` values, which is key and value. Heads of q have nope values, brought to the latter's space by key_up, and then rope ones.
+struct LatentHead {
+    std::shared_ptr<NativeWeight> key_up, value_up;  // [rank][nope], [value][rank]
+};
+struct Latent {
+    i32 rank = 0, nope = 0, rope = 0, value = 0;  // rank 0: the layer has none
+    bool is_interleaved = false;                  // rotated pairs stand side by side: they are split first
+    std::shared_ptr<NativeWeight> q_a;            // before q, or null
+    Norm q_norm, kv_norm;
+    std::vector<LatentHead> heads;
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;
     std::vector<Expert> experts;
+    // What every token is given beside the experts that are chosen, times the sigmoid of shared_scale's output where there is one.
+    std::shared_ptr<NativeWeight> shared_gate, shared_up, shared_down, shared_scale;
+    Latent latent;  // k is then the projection to rank + rope values, v is null
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
     bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
@@ -68,13 +84,17 @@ struct PlanLayer {
     std::vector<float> sinks;                    // [num_heads], or none
     i32 top_k = 0;
     bool is_renormalized = true;
+    Routing routing;
+    bool weighs_inputs = false;  // the weights of experts multiply what they read, not what they give
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
     // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
     i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
+    i32 first_shared_inner = 0, total_shared_inner = 0;
     KvLayer kv;
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, o_site, mlp_site, expert_site, down_site;
+    Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
+    i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
 
 // The inputs of one step, as addresses; see contracts in kernels/reference/attention.py.
@@ -180,9 +200,12 @@ public:
 private:
     friend struct StepRows;
     friend struct StepExperts;
+    friend struct StepLatent;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
+    void finish_attention(PlanLayer& layer);
+    void finish_mixture(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
     // Give out the memory that ranks share; its layout is a function of the steps so far, the same in every rank.
     void reserve_shared(i32 num_tokens, i32 num_logit_rows);
@@ -221,7 +244,8 @@ private:
     std::vector<i32> kept_layers_;
     i32 beside_size_ = 0;
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
-    i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0;
+    i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_jobs_ = 0;
+    i32 latent_size_ = 0, question_size_ = 0, question_rank_ = 0, answer_size_ = 0;
     i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site; one row is packed by every thread for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.
     i32 capacity_ = 0;
@@ -229,7 +253,11 @@ private:
     i64 attention_bytes_ = 0;
     Memory arena_{0}, attention_scratch_{0};
     float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;
-    float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_out_ = nullptr;
+    float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_weight_ = nullptr, *pair_out_ = nullptr;
+    float *shared_out_ = nullptr, *shared_scales_ = nullptr;
+    // Of multi-head latent attention: cached rows, questions before they are in the latent space, and answers after it.
+    float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
+    bool has_shared_ = false;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
     u32* packed_data_ = nullptr;
     float *packed_scales_ = nullptr, *packed_sums_ = nullptr;

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_experts.h"
+#include "step_latent.h"
 
 namespace quire {
 
@@ -15,17 +15,10 @@ namespace {
 // Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
-// Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
-bool are_alike(const Weight& a, const Weight& b) {
-    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group && a.block == b.block &&
-           (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
-           memcmp(a.table, b.table, sizeof(a.table)) == 0;
-}
-
 }  // namespace
 
 // One thread's walk through a step. All threads take the same way; what they share lies in the plan.
-struct Stepper : StepExperts {
+struct Stepper : StepLatent {
     // The rank that has a token's row of the vocabulary gives it to all.
     void embed_sharded() {
         const Weight& embed = plan.embed_->weight;
@@ -280,9 +273,13 @@ struct Stepper : StepExperts {
 
     void attention(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.total_heads * l.head_dim);
-        const bool has_few = is_last && plan.has_last_ask_;
-        project(l, has_few);
-        rotate_and_store(l, has_few);
+        const bool is_latent = l.latent.rank > 0, has_few = is_last && plan.has_last_ask_ && !is_latent;
+        if (is_latent) {
+            project_latent(l, [&](float* heads, i64 position) { scale_queries(l, heads, l.num_heads, position); });
+        } else {
+            project(l, has_few);
+            rotate_and_store(l, has_few);
+        }
         if (num_rows == 0) return;
         attend(l, has_few ? plan.last_ask_ : in.batch);
         float* attended = plan.attended_;
@@ -290,7 +287,12 @@ struct Stepper : StepExperts {
             if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
-        pack_all(l.o_site, attended, width);
+        if (is_latent) {
+            leave_latent(l, attended + static_cast<i64>(l.first_head) * l.head_dim, width);
+            pack_all(l.o_site, plan.answer_, row_stride(plan.answer_size_));
+        } else {
+            pack_all(l.o_site, attended, width);
+        }
         run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
     }
 

@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "step_rows.h"
 
@@ -20,6 +21,7 @@ struct StepExperts : StepRows {
             const i32 place = start[plan.chosen_[i]]++;
             plan.pair_row_[place] = i / l.top_k;
             plan.pair_of_[i] = place;
+            plan.pair_weight_[place] = plan.route_weights_[i];
         }
         memmove(start + 1, start, sizeof(i32) * num_experts);
         start[0] = 0;
@@ -53,20 +55,50 @@ struct StepExperts : StepRows {
         run(plan.jobs_.data(), num_experts);
     }
 
+    // What every token is given beside its experts: into shared_out_, and the logits of its factors into shared_scales_.
+    void shared_expert(const PlanLayer& l) {
+        const i64 inner = row_stride(l.total_shared_inner);
+        float* const own = plan.inner_ + l.first_shared_inner;
+        if (l.shared_scale) {
+            const Packed input = packed(l.mlp_site, l.shared_scale_form, num_rows);
+            const LinearJob scale = job(*l.shared_scale, input, Finish::store, plan.shared_scales_, 1);
+            run(&scale, 1);
+        }
+        const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
+        const bool is_joint = l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
+        LinearJob gate = job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner);
+        gate.second = is_joint ? &l.shared_up->weight : nullptr;
+        gate.activation = l.activation;
+        run(&gate, 1);
+        if (!is_joint) {
+            const LinearJob up = job(*l.shared_up, up_input, Finish::multiply, own, inner);
+            run(&up, 1);
+        }
+        wrote(own, num_rows, inner, l.shared_up->weight.n);
+        rank_barrier();
+        pack_all(l.shared_site, plan.inner_, inner);
+        const Packed down_input = packed(l.shared_site, 0, num_rows);
+        const LinearJob down = job(*l.shared_down, down_input, Finish::store, plan.shared_out_ + l.first_output, hidden_stride());
+        run(&down, 1);
+        wrote(plan.shared_out_ + l.first_output, num_rows, hidden_stride(), l.shared_down->weight.n);
+        rank_barrier();  // the experts write to inner_, too
+    }
+
     void mixture(const PlanLayer& l) {
         const i32 num_experts = static_cast<i32>(l.experts.size());
         const i64 hidden = hidden_stride(), inner = row_stride(l.total_inner);
         const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
         const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
         run(&router, 1);
+        if (l.shared_up) shared_expert(l);
+        const RouteJob route = l.routing.of(num_experts, l.top_k, l.is_renormalized);
         each(num_rows, [&](i64 row) {
-            kernels.elementwise->route(plan.route_logits_ + row * num_experts, num_experts, l.top_k, l.is_renormalized, plan.chosen_ + row * l.top_k,
-                                       plan.route_weights_ + row * l.top_k);
+            kernels.elementwise->route(route, plan.route_logits_ + row * num_experts, plan.chosen_ + row * l.top_k, plan.route_weights_ + row * l.top_k);
         });
         if (worker.rank == 0) group_by_expert(l);
         barrier(worker);
         run_experts(
-            l, l.expert_site.forms[0], [&](i64 place) { return plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden; },
+            l, l.expert_site.forms[0], [&](i64 place) { return expert_row(l, place); },
             [&](const Expert& expert, const Packed& input, i64 first) {
                 LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner + l.first_inner, inner);
                 j.second = &expert.up->weight;
@@ -88,12 +120,26 @@ struct StepExperts : StepRows {
         each(num_rows, [&](i64 row) { add_experts(l, row); });
     }
 
+    // What the expert of a pair reads.
+    const float* expert_row(const PlanLayer& l, i64 place) const {
+        const float* row = plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden_stride();
+        if (!l.weighs_inputs) return row;
+        float* const weighed = own_row();
+        memcpy(weighed, row, sizeof(float) * plan.hidden_);
+        kernels.elementwise->scale_and_cap(weighed, plan.hidden_, plan.pair_weight_[place], 0.0f);
+        return weighed;
+    }
+
     // The weighted sum of a row's experts, in the order in which they were chosen, joins the residual.
     void add_experts(const PlanLayer& l, i64 row) const {
         float* sum = own_row();
         memset(sum, 0, sizeof(float) * plan.hidden_);
         for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
-            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), plan.route_weights_[at], plan.hidden_);
+            kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), l.weighs_inputs ? 1.0f : plan.route_weights_[at], plan.hidden_);
+        if (l.shared_up) {
+            const float factor = l.shared_scale ? 1.0f / (1.0f + std::exp(-plan.shared_scales_[row])) : 1.0f;
+            kernels.elementwise->add_scaled(sum, plan.shared_out_ + row * hidden_stride(), factor, plan.hidden_);
+        }
         if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
         kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
     }

@@ -11,6 +11,13 @@ namespace quire {
 // Up to so many rows are packed in parts of so many inputs.
 constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 
+// Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
+static inline bool are_alike(const Weight& a, const Weight& b) {
+    return a.format == b.format && a.k == b.k && a.group == b.group && a.input_group == b.input_group && a.block == b.block &&
+           (a.group_scales == nullptr) == (b.group_scales == nullptr) && (a.group_offsets == nullptr) == (b.group_offsets == nullptr) &&
+           memcmp(a.table, b.table, sizeof(a.table)) == 0;
+}
+
 // What one thread knows of a step, which the others walk with it: see Stepper.
 struct StepRows {
     Plan& plan;

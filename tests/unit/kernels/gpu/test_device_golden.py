@@ -5,17 +5,21 @@ import torch
 
 pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
 
-from tests.golden.make_checkpoints import CASES, DENSE_CASES, make_checkpoint
+from quire.base.errors import UnsupportedError
+from tests.golden.make_checkpoints import CASES, DENSE_CASES, LATENT_CASES, make_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of, tokens
 
 # One is longer than windows, a chunk, and the original length of the scaled ropes (32); one decodes beside its chunks.
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 6)]
 QUICK = ("llama-llama3", "gpt2-scaled")
+REFUSED = (*LATENT_CASES, "mistral3-mistral4", "kimi-k25", "llama4-moe")
+"""What the kernels do not know: multi-head latent attention, and weights of experts that multiply their inputs."""
 IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
     "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias", "granite-bias", "mixtral-window",
-    "qwen3-moe-mlp-only", "gpt-oss",
+    "qwen3-moe-mlp-only", "gpt-oss", "qwen2-moe-window", "olmoe-renorm", "flex-olmo", "glm4-moe", "minimax-m2", "hunyuan-moe",
+    "ernie4-5-moe-bias", "phimoe", "granitemoe-shared", "dots1-window", "solar-open", "exaone-moe",
     "smollm3-window", "olmo-clip", "cohere", "cohere2", "glm4", "hunyuan-dense", "nemotron", "phi", "gpt-neox", "apertus",
     "nanochat", "mistral3-ministral3", "llama4-dense", "stablelm-parallel", "opt",
 )  # fmt: skip
@@ -29,7 +33,7 @@ takes all cases."""
     "case",
     [
         case if case in QUICK else pytest.param(case, marks=pytest.mark.slow)
-        for case in ((*CASES, *DENSE_CASES) if HAS_GPU else IN_THE_INTERPRETER)
+        for case in ([case for case in (*CASES, *DENSE_CASES) if case not in REFUSED] if HAS_GPU else IN_THE_INTERPRETER)
     ],
 )
 def test_greedy_tokens_are_the_cpus(case, tmp_path):
@@ -54,5 +58,13 @@ def test_sequences_that_outgrow_the_short_rope_have_the_cpus_tokens(case, tmp_pa
 
 
 def test_every_family_is_compared():
-    families = {case.partition("-")[0] for case in CASES} | {"qwen3-moe"}
+    families = {case.partition("-")[0] for case in CASES if case not in REFUSED} | {"qwen3-moe", "qwen2-moe"}
     assert [family for family in families if not any(case.startswith(family) for case in IN_THE_INTERPRETER)] == []
+
+
+@pytest.mark.golden
+@pytest.mark.parametrize("case", ["deepseek-v3", "llama4-moe"])
+def test_what_kernels_do_not_know_is_refused(case, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):
+        outputs_of(folder, PROMPTS, greedy(4), DEVICE, max_model_len=64)

@@ -9,6 +9,7 @@ from quire.base.errors import UnsupportedError
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import (
     AttentionSpec,
+    ExpertGroups,
     GateClamp,
     LayerSpec,
     MlpSpec,
@@ -98,6 +99,28 @@ MODELS = {
         )
     ]
     * 2,
+    "shared-experts": [
+        LayerSpec(
+            attention(),
+            MoeSpec(
+                8,
+                3,
+                MlpSpec(40, "silu"),
+                scoring="sigmoid",
+                has_correction=True,
+                groups=ExpertGroups(4, 2, 2),
+                least_sum=1e-20,
+                routed_scale=1.7,
+                is_router_f32=True,
+                is_weight_f32=True,
+                shared=MlpSpec(24, "silu"),
+                has_shared_gate=True,
+            ),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+    ]
+    * 2,
     "experts": [LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS)] * 2,
 }
 
@@ -116,7 +139,7 @@ def make_models(name, device):
     return Decoder(spec, dict(parameters), 64), DeviceDecoder(spec, dict(parameters), 64, device)
 
 
-QUICK = ("qwen3", "gpt-oss", "late")
+QUICK = ("qwen3", "gpt-oss", "late", "shared-experts")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS])

@@ -1,0 +1,93 @@
+// Multi-head latent attention within a step: see Latent in plan.h.
+#pragma once
+#include <string.h>
+
+#include "step_experts.h"
+
+namespace quire {
+
+struct StepLatent : StepExperts {
+    // Multi-head latent attention: cached rows into latent_, and questions in the space of these into qkv_.
+    // scale(heads, position) multiplies a row's questions by what their position has.
+    template <class Scale>
+    void project_latent(const PlanLayer& l, Scale scale) {
+        const Latent& latent = l.latent;
+        const i32 head_size = latent.nope + latent.rope;
+        const i64 row_width = row_stride(plan.latent_size_), width = row_stride(plan.question_size_), rank_width = row_stride(plan.question_rank_);
+        const Packed k_input = packed(l.attn_site, l.k_form, num_rows);
+        const Packed q_input = packed(l.attn_site, latent.q_a ? l.q_a_form : l.q_form, num_rows);
+        const LinearJob jobs[2] = {job(*l.k, k_input, Finish::store, plan.latent_, row_width),
+                                   latent.q_a ? job(*latent.q_a, q_input, Finish::store, plan.question_a_, rank_width) : job(*l.q, q_input, Finish::store, plan.question_, width)};
+        run(jobs, 2);
+        if (latent.q_a) {
+            each(num_rows, [&](i64 row) {
+                float* const values = plan.question_a_ + row * rank_width;
+                kernels.elementwise->norm(latent.q_norm.job, values, values);
+            });
+            pack_all(l.q_site, plan.question_a_, rank_width);
+            const Packed input = packed(l.q_site, 0, num_rows);
+            const LinearJob second = job(*l.q, input, Finish::store, plan.question_, width);
+            run(&second, 1);
+        }
+        each(num_rows, [&](i64 row) { store_latent(l, row); });
+        const i64 q_width = row_stride(qkv_size(l));
+        each(num_rows, [&](i64 row) {
+            float* const heads = plan.qkv_ + row * q_width;
+            const float* const from = plan.question_ + row * width;
+            for (i32 head = 0; head < l.num_heads; ++head)
+                memcpy(heads + static_cast<i64>(head) * l.head_dim, from + static_cast<i64>(head) * head_size + latent.nope, sizeof(float) * latent.rope);
+            turn_latent(l, heads, l.num_heads, in.positions[row]);
+        });
+        run_heads(l, l.key_up_site, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
+            return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
+        });
+        each(num_rows, [&](i64 row) { scale(plan.qkv_ + row * q_width, in.positions[row]); });
+    }
+
+    // Rotate the first values of heads of latent rows.
+    void turn_latent(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        if (l.latent.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, l.latent.rope);
+        const Plan::Angles& a = plan.angles_[l.rope];
+        kernels.elementwise->turn_heads(nullptr, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
+    }
+
+    // Norm and rotate a row of latent_, and store it.
+    void store_latent(const PlanLayer& l, i64 row) const {
+        const Latent& latent = l.latent;
+        float* const values = plan.latent_ + row * row_stride(plan.latent_size_);
+        float* const cached = own_row();
+        memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
+        kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
+        turn_latent(l, cached, 1, in.positions[row]);
+        kernels.attention->store(l.kv, in.slots[row], 0, 1, cached, cached);
+    }
+
+    // Pack k values of every head of rows, from values on and `step` apart, and run a linear layer for each head.
+    template <class Make>
+    void run_heads(const PlanLayer& l, const Site& site, i32 k, const float* values, i64 stride, i64 step, Make make) {
+        const InputForm& form = site.forms[0];
+        const i64 words = steps_of(form.kind, form.k) * static_cast<i64>(num_rows), groups = groups_of(form.k, form.group) * static_cast<i64>(num_rows);
+        each(l.num_heads, [&](i64 head) { kernels.linear->pack_rows(packed_at(form, num_rows, head * words, head * groups), 0, num_rows, values + head * step, stride, 0, k); });
+        if (worker.rank == 0) {
+            for (i32 head = 0; head < l.num_heads; ++head) {
+                plan.packs_[head] = packed_at(form, num_rows, head * words, head * groups);
+                plan.jobs_[head] = make(l.latent.heads[head], head, plan.packs_[head]);
+            }
+        }
+        barrier(worker);
+        run(plan.jobs_.data(), l.num_heads);
+    }
+
+    // Bring what heads have found in the latent space out of it, into answer_. attended: of the rank's own heads.
+    void leave_latent(const PlanLayer& l, const float* attended, i64 width) {
+        const i64 to_width = row_stride(plan.answer_size_);
+        float* const own = plan.answer_ + static_cast<i64>(l.first_head) * l.latent.value;
+        run_heads(l, l.value_up_site, l.latent.rank, attended + l.latent.rope, width, l.head_dim, [&](const LatentHead& head, i32 index, const Packed& input) {
+            return job(*head.value_up, input, Finish::store, own + static_cast<i64>(index) * l.latent.value, to_width);
+        });
+        wrote(own, num_rows, to_width, static_cast<i64>(l.num_heads) * l.latent.value);
+        rank_barrier();
+    }
+};
+
+}  // namespace quire

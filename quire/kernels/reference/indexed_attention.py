@@ -1,0 +1,65 @@
+"""Latent attention to the keys that an indexer chooses (DeepSeek-V3.2: https://arxiv.org/abs/2512.02556)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec
+from quire.kernels.reference.attention import AttentionMetadata, hidden_keys
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQueries:
+    """What tokens ask the indexer: heads [T, H, D], and the weights of their heads [T, H] f32."""
+
+    heads: Tensor
+    weights: Tensor
+
+
+def store_index_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Write keys [T, D] into the first values of a cache [num_blocks, 1, block_size, >= D] at `slots` [T]."""
+    size = cache.shape[2]
+    cache[slots // size, 0, slots % size, : keys.shape[1]] = keys
+
+
+def attend_indexed(
+    q: Tensor,
+    index: IndexQueries,
+    caches: tuple[Tensor, Tensor],
+    step: AttentionMetadata,
+    spec: AttentionSpec,
+    indexer: IndexerSpec,
+) -> Tensor:
+    """Attend every query to the rows that the indexer chooses of those of its sequence, itself and what is before it.
+
+    q       [T, H, D]
+    caches  rows [num_blocks, 1, block_size, D], each key and value, and keys of the indexer; this step's are stored already
+    Returns [T, H, D] in q's dtype
+    """
+    out = torch.empty_like(q)
+    for sequence, length in enumerate(step.context_lens):
+        tokens = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
+        rows, keys = (_gather(cache, step.block_tables[sequence], length) for cache in caches)
+        is_hidden = hidden_keys(step, sequence)
+        part = IndexQueries(index.heads[tokens], index.weights[tokens])
+        is_hidden |= ~choose_keys(part, keys[:, : indexer.head_dim], is_hidden, indexer)
+        scores = torch.einsum("thd,sd->hts", q[tokens], rows) * spec.scale
+        shares = scores.masked_fill(is_hidden, -torch.inf).softmax(-1, dtype=torch.float32).to(q.dtype)
+        out[tokens] = torch.einsum("hts,sd->thd", shares, rows)
+    return out
+
+
+def choose_keys(index: IndexQueries, keys: Tensor, is_hidden: Tensor, indexer: IndexerSpec) -> Tensor:
+    """Return which of the keys [S, D] each query attends to, [T, S]; is_hidden [T, S]: those that it cannot."""
+    products = torch.einsum("thd,sd->ths", index.heads.float(), keys.float()) * indexer.head_dim**-0.5
+    scores = torch.einsum("th,ths->ts", index.weights, products.relu()).masked_fill(is_hidden, -torch.inf)
+    chosen = scores.topk(min(indexer.top_k, keys.shape[0]), dim=-1).indices
+    return torch.zeros_like(is_hidden).scatter(1, chosen, True)
+
+
+def _gather(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
+    blocks = block_table[: -(-length // cache.shape[2])]
+    return cache[blocks, 0].flatten(0, 1)[:length]
