@@ -69,7 +69,6 @@ class StepDrafts(NamedTuple):
     drafted: dict[SequenceId, _Made]
     drafts: dict[SequenceId, Draft]
     num_drafts: int
-    num_made: int
     num_caught_up: int
 
 
@@ -334,13 +333,13 @@ class Speculator:
 
     def suspend(self) -> StepDrafts:
         """Put aside what belongs to the step that has begun, so that a step of other sequences may begin before it ends."""
-        kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up)
+        kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_caught_up)
         self._drafted, self._drafts = {}, {}
         return kept
 
     def resume(self, step: StepDrafts) -> None:
         """Go on with a step that was put aside; it ends next."""
-        self._drafted, self._drafts, self._num_drafts, self._num_made, self._num_caught_up = step
+        self._drafted, self._drafts, self._num_drafts, self._num_caught_up = step
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
         """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.

@@ -29,14 +29,15 @@ def config(request):
 
 @pytest.fixture(scope="module")
 def server(config):
-    with serving("--speculative-config", json.dumps(config), "--no-page", "--max-num-seqs", "8") as running:
+    options = ("--no-page", "--max-num-seqs", "8", "--complete-json-within-max-tokens")
+    with serving("--speculative-config", json.dumps(config), *options) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def expected():
     """Return the bodies of requests, and what is said to each without drafts."""
-    llm = LLM("demo", num_kv_blocks=200, num_threads=1)
+    llm = LLM("demo", num_kv_blocks=200, num_threads=1, complete_json_within_max_tokens=True)
     free = [SamplingParams(temperature=i % 2, seed=i, max_tokens=60) for i in range(4)]
     texts = [output.outputs[0].text for output in llm.generate([PROMPT] * 4, free, use_tqdm=False)]
     stops = [text[len(text) // 2 :][:3] for text in texts]
