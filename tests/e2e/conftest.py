@@ -16,6 +16,14 @@ def tooled_server(tmp_path_factory):
     """One server with a key whose chat template knows tools; bodies are limited so that one over it is quickly sent."""
     model = make_tooled_model(tmp_path_factory.mktemp("model"))
     data = tmp_path_factory.mktemp("data")
-    options = ("--data-dir", str(data), "--api-key", KEY, "--max-body-bytes", str(MAX_BODY_BYTES), "--complete-json-within-max-tokens")
+    options = (
+        "--data-dir",
+        str(data),
+        "--api-key",
+        KEY,
+        "--max-body-bytes",
+        str(MAX_BODY_BYTES),
+        "--complete-json-within-max-tokens",
+    )
     with serving(*options, model=str(model), key=KEY) as running:
         yield running
