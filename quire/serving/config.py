@@ -30,6 +30,7 @@ _OWN_LABELS = (
         "replica",
         "route",
         "source",
+        "stage",
         "state",
     ),
 )

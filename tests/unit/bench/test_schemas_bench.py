@@ -15,7 +15,9 @@ SCHEMAS = (SHORT, {"not": {"maxLength": 9}}, {"type": "array", "items": {"type":
 
 
 def test_schemas_are_counted_and_their_outputs_end():
-    record = measure_schemas(EngineConfig(model="demo", max_num_seqs=4), SchemaTrial(SCHEMAS, 60, 2))
+    record = measure_schemas(
+        EngineConfig(model="demo", max_num_seqs=4, complete_json_within_max_tokens=True), SchemaTrial(SCHEMAS, 60, 2)
+    )
     assert (record.num_schemas, record.num_accepted, len(record.refusals)) == (3, 2, 1)
     assert "not" in record.refusals[0]
     assert (record.num_outputs, record.num_ended) == (4, 4)
