@@ -8,8 +8,9 @@ from random_lives import fail_some, random_config, random_request, seeds
 from scheduling_fakes import Driver, make_config, make_request
 
 from quire.base.errors import RequestError
+from quire.contracts.block_keys import block_key
 from quire.contracts.step import StepResult
-from quire.engine.scheduling import invariants, kv_allocator, prefix_index
+from quire.engine.scheduling import invariants, kv_allocator
 
 
 def live(seed, num_events, late_share=0.0):
@@ -57,7 +58,7 @@ def weak_hash(monkeypatch):
     """Let only five keys exist, so that nearly every lookup is a collision."""
 
     def weak_key(parent_key, token_ids):
-        return prefix_index.block_key(parent_key, token_ids) % 5
+        return block_key(parent_key, token_ids) % 5
 
     for module in (kv_allocator, invariants):
         monkeypatch.setattr(module, "block_key", weak_key)

@@ -41,7 +41,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def engine():
-    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8)
+    engine = LLMEngine(str(DEMO), max_model_len=256, max_num_seqs=8, complete_json_within_max_tokens=True)
     yield engine
     engine.close()
 
