@@ -26,7 +26,7 @@ def models(tmp_path_factory):
             size = make_tokenizer(kind, tmp_path_factory.mktemp(kind)).vocab_size
             folder = write_checkpoint(tmp_path_factory.mktemp("models") / kind, "qwen3", vocab_size=size, eos_token_id=2)
             make_tokenizer(kind, folder)
-            made[kind] = LLM(str(folder), max_num_seqs=4, num_kv_blocks=64)
+            made[kind] = LLM(str(folder), max_num_seqs=4, num_kv_blocks=64, complete_json_within_max_tokens=True)
         return made[kind]
 
     yield get
