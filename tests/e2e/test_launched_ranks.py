@@ -218,7 +218,8 @@ def test_a_server_that_torchrun_has_started_serves_and_ends_with_its_worker():
                 if httpx.get(f"{url}/health").status_code == 200:
                     break
             except httpx.TransportError:
-                time.sleep(0.2)
+                pass  # it does not listen yet
+            time.sleep(0.3)  # every request is logged, into a pipe that is read at the end
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
         text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
         assert PROMPT + text == _expected().strip("\n")
