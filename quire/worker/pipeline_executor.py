@@ -6,6 +6,7 @@ their way as there are stages.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch import Tensor
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -74,6 +76,10 @@ class PipelineExecutor:
         self._pages: PageSupply | None = None
         self._num_sent = self._num_taken = self._num_asked = 0
         self._is_closed = False
+
+    def rank_stats(self) -> list[RankStats]:
+        """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
+        return [RankStats(rank=rank, pid=pid) for rank, pid in ((0, os.getpid()), *sorted(self._workers.pids.items()))]
 
     @property
     def worker_pids(self) -> dict[int, int]:
