@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import clear_frames
@@ -112,6 +113,19 @@ class _Frame(NamedTuple):
 _NOTHING = Kept()
 
 
+def _waits_by(method: weakref.WeakMethod[Callable[[torch.cuda.Event], None]]) -> Callable[[torch.cuda.Event], None]:
+    """Return a function that waits for an event by a method, without keeping its object alive."""
+
+    def wait(event: torch.cuda.Event) -> None:
+        bound = method()
+        if bound is None:
+            event.synchronize()
+        else:
+            bound(event)
+
+    return wait
+
+
 class GpuStepExecutor:
     """Implements StepExecutor, and launches the steps of a draft model or a draft head, which have no driver of their own.
 
@@ -164,12 +178,13 @@ class GpuStepExecutor:
         # Tokens i64, then their statuses, two i32 in one, so that one copy brings both.
         most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
         self._result = torch.zeros(_result_size(most_sampled), dtype=torch.int64, device=device)
-        self._readback = Readback(self._result, self._wait_for)
+        wait = _waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
+        self._readback = Readback(self._result, wait)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
         attention = [layer.attention for each in specs for layer in each.layers]
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
-        self._staging = Staging(self._most_bytes(max_blocks), device, self._wait_for)
+        self._staging = Staging(self._most_bytes(max_blocks), device, wait)
         self._frames: dict[GraphKey | PromptKey, _Frame] = {}
 
     def _most_bytes(self, max_blocks: int) -> int:
