@@ -31,6 +31,7 @@ class RunMemory(HostMemory):
     """The host's memory, where what is to be measured is run, as on a device that counts."""
 
     def __init__(self):
+        super().__init__()
         self.num_runs = 0
 
     def peak_of(self, run):
