@@ -32,6 +32,9 @@ def _run_rank(rank: int, size: int, port: int, told: int) -> None:
 
     def lead(*args):
         group = lead_group(*args)
+        # A leader that is stopped before its workers have joined is one that has not begun: they wait for it.
+        while not all(group.barrier.pid(rank) for rank in range(1, size)):
+            time.sleep(0.001)
         os.write(told, b"g")
         return group
 

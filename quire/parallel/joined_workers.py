@@ -94,7 +94,8 @@ def join_group(rendezvous: Rendezvous, main: Callable[[WorkerContext], None], ow
     """Be another rank than 0 until the leader closes the group; return the status to exit with.
 
     main  see run_worker; own: what it finds in its context, such as this process's own configuration
-    Raises WorkerError where rank 0 cannot be reached.
+    Raises WorkerError where rank 0 cannot be reached. Until this process has joined, it waits for a rank 0 that is stopped
+    (SIGSTOP) as for one that has not begun.
     """
     store = _open_store(rendezvous, timeout_s, None)
     invitation = json.loads(_wait_for_key(store, _INVITATION, rendezvous, timeout_s))

@@ -163,7 +163,7 @@ def test_feed_is_slow_when_motion_is_unwanted_and_ends_when_the_view_is_left(bro
         browser.run("location.hash = '#engine'")
         browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the snapshot")
         opened_url = browser.run("return window.opened.map(([url]) => String(url))")[0]
-        assert opened_url.removeprefix(server.url) == f"/ui/events?hz={1 if calm else 10}"
+        assert opened_url.removeprefix(server.url) == f"/ui/events?hz={1 if calm else 10}&replica=0"
         browser.run("location.hash = '#chat'")
         browser.until(lambda: browser.run("return window.opened[0][1].signal.aborted"), "the end of the feed")
     browser.open(f"{server.url}/#chat", calm=True)

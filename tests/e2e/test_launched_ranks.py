@@ -211,24 +211,34 @@ def test_a_server_that_torchrun_has_started_serves_and_ends_with_its_worker():
     port, http = _free_port(), _free_port()
     serve = ("-m", "quire", "serve", "demo", "--port", str(http), "-tp", "2", "--num-threads", "1", "--num-kv-blocks", "64")
     ranks = [_start(_torchrun(rank, 2, port), *serve) for rank in (0, 1)]
-    try:
-        url, end_s = f"http://127.0.0.1:{http}", time.monotonic() + TIMEOUT_S
-        while time.monotonic() < end_s:
+
+    def get(path, is_enough):
+        end_s = time.monotonic() + TIMEOUT_S
+        while True:
             try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass  # it does not listen yet
-            time.sleep(0.3)  # every request is logged, into a pipe that is read at the end
+                response = httpx.get(f"http://127.0.0.1:{http}{path}", timeout=60)
+                if is_enough(response):
+                    return
+                last = response.text
+            except httpx.TransportError as error:  # it does not listen yet
+                last = repr(error)
+            assert all(rank.poll() is None for rank in ranks), last
+            assert time.monotonic() < end_s, last
+            time.sleep(0.3)
+
+    try:
+        get("/ready", lambda response: response.status_code == 200)
         body = {"model": "demo", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-        text = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"]
-        assert PROMPT + text == _expected().strip("\n")
-        time.sleep(1.5)  # the next heartbeat
-        metrics = httpx.get(f"{url}/metrics").text
-        assert 'rank="1"' in metrics
-        assert "quire:rank_barrier_waits_total" in metrics
+        answer = httpx.post(f"http://127.0.0.1:{http}/v1/completions", json=body, timeout=TIMEOUT_S).json()
+        assert "choices" in answer, answer
+        assert PROMPT + answer["choices"][0]["text"] == _expected().strip("\n")
+        get("/metrics", lambda response: 'rank="1"' in response.text and "quire:rank_barrier_waits_total" in response.text)
         os.kill(ranks[1].pid, signal.SIGKILL)
         assert ranks[0].wait(timeout=60) != 0  # the launcher starts both again
+    except BaseException:
+        for rank in ranks:
+            rank.kill()  # otherwise they serve on while _end waits
+        raise
     finally:
         results = _end(ranks)
     assert f"rank 1 (pid {ranks[1].pid}" in results[0][2]
