@@ -28,7 +28,7 @@ class Shape:
 SHAPES = {
     "demo": Shape(256, 8, 4, 2, 768),
     "demo-draft": Shape(128, 3, 2, 1, 384),
-    "demo-moe": Shape(256, 6, 4, 2, 256, num_experts=8),
+    "demo-moe": Shape(128, 3, 4, 2, 64, head_dim=32, num_experts=16),
 }
 
 
@@ -67,9 +67,9 @@ class Attention(nn.Module):
             a, b = y.chunk(2, dim=-1)
             return y * cos + torch.cat((-b, a), dim=-1) * sin
 
-        q = rotate(self.q_norm(heads(self.q_proj(x)))).bfloat16()
-        k = rotate(self.k_norm(heads(self.k_proj(x)))).bfloat16()
         v = heads(self.v_proj(x))
+        q = rotate(self.q_norm(heads(self.q_proj(x)))).to(v.dtype)
+        k = rotate(self.k_norm(heads(self.k_proj(x)))).to(v.dtype)
         k, v = k.repeat_interleave(self.groups, 1), v.repeat_interleave(self.groups, 1)
         # Whole score matrices: on a CPU their backward pass takes half the time of the fused attention's.
         future = torch.full((length, length), -torch.inf, dtype=q.dtype).triu(1)

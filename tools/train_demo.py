@@ -89,6 +89,15 @@ def train_tokenizer(text: Path, work: Path) -> None:
         print(f"{name}: {len(books)} books, {len(ids):,} tokens, {sum(map(len, books)) / len(ids):.2f} characters a token")
 
 
+def has_bf16() -> bool:
+    """Return whether the CPU multiplies bfloat16; where it does not, float32 is several times faster."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def autocast() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=has_bf16())
+
+
 def make_optimizers(model: DemoModel) -> list[torch.optim.Optimizer]:
     """Muon (Jordan et al., 2024) for the hidden matrices, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
@@ -223,7 +232,7 @@ def held_out_loss(model: DemoModel, ids: Tensor, length: int, max_windows: int |
     total = 0.0
     for begin in range(0, len(starts), 8):
         window = torch.stack([ids[s : s + length + 1] for s in starts[begin : begin + 8]]).long()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             total += float(model(window[:, :-1], window[:, 1:])) * len(window)
     model.train()
     return total / len(starts)
@@ -273,6 +282,7 @@ def train(args: argparse.Namespace) -> None:
                 "num_tokens": num_tokens,
                 "threads": args.threads,
                 "before": before,
+                "precision": "bf16 autocast" if has_bf16() else "float32",
             },
             temporary,
         )
@@ -297,7 +307,7 @@ def train(args: argparse.Namespace) -> None:
             inputs, targets = batch_with_copies(ids, separators, step, num_drawn, length, is_drill=is_drill)
         else:
             inputs, targets = batch_at(ids, step, args.batch_tokens, length)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with autocast():
             loss = model(inputs, targets) if teacher is None or is_drill else teacher.loss(model, inputs)
         (loss + 0.01 * model.balance_loss()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -428,10 +438,12 @@ FURTHER = {
 
 def model_card(name: str, num_parameters: int, state: dict, loss: float, stage: str) -> str:
     effort = f"{state['step']:,} steps, {state['num_tokens']:,} tokens, {state['seconds'] / 60:.0f} minutes on "
-    effort += f"{state['threads']} CPU core(s), bf16 autocast"
+    effort += f"{state['threads']} CPU core(s), {state['precision']}"
     if state["before"]:
         effort = f"{state['before']} |\n| further training | {effort}; {FURTHER[stage]}"
-    form = "Qwen3-MoE (8 experts, 2 a token)" if SHAPES[name].num_experts else "Qwen3"
+    shape = SHAPES[name]
+    is_moe = shape.num_experts > 0
+    form = f"Qwen3-MoE ({shape.num_experts} experts, {shape.num_experts_per_tok} a token)" if is_moe else "Qwen3"
     return f"""---
 license: apache-2.0
 language: en
