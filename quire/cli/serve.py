@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if engine_config.parallel.world_size > 1 and engine_config.distributed_executor_backend is None and is_launched_group():
         from quire.engine.launched import exit_if_worker  # it loads torch
 
-        exit_if_worker(engine_config)
+        exit_if_worker(engine_config, (args.host, args.port))
         # The workers are the launcher's: it starts all ranks again, this process too.
         config = replace(config, max_restarts=0)
     try:

@@ -21,6 +21,7 @@ from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import Rendezvous, read_environment
 from quire.parallel.worker_group import LaunchOptions, WorkerGroup
+from quire.worker.worker_health import with_health
 
 logger = get_logger(__name__)
 
@@ -52,14 +53,19 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     return rendezvous
 
 
-def serve_as_worker(config: EngineConfig) -> int | None:
+def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None = None) -> int | None:
     """Be a worker until rank 0 closes the group, and return the status to exit with, where a launcher has made this process
-    another rank than 0. Returns None at once in every other process. Raises ConfigError and WorkerError."""
+    another rank than 0. Returns None at once in every other process. Raises ConfigError and WorkerError.
+
+    health_address  (host, port) at which the worker serves /health; None: nowhere
+    """
     rendezvous = launched_group(config)
     if rendezvous is None or rendezvous.rank == 0:
         return None
     from quire.worker.parallel_worker import main  # it imports this module's neighbours
 
+    if health_address is not None:
+        main = with_health(main, *health_address)
     return join_group(rendezvous, main, own=config)
 
 

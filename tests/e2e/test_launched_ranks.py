@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -188,6 +189,40 @@ def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts, launcher):
     assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
     assert leader[1] == _expected()
     assert "the ranks are on several hosts" in leader[2]
+
+
+def test_a_worker_of_another_host_serves_health_and_names_rank_0_for_the_rest(two_hosts):
+    pytest.importorskip("uvicorn", reason="needs quire[server]")
+    port, http = _free_port(), _free_port()
+    serve = ("-m", "quire", "serve", "demo", "--port", str(http), "-tp", "2", "--num-threads", "1", "--num-kv-blocks", "64")
+    ranks = [
+        _start(_torchrun(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *serve, prefix=two_hosts[rank])
+        for rank in (0, 1)
+    ]
+
+    def get(host, path):
+        ask = (
+            "import sys, urllib.error, urllib.request\n"
+            "try: print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())\n"
+            "except urllib.error.HTTPError as error: print(error.code, error.read().decode())\n"
+            "except urllib.error.URLError as error: print(error)\n"
+        )
+        command = (*two_hosts[host], sys.executable, "-c", ask, f"http://127.0.0.1:{http}{path}")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    try:
+        end_s = time.monotonic() + TIMEOUT_S
+        while '"ready"' not in get(0, "/ready"):
+            assert all(rank.poll() is None for rank in ranks)
+            assert time.monotonic() < end_s
+            time.sleep(0.3)
+        assert json.loads(get(1, "/health")) == {"status": "ok", "rank": 1, "world_size": 2}
+        assert get(1, "/v1/models").startswith("404 ")
+        assert "requests go to rank 0" in get(1, "/v1/models")
+    finally:
+        for rank in reversed(ranks):
+            rank.kill()
+        _end(ranks)
 
 
 def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts):
