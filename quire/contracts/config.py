@@ -20,6 +20,7 @@ ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
 """Values of attention_backend that name what a user has to install."""
 
 _ATTENTION_BACKENDS = ("auto", "triton", *ATTENTION_LIBRARIES)
+MODEL_IMPLS = ("auto", "quire", "transformers")
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
 
 
@@ -90,6 +91,9 @@ class EngineConfig:
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
+    model_impl              who computes the model: "auto" and "quire": quire's own implementation, for the model types that it
+                            has; "transformers": the transformers library (`quire[transformers]`), for any causal model whose
+                            attention goes through its attention interface. Slower, on the CPU, without quantization
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 128 columns (some
                             weights get int8 there, see quant/policy.py), "fp8" per row, None: run them as they are
                             stored. For checkpoints that are not quantised already
@@ -147,6 +151,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
+    model_impl: Literal["auto", "quire", "transformers"] = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
     allow_missing_head: bool = False
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -201,6 +206,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
+        _require(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {MODEL_IMPLS}")
         is_known = self.quantization is None or self.quantization in _QUANTIZATIONS
         _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
