@@ -93,7 +93,8 @@ def _choose_dtype(config: Any, folder: Path, dtype: str) -> Dtype:
 
 
 def _make_empty(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return the model on the meta device."""
+    """Return the model on the meta device. Its experts are computed without a look at which ones are chosen."""
+    config._experts_implementation = "batched_mm"
     with torch.device("meta"):
         return kind._from_config(config, dtype=dtype, attn_implementation=PROBE).eval()
 
@@ -178,7 +179,8 @@ def _window_of(mask: Tensor | None, recorder: MaskRecorder, options: dict[str, A
 def _read_call(
     name: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]
 ) -> AttentionCall:
-    unknown = [key for key, value in options.items() if value is not None and key not in (*_KNOWN_OPTIONS, *_HARMLESS_OPTIONS)]
+    known = (*_KNOWN_OPTIONS, *_HARMLESS_OPTIONS)
+    unknown = [key for key, value in options.items() if value is not None and value is not False and key not in known]
     if unknown:
         raise UnsupportedError(f"its attention has options that quire does not know: {', '.join(unknown)}")
     if options.get("is_causal") is False:
