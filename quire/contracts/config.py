@@ -21,6 +21,9 @@ ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
 
 _ATTENTION_BACKENDS = ("auto", "triton", *ATTENTION_LIBRARIES)
 MODEL_IMPLS = ("auto", "quire", "transformers")
+TRANSFORMERS_DRAFT_METHODS = ("ngram", "suffix", "lookahead", "draft_model")
+"""Methods of speculative_config for models of the transformers library: those that need nothing of it but its tokens."""
+
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
 
 
@@ -248,12 +251,39 @@ class EngineConfig:
         backends = f"None or one of {EXECUTOR_BACKENDS}"
         _require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
         self._check_device()
+        self._check_model_impl()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
         if self.max_num_batched_tokens is not None:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
+
+    def _check_model_impl(self) -> None:
+        """Refuse the options that models of the transformers library do not have."""
+        if self.model_impl != "transformers":
+            return
+        for name, value, allowed in (
+            ("quantization", self.quantization, (None,)),
+            ("allow_missing_head", self.allow_missing_head, (False,)),
+            ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
+            ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
+            ("pipeline_parallel_size", self.pipeline_parallel_size, (1,)),
+            ("deterministic", self.deterministic, (False,)),
+            ("device", self.device, ("auto", "cpu")),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: leave it "
+                    "out, or choose model_impl 'auto'"
+                )
+        methods = () if self.speculative_config is None else self.speculative_config.methods
+        refused = [method for method in methods if method not in TRANSFORMERS_DRAFT_METHODS]
+        if refused:
+            raise ConfigError(
+                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does not "
+                f"allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
+            )
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size

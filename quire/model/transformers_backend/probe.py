@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, cast
 
@@ -205,7 +206,10 @@ def _read_call(
 
 
 def _check_layers(model: nn.Module, calls: list[AttentionCall]) -> None:
-    num_layers, num_attending = model.config.num_hidden_layers, len({call.module for call in calls})
+    modules = [name for name, _ in groupby(call.module for call in calls)]
+    num_layers, num_attending = model.config.num_hidden_layers, len(set(modules))
+    if len(modules) > num_attending:
+        raise UnsupportedError("it runs its layers more than once, in loops")
     if num_attending != num_layers:
         raise UnsupportedError(
             f"{num_attending} of its {num_layers} layers attend through the attention interface; the others may keep another state"
