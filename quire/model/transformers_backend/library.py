@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 
-LEAST_VERSION = (5, 0)
+LEAST_VERSION = (5, 12)
 """The extra `quire[transformers]` has the same lower bound."""
 
 ATTENTION, PROBE = "quire", "quire_probe"
