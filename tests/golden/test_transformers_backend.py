@@ -32,12 +32,13 @@ PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual
 PROMPTS.append(PROMPTS[2][:33] + [7, 8])
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+EAGER_DRAFTS = {"adaptive": False, "prompt_lookup_min": 1}
 SETTINGS = {
     "batched": {},
     "chunked": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "preempted": {"num_kv_blocks": 6, "max_num_seqs": 4, "enable_prefix_caching": False},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
-    "draft trees": {"speculative_config": {"method": "lookahead"}},
+    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4, **EAGER_DRAFTS}},
+    "draft trees": {"speculative_config": {"method": ["ngram", "lookahead", "suffix"], **EAGER_DRAFTS}},
 }
 
 
