@@ -59,8 +59,7 @@ def describe(report: ModelReport, with_parameters: bool = False) -> list[str]:
         f"{spec.hidden_size}, vocabulary {spec.vocab_size:,}, {spec.max_positions:,} positions",
         f"from {report.folder}",
         "",
-        *_model_lines(spec),
-        *_layer_lines(spec),
+        *(_library_lines(spec) if spec.implementation == "transformers" else (*_model_lines(spec), *_layer_lines(spec))),
         "",
         *report.memory.describe().splitlines(),
     ]
@@ -101,6 +100,16 @@ def _model_lines(spec: ModelSpec) -> list[str]:
         "end of sequence": sorted(spec.eos_token_ids) or "none",
     }
     return [f"{name:18} {value}" for name, value in facts.items() if value is not None]
+
+
+def _library_lines(spec: ModelSpec) -> list[str]:
+    """Return what is known of a model that the transformers library computes: how it attends."""
+    kinds = [(attention, len(list(run))) for attention, run in groupby(layer.attention for layer in spec.layers)]
+    return [
+        "computed by transformers (model_impl)",
+        f"{'end of sequence':18} {sorted(spec.eos_token_ids) or 'none'}",
+        *(f"{f'{count} x attention':18} {_show(attention)}" for attention, count in kinds),
+    ]
 
 
 def _layer_lines(spec: ModelSpec) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import MODEL_IMPLS, EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.parallel import EXECUTOR_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
@@ -51,6 +51,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
+    group.add_argument(
+        "--model-impl",
+        choices=MODEL_IMPLS,
+        help="transformers: that library computes the model, slower, also types that quire has no implementation of",
+    )
     quantizations = ("int8", "int4", "fp8")
     group.add_argument("--quantization", choices=quantizations, help="quantise the weights when they are loaded")
     group.add_argument(

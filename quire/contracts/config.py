@@ -20,6 +20,10 @@ ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
 """Values of attention_backend that name what a user has to install."""
 
 _ATTENTION_BACKENDS = ("auto", "triton", *ATTENTION_LIBRARIES)
+MODEL_IMPLS = ("auto", "quire", "transformers")
+TRANSFORMERS_DRAFT_METHODS = ("ngram", "suffix", "lookahead", "draft_model")
+"""Methods of speculative_config for models of the transformers library: those that need nothing of it but its tokens."""
+
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
 
 
@@ -90,6 +94,9 @@ class EngineConfig:
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
+    model_impl              who computes the model: "auto" and "quire": quire's own implementation, for the model types that it
+                            has; "transformers": the transformers library (`quire[transformers]`), for any causal model whose
+                            attention goes through its attention interface. Slower, on the CPU, without quantization
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 128 columns (some
                             weights get int8 there, see quant/policy.py), "fp8" per row, None: run them as they are
                             stored. For checkpoints that are not quantised already
@@ -147,6 +154,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
+    model_impl: Literal["auto", "quire", "transformers"] = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
     allow_missing_head: bool = False
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
@@ -201,6 +209,7 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
         _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
         _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
+        _require(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {MODEL_IMPLS}")
         is_known = self.quantization is None or self.quantization in _QUANTIZATIONS
         _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
@@ -242,12 +251,39 @@ class EngineConfig:
         backends = f"None or one of {EXECUTOR_BACKENDS}"
         _require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
         self._check_device()
+        self._check_model_impl()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
         if self.max_num_batched_tokens is not None:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
+
+    def _check_model_impl(self) -> None:
+        """Refuse the options that models of the transformers library do not have."""
+        if self.model_impl != "transformers":
+            return
+        for name, value, allowed in (
+            ("quantization", self.quantization, (None,)),
+            ("allow_missing_head", self.allow_missing_head, (False,)),
+            ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
+            ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
+            ("pipeline_parallel_size", self.pipeline_parallel_size, (1,)),
+            ("deterministic", self.deterministic, (False,)),
+            ("device", self.device, ("auto", "cpu")),
+        ):
+            if value not in allowed:
+                raise ConfigError(
+                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: leave it "
+                    "out, or choose model_impl 'auto'"
+                )
+        methods = () if self.speculative_config is None else self.speculative_config.methods
+        refused = [method for method in methods if method not in TRANSFORMERS_DRAFT_METHODS]
+        if refused:
+            raise ConfigError(
+                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does not "
+                f"allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
+            )
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size

@@ -92,7 +92,8 @@ class ModelReport:
             size = math.prod(shape)
             if name == "pos.weight" or (name == "embed.weight" and not self.spec.is_tied):
                 size = 0
-            mlp = self.spec.layers[int(name.split(".")[1])].mlp if ".experts." in name else None
+            layer = next((int(part) for part in name.split(".") if part.isdigit()), None) if ".experts." in name else None
+            mlp = None if layer is None else self.spec.layers[layer].mlp
             if isinstance(mlp, MoeSpec):
                 size = size * mlp.top_k // mlp.num_experts
             total += size

@@ -276,6 +276,8 @@ class ModelSpec:
     has_head_bias        the output head has a bias (Phi-2, Phi-3.5-MoE)
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     eos_token_ids        of config.json and generation_config.json together
+    implementation       "quire": the spec says all; "transformers": the transformers library computes the model. Then there is a
+                         layer for each call of attention, and only attention, the sizes and the token ids are meaningful
     """
 
     model_type: str
@@ -295,6 +297,7 @@ class ModelSpec:
     final_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    implementation: Literal["quire", "transformers"] = "quire"
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

@@ -19,6 +19,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
+from quire.model.transformers_backend.decoder import TransformersDecoder
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer, quantize_parameters
 
@@ -38,8 +39,9 @@ def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
     return max_model_len
 
 
-Model = Decoder | NativeDecoder
-"""What runs a model: the torch reference or the native kernels, with the same `step`, `logits_at` and `hidden_states`."""
+Model = Decoder | NativeDecoder | TransformersDecoder
+"""What runs a model: the torch reference, the native kernels or the transformers library, with the same `step`, `logits_at` and
+`hidden_states`."""
 
 
 def runs_natively(spec: ModelSpec, block_size: int) -> bool:
@@ -53,7 +55,7 @@ def build_model(
     max_model_len: int,
     block_size: int,
     policy: QuantizationPolicy | None = None,
-) -> Model:
+) -> Decoder | NativeDecoder:
     """Return the native decoder where the extension is there and covers the model, else the reference; the log says which.
 
     parameters  emptied by the native decoder, which packs one after the other

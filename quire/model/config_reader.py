@@ -92,7 +92,7 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
     spec = FAMILIES.get(model_type).read_spec(config)
     if dtype == "auto":
         is_stated = any(part.get(key) is not None for part in (values, whole) for key in ("dtype", "torch_dtype"))
-        dtype = spec.dtype if is_stated else _stored_dtype(folder)
+        dtype = spec.dtype if is_stated else stored_dtype(folder)
     spec = replace(
         spec,
         dtype=cast("Dtype", dtype),
@@ -134,7 +134,7 @@ def _is_base_class(name: object) -> bool:
     return isinstance(name, str) and name.endswith("Model") and not name.endswith("LMHeadModel")
 
 
-def _stored_dtype(folder: Path) -> Dtype:
+def stored_dtype(folder: Path) -> Dtype:
     """Return the dtype of the first floating-point tensor of the first safetensors file; float32 where there is none."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:

@@ -53,6 +53,8 @@ _MAX_WINDOW = 2**31 - 1
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     """Return why the native kernels cannot run a model, or None where they can."""
+    if spec.implementation == "transformers":
+        return "models that transformers computes"
     if block_size % 16 != 0:
         return f"a block_size of {block_size} (choose a multiple of 16)"
     odd = {layer.attention.head_dim for layer in spec.layers if layer.attention.head_dim % 2}

@@ -14,6 +14,8 @@ from quire.contracts.memory import ModelReport
 from quire.model.build import build_model
 from quire.model.checkpoint import open_parameters
 from quire.model.native_decoder import NativeDecoder
+from quire.model.transformers_backend.decoder import load_transformers_model
+from quire.model.transformers_backend.probe import read_transformers_model
 from quire.quant.policy import POLICIES
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
@@ -85,6 +87,9 @@ def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[Pipeline
 def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    if report.spec.implementation == "transformers":
+        model = load_transformers_model(report.folder, read_transformers_model(report.folder, report.spec.dtype))
+        return CpuStepExecutor(model, report.memory, config.max_num_seqs), report
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
     decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)

@@ -17,7 +17,8 @@ from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.parameters import parameter_shapes
 from quire.model.resolve import resolve_model
-from quire.model.stored_tensors import has_weights
+from quire.model.stored_tensors import has_weights, open_tensors
+from quire.model.transformers_backend.probe import read_transformers_model
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, settle_method
@@ -45,19 +46,23 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     # The revision is the model's; a tokenizer from elsewhere has its own history.
     tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
     tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
+    measured = None
     try:
-        spec = read_model_spec(folder, config.dtype)
+        if config.model_impl == "transformers":
+            info = read_transformers_model(folder, config.dtype)
+            spec, shapes, measured = info.spec, info.parameters, info.weight_bytes
+        else:
+            spec = read_model_spec(folder, config.dtype)
+            spec = tie_missing_head(folder, spec) if config.allow_missing_head else spec
+            shapes = parameter_shapes(spec)
     except (ModelFormatError, UnsupportedError):
         refuse_head(config, folder)
         raise
-    if config.allow_missing_head:
-        spec = tie_missing_head(folder, spec)
-    shapes = parameter_shapes(spec)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
     device = choose_device(config)
     if device is None:
         _check_deterministic(config, spec)
-        num_bytes = weight_bytes(config, spec, shapes, folder)
+        num_bytes = weight_bytes(config, spec, shapes, folder) if measured is None else measured
         memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
@@ -83,7 +88,10 @@ def check_weights(report: ModelReport) -> bool:
     """
     if not has_weights(report.folder):
         return False
-    open_parameters(report.folder, report.spec)
+    if report.spec.implementation == "transformers":
+        open_tensors(report.folder)  # how the library names what it reads is not known before it loads the model
+    else:
+        open_parameters(report.folder, report.spec)
     return True
 
 

@@ -19,7 +19,8 @@ BLOCK_SIZE = 16
 _HEAD = """# Models
 
 This page is generated from the code (`tests/unit/model/test_models_page.py`). A model is supported where `config.json` has
-one of these values of `model_type`; every other one is refused with the nearest supported type.
+one of these values of `model_type`; every other one is refused with the nearest supported type, and may run with
+[`--model-impl transformers`](reference/models.md#models-of-the-transformers-library).
 
 - **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
 - **GPU**: "yes" means it runs with `device="cuda"`.

@@ -1,0 +1,1 @@
+"""Models that the transformers library computes, over our paged KV cache. The library is imported here only, and lazily."""
