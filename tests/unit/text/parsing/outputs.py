@@ -463,13 +463,15 @@ CASES: dict[str, Case] = {
     ),
     "minimax-m1": Case(
         "minimax",
-        f'Ok\n<tool_calls>\n{{"name": "get_weather", "arguments": {NASTY}}}\n{{"name": "now", "arguments": {{}}}}\n</tool_calls>',
+        f'Ok\n<tool_calls>\n{{"name": "get_weather", "arguments": {NASTY}}}\n'
+        '{"name": "now", "arguments": {}}\n</tool_calls>',
         "Ok\n",
         BOTH,
     ),
     "jamba": Case(
         "jamba",
-        f'<tool_calls>[\n  {{"name": "get_weather", "arguments": {NASTY}}},\n  {{"name": "now", "arguments": {{}}}}\n]</tool_calls>',
+        f'<tool_calls>[\n  {{"name": "get_weather", "arguments": {NASTY}}},\n'
+        '  {"name": "now", "arguments": {}}\n]</tool_calls>',
         calls=BOTH,
     ),
     "jamba-prose": Case("jamba", "The tag <tool_calls> is text", "The tag <tool_calls> is text"),
