@@ -20,6 +20,8 @@ from quire.quant.gguf_blocks import FLOAT_TYPES, check_is_weight, unpack_blocks
 from quire.quant.weight import QuantizedWeight, StoredWeight
 
 _ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
+_QKV = re.compile(r"blk\.\d+\.attn_qkv\.(weight|bias)")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _NORM = re.compile(r"(.*[._])?norm\.weight")
 
 
@@ -119,7 +121,8 @@ class _Opener:
             return self._experts(tensor)
         name = self._architecture.rename(tensor.name)
         if len(tensor.shape) == 1 and tensor.type_name in FLOAT_TYPES:
-            return {name: self._vector(tensor)}
+            values = self._vector(tensor)
+            return {name: values[None] if tensor.name.split(".")[-2] in self._architecture.rows else values}
         if len(tensor.shape) != 2:
             raise _shape_error(tensor)
         matrix = self._matrix(tensor, (tensor.shape[0], tensor.shape[1]), tensor.start, tensor.num_bytes)
@@ -129,7 +132,7 @@ class _Opener:
 
     def _experts(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
         num_experts = tensor.shape[0]
-        if num_experts not in (self._config.get("num_experts"), self._config.get("num_local_experts")):
+        if num_experts not in [self._config.get(key) for key in _EXPERT_COUNTS]:
             raise _shape_error(tensor)
         names = self._architecture.expert_names(tensor.name, num_experts)
         if names is None:
@@ -168,6 +171,8 @@ class _Opener:
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Return which row of the file comes where, for q and k that are stored for rotating neighbours [O] i64."""
+        if self._architecture.is_qkv_by_head and _QKV.fullmatch(tensor.name):
+            return self._rows_by_head(tensor)
         rotated = _ROTATED.fullmatch(tensor.name)
         if rotated is None or not self._architecture.is_permuted:
             return None
@@ -176,6 +181,14 @@ class _Opener:
         if not isinstance(num_heads, int) or num_rows % (2 * num_heads):
             raise ModelFormatError(f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not {num_heads} heads")
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _rows_by_head(self, tensor: GgufTensor) -> Tensor:
+        num_heads, num_rows = self._config["num_attention_heads"], tensor.shape[0]
+        if not isinstance(num_heads, int) or num_rows % (3 * num_heads):
+            raise ModelFormatError(
+                f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not q, k, v of {num_heads} heads"
+            )
+        return torch.arange(num_rows).view(3, num_heads, -1).transpose(0, 1).reshape(-1)
 
 
 def _shape_error(tensor: GgufTensor) -> ModelFormatError:
