@@ -48,7 +48,10 @@ OWN_CASES = {
             "rope_parameters": {**make_checkpoints._LONG_YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
         },
     ),
-    "gguf-deepseek-v2-lite": ("deepseek_v2", {**_MOE, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False}),
+    "gguf-deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_MOE, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
     "gguf-deepseek-v2": (
         "deepseek_v2",
         {**_MOE, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
