@@ -234,6 +234,32 @@ def _granite_moe(keys: GgufKeys) -> Config:
     }
 
 
+def _llama4(keys: GgufKeys) -> Config:
+    """Read Llama 4; the pattern of rope, the scale of queries and the size of chunks are the same in all its files.
+
+    Maverick, of 128 experts, has no norms of heads.
+    """
+    num_experts = keys.required("expert_count")
+    for name in ("attention.chunk_size", "attention.temperature_length", "attention.temperature_scale"):
+        keys.raw(name)
+    inner = keys.required("expert_feed_forward_length")
+    if keys.integer("expert_shared_feed_forward_length") not in (None, 0, inner):
+        raise UnsupportedError(f"{keys.file.path}: expert_shared_feed_forward_length must be the width of experts ({inner})")
+    config = read_common(keys)
+    _gating(keys, _SIGMOID, _SIGMOID)
+    return {
+        **config,
+        "hidden_act": "silu",
+        "attention_bias": _has_bias(keys, "attn_q"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "intermediate_size": inner,
+        "num_local_experts": num_experts,
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "interleave_moe_layer_step": keys.integer("interleave_moe_layer_step") or 1,
+        "use_qk_norm": num_experts != 128,
+    }
+
+
 def _minimax_m2(keys: GgufKeys) -> Config:
     _gating(keys, _SIGMOID, _SIGMOID)
     return {
@@ -353,6 +379,7 @@ FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "hunyuan-dense": _hunyuan,
     "hunyuan-moe": _hunyuan_moe,
     "internlm2": _plain_llama,
+    "llama4": _llama4,
     "minicpm": _minicpm,
     "minimax-m2": _minimax_m2,
     "nemotron": _nemotron,

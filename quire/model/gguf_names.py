@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from quire.base.errors import UnsupportedError
-from quire.base.suggestions import with_guesses
+from quire.base.suggestions import did_you_mean
 
 _PRE_NORM = {
     "attn_norm": "input_layernorm",
@@ -175,6 +176,17 @@ _MINIMAX = GgufArchitecture(
 )
 _ERNIE_MOE = _moe("ernie4_5_moe", _PRE_NORM, correction="mlp.moe_statics.e_score_correction_bias")
 _HUNYUAN_MOE = replace(_moe("hunyuan_v1_moe", _HUNYUAN, "shared_mlp"), router="gate.wg")
+_LLAMA4 = GgufArchitecture(
+    "llama4_text",
+    {
+        **_PRE_NORM,
+        **{f"ffn_{which}": f"feed_forward.{module}" for which, module in _QWEN_EXPERT.items()},
+        **{f"ffn_{which}_shexp": f"feed_forward.shared_expert.{module}" for which, module in _QWEN_EXPERT.items()},
+    },
+    expert=_QWEN_EXPERT,
+    expert_block="feed_forward",
+    router="router",
+)
 _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "arcee": GgufArchitecture("arcee", is_permuted=True),
@@ -201,6 +213,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "hunyuan-moe": _HUNYUAN_MOE,
     "internlm2": GgufArchitecture("llama", is_permuted=True),
     "llama": GgufArchitecture("llama", is_permuted=True),
+    "llama4": _LLAMA4,
     "minicpm": GgufArchitecture("granite", is_permuted=True),
     "minimax-m2": _MINIMAX,
     "nemotron": GgufArchitecture("nemotron", has_norm_offset=True),
@@ -223,8 +236,6 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 def find_architecture(name: str, num_experts: int) -> GgufArchitecture:
     """Return what is known of a general.architecture. Raises UnsupportedError with what is supported."""
     if name not in ARCHITECTURES:
-        raise UnsupportedError(
-            f"general.architecture {with_guesses([repr(name)[1:-1]], ARCHITECTURES)} is not supported; supported: "
-            f"{', '.join(ARCHITECTURES)}"
-        )
+        close = did_you_mean(get_close_matches(name, ARCHITECTURES, 2, 0.6))
+        raise UnsupportedError(f"general.architecture {name!r}{close} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return _MIXTRAL if name == "llama" and num_experts else ARCHITECTURES[name]

@@ -24,9 +24,9 @@ ARCHITECTURES = {
     **{"glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoe": "granitemoe", "granitemoeshared": "granitemoe"},
     **{"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "minimax_m2": "minimax-m2", "phi": "phi2"},
     **{"nemotron": "nemotron", "olmo3": "olmo2", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss"},
-    **{"smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "internlm2": "internlm2", "exaone": "exaone"},
+    **{"smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "llama4_text": "llama4"},
 }
-_PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3", "internlm2")
+_PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3")
 _LATENT = ("deepseek_v2", "deepseek_v3")
 _NAMES = {
     **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
@@ -34,6 +34,9 @@ _NAMES = {
     **{"self_attn.q_norm": "attn_q_norm", "self_attn.query_layernorm": "attn_q_norm", "self_attn.q_layernorm": "attn_q_norm"},
     **{"self_attn.k_norm": "attn_k_norm", "self_attn.key_layernorm": "attn_k_norm", "self_attn.k_layernorm": "attn_k_norm"},
     **{"attention.query_key_value": "attn_qkv", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
+    **{f"feed_forward.{one}_proj": f"ffn_{one}" for one in ("gate", "up", "down")},
+    **{f"feed_forward.shared_expert.{one}_proj": f"ffn_{one}_shexp" for one in ("gate", "up", "down")},
+    **{"feed_forward.router": "ffn_gate_inp"},
     **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up"},
     **{"mlp.c_fc": "ffn_up", "mlp.fc1": "ffn_up", "mlp.dense_h_to_4h": "ffn_up"},
     **{"mlp.c_proj": "ffn_down", "mlp.fc2": "ffn_down", "mlp.dense_4h_to_h": "ffn_down"},
@@ -83,7 +86,12 @@ _SIGMOID = ("glm4_moe", "dots1", "deepseek_v3", "minimax_m2")
 
 
 def convert(folder: Path, model: PreTrainedModel, path: Path, *, splits_kv_b: bool = False) -> Path:
-    """Write the GGUF file of a checkpoint whose config.json is in the style of transformers 4; returns `path`.
+    """Write the GGUF file of a checkpoint whose config.json is in the style of transformers 4; returns `path`."""
+    return write_gguf(path, *parts_of(folder, model, splits_kv_b=splits_kv_b))
+
+
+def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False):
+    """Return the metadata and the tensors of the file.
 
     splits_kv_b  as files with multi-head latent attention have it: keys transposed, and values
     """
@@ -98,7 +106,7 @@ def convert(folder: Path, model: PreTrainedModel, path: Path, *, splits_kv_b: bo
             nope = config["qk_nope_head_dim"]
             tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(both[:, :nope].swapaxes(1, 2))
             tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(both[:, nope:])
-    return write_gguf(path, metadata_of(config, with_mla=splits_kv_b), tensors)
+    return metadata_of(config, with_mla=splits_kv_b), tensors
 
 
 def _head_dim(config):
@@ -116,6 +124,10 @@ def metadata_of(config, *, with_mla=False):
     found["rope.dimension_count"] = ("u32", int(head_dim * partial))
     if kind in ("minimax_m2", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = ("u32", config["intermediate_size"])
+    if kind == "llama4_text":
+        found["feed_forward_length"] = ("u32", config["intermediate_size_mlp"])
+        found["expert_feed_forward_length"] = ("u32", config["intermediate_size"])
+        found["interleave_moe_layer_step"] = ("u32", config["interleave_moe_layer_step"])
     if kind in ("qwen2_moe", "smollm3", "dots1"):
         found.pop("attention.sliding_window", None)
     if kind in _SIGMOID:
@@ -175,12 +187,14 @@ def convert_tensor(name, values, config):
     prefix = f"blk.{index}"
     if rest.endswith("e_score_correction_bias"):
         return {f"{prefix}.exp_probs_b.bias": values.reshape(-1)}
+    if kind == "llama4_text" and ".experts." in rest:
+        values = values.swapaxes(1, 2)
     if rest.endswith("experts.gate_up_proj"):
         half = values.shape[1] // 2
         pairs = (("gate", values[:, :half]), ("up", values[:, half:]))
         return {f"{prefix}.ffn_{which}_exps.weight": np.ascontiguousarray(part) for which, part in pairs}
     if rest.endswith("experts.down_proj"):
-        return {f"{prefix}.ffn_down_exps.weight": values}
+        return {f"{prefix}.ffn_down_exps.weight": np.ascontiguousarray(values)}
     if rest == "shared_mlp.input_linear.weight":
         gate, up = np.split(values, 2)
         return {f"{prefix}.ffn_gate_shexp.weight": gate, f"{prefix}.ffn_up_shexp.weight": up}
