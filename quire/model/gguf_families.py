@@ -71,6 +71,12 @@ def _glm4(keys: GgufKeys) -> Config:
     return {**read_common(keys, can_be_partial=True), "hidden_act": "silu", "attention_bias": _has_bias(keys, "attn_q")}
 
 
+def _chatglm(keys: GgufKeys) -> Config:
+    if keys.has_tensor("blk.0.attn_qkv.weight"):
+        raise UnsupportedError(f"{keys.file.path}: ChatGLM 2 and 3, whose q, k and v lie in one matrix, are not supported")
+    return _glm4(keys)
+
+
 def _cohere(keys: GgufKeys) -> Config:
     return {
         **read_common(keys, ("layer_norm_eps", _LAYER_EPS)),
@@ -364,6 +370,7 @@ def _deepseek2(keys: GgufKeys) -> Config:
 FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "arcee": _arcee,
     "baichuan": _baichuan,
+    "chatglm": _chatglm,
     "cohere2": _cohere2,
     "command-r": _cohere,
     "deepseek2": _deepseek2,

@@ -191,6 +191,7 @@ _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="blo
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "arcee": GgufArchitecture("arcee", is_permuted=True),
     "baichuan": GgufArchitecture("llama", is_permuted=True),
+    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
     "deepseek2": _moe("deepseek_v3", _DEEPSEEK2),

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     **{"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "minimax_m2": "minimax-m2", "phi": "phi2"},
     **{"nemotron": "nemotron", "olmo3": "olmo2", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss"},
     **{"smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "llama4_text": "llama4"},
+    **{"glm": "chatglm"},
 }
 _PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3")
 _LATENT = ("deepseek_v2", "deepseek_v3")

@@ -68,7 +68,7 @@ OWN_CASES = {
 }
 CASES = (
     *OWN_CASES,
-    *("arcee", "cohere", "cohere-bias", "cohere2", "ernie4-5", "ernie4-5-moe-bias", "exaone4", "exaone4-full", "glm4"),
+    *("arcee", "cohere", "cohere-bias", "cohere2", "ernie4-5", "ernie4-5-moe-bias", "exaone4", "exaone4-full", "glm", "glm4"),
     *("glm4-moe", "glm4-moe-no-renorm", "gpt-neox", "gpt-neox-sequential", "granitemoe", "granitemoe-shared", "hunyuan-dense"),
     *(
         "hunyuan-moe-alpha",
