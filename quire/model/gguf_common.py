@@ -29,7 +29,7 @@ def read_common(keys: GgufKeys, eps: tuple[str, str] = RMS_EPS, *, can_be_partia
     rotated = keys.integer("rope.dimension_count") or head_dim
     if rotated != head_dim and not can_be_partial:
         raise UnsupportedError(f"{keys.file.path}: rope.dimension_count {rotated} must be the size of a head ({head_dim})")
-    config = {
+    config: dict[str, object] = {
         "vocab_size": vocab_size_of(keys, hidden_size),
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers_of(keys),

@@ -308,7 +308,7 @@ def _without_drafting_layers(keys: GgufKeys, config: Config) -> Config:
 
 def _glm4_moe(keys: GgufKeys) -> Config:
     _gating(keys, _SIGMOID, _SIGMOID)
-    config = {
+    config: Config = {
         **read_common(keys, can_be_partial=True),
         **_deepseek_experts(keys),
         "hidden_act": "silu",
@@ -320,7 +320,7 @@ def _glm4_moe(keys: GgufKeys) -> Config:
 
 def _dots1(keys: GgufKeys) -> Config:
     _gating(keys, _SIGMOID, _SIGMOID)
-    config = {**read_common(keys), **_deepseek_experts(keys), "hidden_act": "silu", "sliding_window": None}
+    config: Config = {**read_common(keys), **_deepseek_experts(keys), "hidden_act": "silu", "sliding_window": None}
     return {**config, "attention_bias": _has_bias(keys, "attn_q")}
 
 
@@ -334,7 +334,7 @@ def _deepseek2(keys: GgufKeys) -> Config:
     if not head_dim or not value_dim or head_dim <= rope_dim:
         raise keys.metadata.error(f"{keys.architecture}.attention.key_length", f"an integer above {rope_dim}")
     keys.integer("attention.head_count_kv")
-    config = {
+    config: Config = {
         "vocab_size": vocab_size_of(keys, hidden_size),
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers_of(keys),
