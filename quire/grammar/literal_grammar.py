@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from quire.contracts.constraint import Constraint
@@ -54,6 +54,7 @@ PYTHON = Dialect(
     gap=" ",
 )
 BARE = Dialect(quotes=("<escape>",), escapes="", bare_keys=True, forbidden=("<escape>",))
+GEMMA4 = replace(BARE, quotes=('<|"|>',), forbidden=('<|"|>',))
 
 
 class ValueWriter:

@@ -72,5 +72,9 @@ class Rules:
 
 
 def without(texts: tuple[str, ...] | list[str]) -> str:
-    """Return what is put behind the body of a terminal so that none of some texts is in it."""
-    return "".join(f" & ~({ANY_TEXT} {quote(text)} {ANY_TEXT})" for text in texts)
+    """Return what is put behind the body of a terminal so that none of some texts is in it.
+
+    One expression for all: of one for each, the numbers of states would multiply.
+    """
+    spelled = [quote(text) for text in dict.fromkeys(texts)]
+    return f" & ~({ANY_TEXT} ({' | '.join(spelled)}) {ANY_TEXT})" if spelled else ""

@@ -1,9 +1,10 @@
 """The arguments of a tool call as formats other than JSON write them; what is let through, its reader parses into the schema.
 
 Arguments come in the order of the schema, each once, then others where additionalProperties allows them.
-  qwen_xml, minimax_xml, deepseek_xml, glm_xml  pairs of a key and a value: a string is written as it is, all else as JSON
+  qwen_xml, minimax_xml, deepseek_xml, glm_xml, seed_xml, step_xml, hy_xml
+                 pairs of a key and a value: a string is written as it is, all else as JSON
   python         name=value, ... with Python's literals
-  functiongemma  name:value,... with strings between <escape>
+  functiongemma  name:value,... with strings between <escape>; gemma4: between <|"|>
 The styles have the names that xgrammar gives them, where it has them.
 """
 
@@ -17,7 +18,17 @@ from quire.contracts.argument_types import types_of
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.lark import quote, whitespace_of
-from quire.grammar.literal_grammar import BARE, INTEGER, NUMBER, PYTHON, Dialect, ValueWriter, check_object, named_properties
+from quire.grammar.literal_grammar import (
+    BARE,
+    GEMMA4,
+    INTEGER,
+    NUMBER,
+    PYTHON,
+    Dialect,
+    ValueWriter,
+    check_object,
+    named_properties,
+)
 from quire.grammar.rules import ANY_TEXT, Rules, without
 from quire.grammar.schema_branches import ALL_TYPES, Branch, branches_of
 from quire.grammar.string_rules import form_body, has_form, length_body
@@ -48,6 +59,15 @@ class PairStyle:
 _QWEN = PairStyle("<parameter=", (">\n",), "\n</parameter>", "\n", "</parameter>")
 _MINIMAX = PairStyle('<parameter name="', ('">',), "</parameter>", "\n", "</parameter>", trims_lines=True)
 _GLM = PairStyle("<arg_key>", ("</arg_key>", "\n?", "<arg_value>"), "</arg_value>", "\n?", "</arg_value>")
+_SEED = PairStyle("<parameter=", (">",), "</parameter>", "\n", "</parameter>")
+_STEP = PairStyle('<steptml:parameter name="', ('">',), "</steptml:parameter>", "", "</steptml:parameter>")
+_HY = PairStyle(
+    "<arg_key:opensource>",
+    ("</arg_key:opensource>", "\n?", "<arg_value:opensource>"),
+    "</arg_value:opensource>",
+    "\n?",
+    "</arg_value",
+)
 _DEEPSEEK = PairStyle(
     '<｜DSML｜parameter name="',
     ('" string="true">',),
@@ -62,8 +82,12 @@ STYLES: dict[str, PairStyle | Dialect | None] = {
     "minimax_xml": _MINIMAX,
     "deepseek_xml": _DEEPSEEK,
     "glm_xml": _GLM,
+    "seed_xml": _SEED,
+    "step_xml": _STEP,
+    "hy_xml": _HY,
     "python": PYTHON,
     "functiongemma": BARE,
+    "gemma4": GEMMA4,
 }
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import GgufFile, read_gguf
 from quire.base.gguf_metadata import NO_TOKEN
+from quire.model.gguf_common import is_tied, num_layers_of, read_common, vocab_size_of
+from quire.model.gguf_families import FAMILY_READERS
 from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_names import find_architecture
-from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
+from quire.model.gguf_rope import DEFAULT_ROPE_BASE
 
 _DTYPES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_OF_QUANTIZED = "bfloat16"
@@ -21,9 +23,6 @@ _END_TOKENS = frozenset(
 _HARMONY_END_TOKENS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
 """Those of gpt-oss, whose <|end|> ends a message: the answer may come after it."""
 _CONTROL, _USER_DEFINED = 3, 4
-_UNTIED = ("gpt-oss", "olmo2")
-"""Architectures whose files llama.cpp refuses without an output.weight."""
-_MAX_EXPERTS = 1 << 18
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 
 
@@ -45,7 +44,8 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
         raise UnsupportedError(f"{file.path} is of general.type {kind!r}, which is not supported; give the file of a model")
     keys = GgufKeys(file, name)
     architecture = find_architecture(name, keys.integer("expert_count") or 0)
-    config = {"model_type": architecture.model_type, **_READERS[architecture.model_type](keys), **_token_ids(keys)}
+    read = FAMILY_READERS.get(name) or _READERS[architecture.model_type]
+    config = {"model_type": architecture.model_type, **read(keys), **_token_ids(keys)}
     keys.refuse_unread()
     config["dtype"] = _dtype(file, name)
     return config
@@ -58,66 +58,9 @@ def read_gguf_sampling(path: Path) -> dict[str, object]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _common(keys: GgufKeys) -> dict[str, object]:
-    """Return what all architectures but GPT-2 share."""
-    hidden_size, num_heads = keys.required("embedding_length"), keys.required("attention.head_count")
-    head_dim = keys.integer("attention.key_length")
-    if head_dim is None:
-        if hidden_size % num_heads:
-            raise keys.metadata.error(f"{keys.architecture}.embedding_length", f"a multiple of {num_heads} heads")
-        head_dim = hidden_size // num_heads
-    if keys.integer("attention.value_length") not in (None, head_dim):
-        raise UnsupportedError(f"{keys.file.path}: attention.value_length must be attention.key_length ({head_dim})")
-    rotated = keys.integer("rope.dimension_count")
-    if rotated not in (None, head_dim) and keys.architecture != "phi3":
-        raise UnsupportedError(f"{keys.file.path}: rope.dimension_count {rotated} must be the size of a head ({head_dim})")
-    config = {
-        "vocab_size": _vocab_size(keys, hidden_size),
-        "hidden_size": hidden_size,
-        "num_hidden_layers": _num_layers(keys),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv") or num_heads,
-        "head_dim": head_dim,
-        "intermediate_size": keys.required("feed_forward_length"),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": keys.required("context_length"),
-        "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),
-        "tie_word_embeddings": _is_tied(keys),
-    }
-    scaling = read_rope_scaling(keys, head_dim if rotated is None else rotated)
-    return {**config, "rope_scaling": scaling} if scaling else config
-
-
-def _is_tied(keys: GgufKeys) -> bool:
-    """Return whether the head is the embedding: a file of a tied model has no output.weight, as llama.cpp reads it too."""
-    return not keys.has_tensor("output.weight") and keys.architecture not in _UNTIED
-
-
-def _num_layers(keys: GgufKeys) -> int:
-    """Return the number of layers; the numbers of names that follow from metadata are bounded by what is in the file."""
-    num_layers, num_experts = keys.required("block_count"), keys.integer("expert_count") or 0
-    if num_layers > len(keys.file.tensors) or num_layers * num_experts > _MAX_EXPERTS:
-        held = len(keys.file.tensors)
-        raise ModelFormatError(f"{keys.file.path}: {num_layers} layers with {num_experts} experts cannot be in {held} tensors")
-    return num_layers
-
-
-def _vocab_size(keys: GgufKeys, hidden_size: int) -> int:
-    embedding = keys.file.tensors.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or embedding.shape[1] != hidden_size:
-        shape = None if embedding is None else list(embedding.shape)
-        raise ModelFormatError(f"{keys.file.path}: token_embd.weight must have rows of {hidden_size} elements, got {shape}")
-    num_rows = embedding.shape[0]
-    tokens = keys.metadata.strings("tokenizer.ggml.tokens")
-    for noun, count in (("vocab_size", keys.integer("vocab_size")), ("tokens", None if tokens is None else len(tokens))):
-        if count is not None and count != num_rows:
-            raise ModelFormatError(f"{keys.file.path}: {noun} is {count}, but token_embd.weight has {num_rows} rows")
-    return num_rows
-
-
 def _llama(keys: GgufKeys) -> dict[str, object]:
     window = keys.integer("attention.sliding_window")
-    config = {**_common(keys), "hidden_act": "silu"}
+    config = {**read_common(keys), "hidden_act": "silu"}
     if window:
         return {**config, "model_type": "mistral", "sliding_window": window}
     biases = {"attention_bias": keys.has_tensor("blk.0.attn_q.bias"), "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias")}
@@ -127,12 +70,12 @@ def _llama(keys: GgufKeys) -> dict[str, object]:
 def _mixtral(keys: GgufKeys) -> dict[str, object]:
     experts = {"num_local_experts": keys.required("expert_count"), "num_experts_per_tok": keys.required("expert_used_count")}
     window = keys.integer("attention.sliding_window") or None
-    return {**_common(keys), **experts, "hidden_act": "silu", "sliding_window": window}
+    return {**read_common(keys), **experts, "hidden_act": "silu", "sliding_window": window}
 
 
 def _granite(keys: GgufKeys) -> dict[str, object]:
     return {
-        **_common(keys),
+        **read_common(keys),
         "hidden_act": "silu",
         "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias"),
@@ -144,7 +87,7 @@ def _granite(keys: GgufKeys) -> dict[str, object]:
 
 
 def _qwen(keys: GgufKeys) -> dict[str, object]:
-    return {**_common(keys), "hidden_act": "silu", "use_sliding_window": False}
+    return {**read_common(keys), "hidden_act": "silu", "use_sliding_window": False}
 
 
 def _qwen3_moe(keys: GgufKeys) -> dict[str, object]:
@@ -160,12 +103,12 @@ def _qwen3_moe(keys: GgufKeys) -> dict[str, object]:
 
 
 def _gemma(keys: GgufKeys) -> dict[str, object]:
-    return {**_common(keys), "hidden_act": "gelu_pytorch_tanh"}
+    return {**read_common(keys), "hidden_act": "gelu_pytorch_tanh"}
 
 
 def _gemma2(keys: GgufKeys) -> dict[str, object]:
     return {
-        **_common(keys),
+        **read_common(keys),
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": keys.required("attention.sliding_window"),
         "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0) or None,
@@ -177,7 +120,7 @@ def _gemma2(keys: GgufKeys) -> dict[str, object]:
 def _gemma3(keys: GgufKeys) -> dict[str, object]:
     is_sliding = keys.flags("attention.sliding_window_pattern")
     config = {
-        **_common(keys),
+        **read_common(keys),
         "hidden_activation": "gelu_pytorch_tanh",
         "sliding_window": keys.required("attention.sliding_window"),
         "rope_theta": keys.number("rope.freq_base", 1e6),
@@ -199,14 +142,21 @@ def _query_scalar(keys: GgufKeys, num_layers_of_27b: int) -> int:
 
 
 def _olmo2(keys: GgufKeys) -> dict[str, object]:
-    return {**_common(keys), "hidden_act": "silu", "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+    """Read OLMo 2, or OLMo 3 where there is a window: on three of four layers."""
+    config = {**read_common(keys), "hidden_act": "silu", "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+    window = keys.integer("attention.sliding_window")
+    if not window:
+        return config
+    slides = keys.flags("attention.sliding_window_pattern")
+    if slides is None:
+        period = keys.integer("attention.sliding_window_pattern") or 4
+        slides = [(index + 1) % period != 0 for index in range(keys.required("block_count"))]
+    types = ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
+    return {**config, "model_type": "olmo3", "sliding_window": window, "layer_types": types}
 
 
 def _phi3(keys: GgufKeys) -> dict[str, object]:
-    config = _common(keys)
-    head_dim, rotated = config["head_dim"], keys.integer("rope.dimension_count")
-    if isinstance(head_dim, int) and rotated not in (None, head_dim):
-        config["partial_rotary_factor"] = rotated / head_dim
+    config = read_common(keys, can_be_partial=True)
     original = keys.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
     window = keys.integer("attention.sliding_window") or None
     return {**config, "hidden_act": "silu", "sliding_window": window, "original_max_position_embeddings": original}
@@ -214,7 +164,7 @@ def _phi3(keys: GgufKeys) -> dict[str, object]:
 
 def _gpt_oss(keys: GgufKeys) -> dict[str, object]:
     """Read gpt-oss; what its files do not say (the clamp of the gate, biases of experts) is the same in all of them."""
-    common = _common(keys)
+    common = read_common(keys)
     num_layers = keys.required("block_count")
     slides = keys.flags("attention.sliding_window_pattern")
     if slides is None:
@@ -243,15 +193,15 @@ def _gpt_oss(keys: GgufKeys) -> dict[str, object]:
 def _gpt2(keys: GgufKeys) -> dict[str, object]:
     hidden_size = keys.required("embedding_length")
     return {
-        "vocab_size": _vocab_size(keys, hidden_size),
+        "vocab_size": vocab_size_of(keys, hidden_size),
         "n_embd": hidden_size,
-        "n_layer": _num_layers(keys),
+        "n_layer": num_layers_of(keys),
         "n_head": keys.required("attention.head_count"),
         "n_inner": keys.required("feed_forward_length"),
         "n_positions": keys.required("context_length"),
         "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
-        "tie_word_embeddings": _is_tied(keys),
+        "tie_word_embeddings": is_tied(keys),
     }
 
 

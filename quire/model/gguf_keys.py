@@ -19,6 +19,7 @@ _CHANGES_RESULTS: dict[str, object] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.sliding_window")),
     **dict.fromkeys(("attention.sliding_window_pattern", "attention.temperature_length", "attention.temperature_scale")),
     **dict.fromkeys(("attn_logit_softcapping", "expert_count", "expert_group_count", "expert_shared_count")),
+    **dict.fromkeys(("expert_group_used_count", "attention.kv_lora_rank", "attention.q_lora_rank")),
     **dict.fromkeys(("expert_shared_feed_forward_length", "final_logit_softcapping", "leading_dense_block_count")),
     **dict.fromkeys(("nextn_predict_layers", "rope.dimension_sections", "rope.scaling.yarn_log_multiplier")),
     **dict.fromkeys(("router_logit_softcapping", "swin_norm", "use_parallel_residual")),
@@ -75,6 +76,10 @@ class GgufKeys:
         if type(value) not in (int, float) or not math.isfinite(value):  # type: ignore[arg-type]
             raise self.metadata.error(self._prefix + name, "a number")
         return float(value)  # type: ignore[arg-type]
+
+    def sections(self, name: str) -> None:
+        """Take note of an array that does not change results."""
+        self._read.add(name)
 
     def flags(self, name: str) -> list[bool] | None:
         """Return an array of booleans, None where there is none or something else."""

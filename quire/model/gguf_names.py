@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 
 from quire.base.errors import UnsupportedError
+from quire.base.suggestions import did_you_mean
 
 _PRE_NORM = {
     "attn_norm": "input_layernorm",
@@ -36,8 +38,43 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_POST_NORM = {**_PRE_NORM, "post_attention_norm": "post_attention_layernorm"}
+_GLM4 = {
+    **_PRE_NORM,
+    "post_attention_norm": "post_self_attn_layernorm",
+    "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}
+_HUNYUAN = {**_PRE_NORM, "attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+_STARCODER2 = {**_PRE_NORM, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_PHI2 = {
+    **_PRE_NORM,
+    "attn_output": "self_attn.dense",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_up": "mlp.fc1",
+    "ffn_down": "mlp.fc2",
+}
+_GPT_NEOX = {
+    **_PRE_NORM,
+    "attn_qkv": "attention.query_key_value",
+    "attn_output": "attention.dense",
+    "ffn_up": "mlp.dense_h_to_4h",
+    "ffn_down": "mlp.dense_4h_to_h",
+}
+_DEEPSEEK2 = {
+    **_PRE_NORM,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
 _GPT_OSS = {**_SANDWICH, "attn_sinks.weight": "self_attn.sinks"}
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_PHI2_TOP = {**_TOP, "output_norm": "final_layernorm"}
+_GPT_NEOX_TOP = {"token_embd": "embed_in", "output_norm": "final_layer_norm", "output": "lm_head"}
 _GPT2_TOP = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
 _MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 _QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -61,6 +98,8 @@ class GgufArchitecture:
     is_permuted       rows of q and k are ordered for rotating neighbours instead of halves
     has_norm_offset   norms are stored as w + 1
     is_transposed     the checkpoint stores linear weights [in, out]
+    is_qkv_by_head    rows of q, k and v are those of the first head, then of the next, in the checkpoint, unlike in the file
+    rows              vectors that are one row of a matrix in the checkpoint
     """
 
     model_type: str
@@ -73,6 +112,8 @@ class GgufArchitecture:
     is_permuted: bool = False
     has_norm_offset: bool = False
     is_transposed: bool = False
+    is_qkv_by_head: bool = False
+    rows: tuple[str, ...] = ()
 
     def rename(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that is not stacked experts; an unknown name stays as it is."""
@@ -108,25 +149,94 @@ class GgufArchitecture:
         return f"{self.layers}.{index}.{self.expert_block}.experts.{expert}.{self.expert[matrix]}.weight"
 
 
+def _moe(model_type: str, layer: Mapping[str, str], shared: str = "shared_experts", correction: str = "") -> GgufArchitecture:
+    """Return a mixture below `mlp` whose experts have the modules of Qwen's."""
+    modules = {f"ffn_{which}_shexp": f"mlp.{shared}.{module}" for which, module in _QWEN_EXPERT.items()}
+    names = {**layer, **modules, "exp_probs_b.bias": correction or "mlp.gate.e_score_correction_bias"}
+    return GgufArchitecture(model_type, names, expert=_QWEN_EXPERT, rows=("exp_probs_b",) if correction else ())
+
+
+_GRANITE_MOE = GgufArchitecture(
+    "granitemoe",
+    {**_PRE_NORM, **{f"ffn_{which}_shexp": f"shared_mlp.{module}" for which, module in _QWEN_EXPERT.items()}},
+    expert=_QWEN_EXPERT,
+    expert_block="block_sparse_moe",
+    router="router.layer",
+    is_permuted=True,
+)
+_QWEN2_MOE = replace(
+    _moe("qwen2_moe", {**_PRE_NORM, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}, "shared_expert"),
+    rows=("ffn_gate_inp_shexp",),
+)
+_MINIMAX = GgufArchitecture(
+    "minimax_m2",
+    {**_PRE_NORM, "exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+    expert=_MIXTRAL_EXPERT,
+    expert_block="block_sparse_moe",
+)
+_ERNIE_MOE = _moe("ernie4_5_moe", _PRE_NORM, correction="mlp.moe_statics.e_score_correction_bias")
+_HUNYUAN_MOE = replace(_moe("hunyuan_v1_moe", _HUNYUAN, "shared_mlp"), router="gate.wg")
+_LLAMA4 = GgufArchitecture(
+    "llama4_text",
+    {
+        **_PRE_NORM,
+        **{f"ffn_{which}": f"feed_forward.{module}" for which, module in _QWEN_EXPERT.items()},
+        **{f"ffn_{which}_shexp": f"feed_forward.shared_expert.{module}" for which, module in _QWEN_EXPERT.items()},
+    },
+    expert=_QWEN_EXPERT,
+    expert_block="feed_forward",
+    router="router",
+)
 _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
 ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "arcee": GgufArchitecture("arcee", is_permuted=True),
+    "baichuan": GgufArchitecture("llama", is_permuted=True),
+    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
+    "cohere2": GgufArchitecture("cohere2"),
+    "command-r": GgufArchitecture("cohere"),
+    "deepseek2": _moe("deepseek_v3", _DEEPSEEK2),
+    "dots1": _moe("dots1", _PRE_NORM),
+    "ernie4_5": GgufArchitecture("ernie4_5"),
+    "ernie4_5-moe": _ERNIE_MOE,
+    "exaone": GgufArchitecture("llama"),
+    "exaone4": GgufArchitecture("exaone4", _SANDWICH),
     "gemma": GgufArchitecture("gemma", has_norm_offset=True),
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
     "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
+    "glm4": GgufArchitecture("glm4", _GLM4),
+    "glm4moe": _moe("glm4_moe", _POST_NORM),
     "gpt-oss": GgufArchitecture("gpt_oss", _GPT_OSS, expert=_QWEN_EXPERT, router="router"),
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
+    "gptneox": GgufArchitecture("gpt_neox", _GPT_NEOX, _GPT_NEOX_TOP, is_qkv_by_head=True),
     "granite": GgufArchitecture("granite", is_permuted=True),
+    "granitemoe": _GRANITE_MOE,
+    "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense", _HUNYUAN),
+    "hunyuan-moe": _HUNYUAN_MOE,
+    "internlm2": GgufArchitecture("llama", is_permuted=True),
     "llama": GgufArchitecture("llama", is_permuted=True),
+    "llama4": _LLAMA4,
+    "minicpm": GgufArchitecture("granite", is_permuted=True),
+    "minimax-m2": _MINIMAX,
+    "nemotron": GgufArchitecture("nemotron", has_norm_offset=True),
     "olmo2": GgufArchitecture("olmo2", _SANDWICH),
+    "olmoe": GgufArchitecture("olmoe", expert=_QWEN_EXPERT),
+    "phi2": GgufArchitecture("phi", _PHI2, _PHI2_TOP),
     "phi3": GgufArchitecture("phi3", _PHI3),
     "qwen2": GgufArchitecture("qwen2"),
+    "qwen2moe": _QWEN2_MOE,
     "qwen3": GgufArchitecture("qwen3"),
     "qwen3moe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
+    "qwen3vl": GgufArchitecture("qwen3"),
+    "seed_oss": GgufArchitecture("seed_oss", _POST_NORM),
+    "smollm3": GgufArchitecture("smollm3", is_permuted=True),
+    "stablelm": GgufArchitecture("stablelm"),
+    "starcoder2": GgufArchitecture("starcoder2", _STARCODER2),
 }
 
 
 def find_architecture(name: str, num_experts: int) -> GgufArchitecture:
     """Return what is known of a general.architecture. Raises UnsupportedError with what is supported."""
     if name not in ARCHITECTURES:
-        raise UnsupportedError(f"general.architecture {name!r} is not supported; supported: {', '.join(ARCHITECTURES)}")
+        close = did_you_mean(get_close_matches(name, ARCHITECTURES, 2, 0.6))
+        raise UnsupportedError(f"general.architecture {name!r}{close} is not supported; supported: {', '.join(ARCHITECTURES)}")
     return _MIXTRAL if name == "llama" and num_experts else ARCHITECTURES[name]

@@ -20,6 +20,9 @@ from quire.quant.gguf_blocks import FLOAT_TYPES, check_is_weight, unpack_blocks
 from quire.quant.weight import QuantizedWeight, StoredWeight
 
 _ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
+_QKV = re.compile(r"blk\.\d+\.attn_qkv\.(weight|bias)")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_LATENT_PART = re.compile(r"blk\.\d{1,6}\.attn_(k|v)_b\.weight")
 _NORM = re.compile(r"(.*[._])?norm\.weight")
 
 
@@ -51,7 +54,54 @@ def open_gguf_tensors(path: Path, mapped: MappedFiles | None = None) -> dict[str
         if repeated is not None:
             raise ModelFormatError(f"{path} holds {repeated!r} twice, the second time as {name!r}")
         tensors |= opened
+    return _join_latent_parts(path, tensors, config) if "kv_lora_rank" in config else tensors
+
+
+def _join_latent_parts(
+    path: Path, tensors: dict[str, Tensor | StoredWeight], config: dict[str, object]
+) -> dict[str, Tensor | StoredWeight]:
+    """Return the tensors with keys and values of latent rows in one matrix, as the checkpoint has them.
+
+    A file may store them apart: for each head the keys [rank, size], transposed, and the values [size, rank].
+    """
+    sizes = [config[key] for key in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")]
+    num_heads, rank, key_dim, value_dim = (size if isinstance(size, int) else 0 for size in sizes)
+    for name in [name for name in tensors if _LATENT_PART.fullmatch(name)]:
+        if ".attn_k_b." not in name:
+            continue
+        keys, values = tensors.pop(name), tensors.pop(name.replace("attn_k_b", "attn_v_b"), None)
+        if not isinstance(keys, StoredWeight) or keys.shape != (num_heads * rank, key_dim):
+            raise ModelFormatError(f"{path}: {name} must hold {num_heads} heads of {rank} x {key_dim}")
+        if not isinstance(values, StoredWeight) or values.shape != (num_heads * value_dim, rank):
+            raise ModelFormatError(
+                f"{path}: {name} must have an attn_v_b of {num_heads} heads of {value_dim} x {rank} beside it"
+            )
+        joined = _LatentRows(keys, values, num_heads)
+        read = (*keys.tensors, *values.tensors)
+        shape = (num_heads * (key_dim + value_dim), rank)
+        new = f"layers.{int(name.split('.')[1])}.self_attn.kv_b_proj.weight"
+        tensors[new] = StoredWeight(shape, joined.load, read, is_integer=False, form=f"{keys.form}+{values.form}")
     return tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _LatentRows:
+    """What makes keys and values of latent rows, stored apart."""
+
+    keys: StoredWeight
+    values: StoredWeight
+    num_heads: int
+
+    def load(self) -> Tensor:
+        """Return the rows of keys and of values of the first head, then of the next."""
+        keys, values = (
+            weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+            for weight in (self.keys.load(), self.values.load())
+        )
+        rank = values.shape[1]
+        by_head = keys.view(self.num_heads, rank, -1).transpose(1, 2)
+        parts = (by_head, values.view(self.num_heads, -1, rank).to(by_head.dtype))
+        return torch.cat(parts, 1).reshape(-1, rank)
 
 
 class _MappedFile:
@@ -116,10 +166,11 @@ class _Opener:
     def open(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
         """Return what one tensor of the file is: itself under its name, or its experts."""
         if len(tensor.shape) == 3:
-            return self._experts(tensor)
+            return self._heads(tensor) if _LATENT_PART.fullmatch(tensor.name) else self._experts(tensor)
         name = self._architecture.rename(tensor.name)
         if len(tensor.shape) == 1 and tensor.type_name in FLOAT_TYPES:
-            return {name: self._vector(tensor)}
+            values = self._vector(tensor)
+            return {name: values[None] if tensor.name.split(".")[-2] in self._architecture.rows else values}
         if len(tensor.shape) != 2:
             raise _shape_error(tensor)
         matrix = self._matrix(tensor, (tensor.shape[0], tensor.shape[1]), tensor.start, tensor.num_bytes)
@@ -127,9 +178,16 @@ class _Opener:
         # What the checkpoint stores transposed is given as a weight, which is [out, in] by definition.
         return {name: self._lazy(matrix) if is_transposed or matrix.rows is not None else self._opened(matrix)}
 
+    def _heads(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
+        """Return a part of what makes keys and values of latent rows, under its own name; see join_latent_parts."""
+        num_heads, height, width = tensor.shape
+        if "kv_lora_rank" not in self._config or num_heads != self._config["num_attention_heads"]:
+            raise _shape_error(tensor)
+        return {tensor.name: self._lazy(self._matrix(tensor, (num_heads * height, width), tensor.start, tensor.num_bytes))}
+
     def _experts(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
         num_experts = tensor.shape[0]
-        if num_experts not in (self._config.get("num_experts"), self._config.get("num_local_experts")):
+        if num_experts not in [self._config.get(key) for key in _EXPERT_COUNTS]:
             raise _shape_error(tensor)
         names = self._architecture.expert_names(tensor.name, num_experts)
         if names is None:
@@ -168,6 +226,8 @@ class _Opener:
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Return which row of the file comes where, for q and k that are stored for rotating neighbours [O] i64."""
+        if self._architecture.is_qkv_by_head and _QKV.fullmatch(tensor.name):
+            return self._rows_by_head(tensor)
         rotated = _ROTATED.fullmatch(tensor.name)
         if rotated is None or not self._architecture.is_permuted:
             return None
@@ -176,6 +236,14 @@ class _Opener:
         if not isinstance(num_heads, int) or num_rows % (2 * num_heads):
             raise ModelFormatError(f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not {num_heads} heads")
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _rows_by_head(self, tensor: GgufTensor) -> Tensor:
+        num_heads, num_rows = self._config["num_attention_heads"], tensor.shape[0]
+        if not isinstance(num_heads, int) or num_rows % (3 * num_heads):
+            raise ModelFormatError(
+                f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not q, k, v of {num_heads} heads"
+            )
+        return torch.arange(num_rows).view(3, num_heads, -1).transpose(0, 1).reshape(-1)
 
 
 def _shape_error(tensor: GgufTensor) -> ModelFormatError:

@@ -161,6 +161,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
         raise metadata.error("tokenizer.ggml.merges", "pairs of tokens with a space between")
     tokenizer = Tokenizer(models.BPE(vocab=_vocab(vocabulary), merges=pairs, ignore_merges=split.takes_whole_words))
     steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if split.cuts_digits else []
+    steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.before]
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None))

@@ -41,11 +41,17 @@ def read_spec(config: ConfigView) -> ModelSpec:
 
 
 def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored: experts as stacks, under names of their own or those of transformers 5."""
+    """Return where each parameter is stored: experts as stacks, under names of their own or those of transformers 5.
+
+    In GGUF files, experts are one matrix each.
+    """
     sources = rename(spec, PRE_NORM_LAYER)
     for index, layer in enumerate(spec.layers):
         assert isinstance(layer.mlp, MoeSpec)
         block, ours = f"layers.{index}.block_sparse_moe", f"layers.{index}"
+        if f"{block}.experts.0.gate_proj.weight" in stored:
+            sources |= _find_separate(layer.mlp, ours, block)
+            continue
         is_new = f"{block}.experts.gate_up_proj" in stored
         sources[f"{ours}.router.weight"] = Source.of(f"{block}.router.weight" if is_new else f"{block}.router.layer.weight")
         gate_up, down = (
@@ -58,6 +64,20 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
             sources[f"{ours}.shared.gate.weight"] = Source.of(f"{shared}.input_linear.weight", (0, inner))
             sources[f"{ours}.shared.up.weight"] = Source.of(f"{shared}.input_linear.weight", (inner, 2 * inner))
             sources[f"{ours}.shared.down.weight"] = Source.of(f"{shared}.output_linear.weight")
+    return sources
+
+
+def _find_separate(moe: MoeSpec, ours: str, block: str) -> Sources:
+    experts = [f"{block}.experts.{expert}" for expert in range(moe.num_experts)]
+    pairs = [(f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight") for expert in experts]
+    sources = {
+        f"{ours}.router.weight": Source.of(f"{block}.router.layer.weight"),
+        f"{ours}.experts.gate_up.weight": Source.stack(pairs),
+        f"{ours}.experts.down.weight": Source.stack([(f"{expert}.down_proj.weight",) for expert in experts]),
+    }
+    if moe.shared is not None:
+        names = ("gate", "up", "down")
+        sources |= {f"{ours}.shared.{name}.weight": Source.of(f"{ours}.shared_mlp.{name}_proj.weight") for name in names}
     return sources
 
 

@@ -64,9 +64,9 @@ def _read_attentions(config: ConfigView, attention: AttentionSpec) -> tuple[Atte
     return with_rope, replace(attention, rope=None, query_scaling=scaling)
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
+def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
-    return pair_halves(spec, rename(spec, _LAYER)) | find_llama4_sources(spec)
+    return pair_halves(spec, rename(spec, _LAYER)) | find_llama4_sources(spec, stored)
 
 
 PAGE = FamilyPage(("Llama4ForCausalLM",), read_spec, find_sources)

@@ -165,15 +165,19 @@ def transposed_experts(name: str, count: int) -> Source:
     return Source.stack_pieces([(Piece(name, is_transposed=True, entry=expert),) for expert in range(count)])
 
 
-def find_llama4_sources(spec: ModelSpec) -> Sources:
-    """Return sources of the mixtures of a Llama 4 model, whose experts are stacks of [in, out]."""
+def find_llama4_sources(spec: ModelSpec, stored: Collection[str] = ()) -> Sources:
+    """Return sources of the mixtures of a Llama 4 model, whose experts are stacks of [in, out], in GGUF files a matrix each."""
     sources: Sources = {}
     for index, layer in enumerate(spec.layers):
         if not isinstance(layer.mlp, MoeSpec):
             continue
         block, ours, count = f"layers.{index}.feed_forward", f"layers.{index}", layer.mlp.num_experts
         sources[f"{ours}.router.weight"] = Source.of(f"{block}.router.weight")
-        for name in ("gate_up", "down"):
+        is_apart = f"{block}.experts.0.gate_proj.weight" in stored
+        if is_apart:
+            found = _find_mixture(layer.mlp, block, stored, MixtureNames(router="router.weight", shared="shared_expert"))
+            sources |= {f"{ours}.{name}": source for name, source in found.items()}
+        for name in () if is_apart else ("gate_up", "down"):
             sources[f"{ours}.experts.{name}.weight"] = transposed_experts(f"{block}.experts.{name}_proj", count)
         for name in ("gate", "up", "down"):
             sources[f"{ours}.shared.{name}.weight"] = Source.of(f"{block}.shared_expert.{name}_proj.weight")

@@ -15,10 +15,17 @@ class JsonObject:
 
     is_strict    any other key means that this is no call
     has_dotted   name.call(key="value") may stand in its place
+    name_key     the key of the name
     """
 
     is_strict: bool = False
     has_dotted: bool = False
+    name_key: str = "name"
+
+
+@dataclass(frozen=True, slots=True)
+class NameAsKey:
+    """{"get_weather": {...}}, alone or in a list: the only key is the name, and its value the arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,9 @@ class BareObject:
 
 @dataclass(frozen=True, slots=True)
 class Pythonic:
-    """[name(key=value, ...), ...] with values as Python writes them."""
+    """[name(key=value, ...), ...] with values as Python writes them; without has_list there are no brackets."""
+
+    has_list: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,7 @@ class Harmony:
     """Messages with a header, which says channel and recipient."""
 
 
-Body = JsonObject | NamedJson | KeyedValues | BareObject | Pythonic | Harmony
+Body = JsonObject | NameAsKey | NamedJson | KeyedValues | BareObject | Pythonic | Harmony
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +112,7 @@ class ToolFormat:
     trailers    may follow a call, any number of them
     content_names  after an opener they stand for content; the format is then read where there are no tools, too
     prompt_opens   the prompt may end with an opener, so that the output begins after it
+    repeats     after a call the next one may follow without an opener, up to a trailer
     call_ids    "random": call_ and 24 letters or digits; "short": 9 letters or digits; "native": the model's own
     """
 
@@ -114,16 +124,22 @@ class ToolFormat:
     trailers: tuple[str, ...] = ()
     content_names: tuple[str, ...] = ()
     prompt_opens: bool = False
+    repeats: bool = False
     call_ids: Literal["random", "short", "native"] = "random"
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family writes reasoning; newlines around the markers that its template makes do not belong to the text."""
+    """How a family writes reasoning; newlines around the markers that its template makes do not belong to the text.
+
+    content_opens, content_closes  stand around the answer, and are dropped
+    """
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
     trims_newlines: bool = False
+    content_opens: tuple[str, ...] = ()
+    content_closes: tuple[str, ...] = ()
 
 
 _HERMES = ToolFormat(JsonObject(), openers=("<tool_call>",), trailers=("</tool_call>",))
@@ -194,6 +210,40 @@ _FUNCTION_GEMMA = ToolFormat(
     openers=("<start_function_call>",),
     trailers=("<end_function_call>", "<start_function_response>"),
 )
+_GEMMA4 = ToolFormat(
+    BareObject(prefixes=("call:",), quotes=('<|"|>',)),
+    openers=("<|tool_call>",),
+    trailers=("<tool_call|>", "<|tool_response>"),
+)
+_SEED = ToolFormat(
+    KeyedValues(
+        name_opens=("<function=",),
+        name_ends=(">",),
+        name_stops=(),
+        pair_opens=("<parameter=",),
+        key_ends=(">",),
+        value_opens=(),
+        value_ends=("</parameter>",),
+        ends=("</function>", "</seed:tool_call>"),
+    ),
+    openers=("<seed:tool_call>",),
+    trailers=("</seed:tool_call>",),
+)
+_STEP3 = ToolFormat(
+    KeyedValues(
+        name_opens=('function<｜tool_sep｜><steptml:invoke name="', '<steptml:invoke name="'),
+        name_ends=('">',),
+        name_stops=(),
+        pair_opens=('<steptml:parameter name="',),
+        key_ends=('">',),
+        value_opens=(),
+        value_ends=("</steptml:parameter>",),
+        ends=("</steptml:invoke>",),
+    ),
+    openers=("<｜tool_call_begin｜>",),
+    sections=("<｜tool_calls_begin｜>",),
+    trailers=("<｜tool_call_end｜>", "<｜tool_calls_end｜>"),
+)
 _FUNCTIONARY_V3 = ToolFormat(NamedJson(name_ends=("\n",)), openers=(">>>",), content_names=("all\n",), prompt_opens=True)
 _FUNCTIONARY_V31 = ToolFormat(NamedJson(name_ends=(">",)), openers=("<function=",), trailers=("</function>",))
 _LLAMA3 = ToolFormat(
@@ -233,43 +283,118 @@ _KIMI = ToolFormat(
 _PYTHONIC = ToolFormat(Pythonic(), openers=("<|python_start|>",), starts=("[",), trailers=("<|python_end|>",))
 _GRANITE = ToolFormat(JsonObject(), openers=("<tool_call>", "<|tool_call|>"), trailers=("</tool_call>",))
 _PHI4_MINI = ToolFormat(JsonObject(), openers=("functools",))
+
+
+def _labelled(*names: str) -> tuple[str, ...]:
+    """Return tags as HY 3 writes them: the published checkpoint's have a label, later ones may have none."""
+    return tuple(f"{name}{label}>" for name in names for label in (":opensource", ""))
+
+
+_HY_V3 = ToolFormat(
+    KeyedValues(
+        name_opens=(),
+        name_ends=_labelled("<tool_sep"),
+        name_stops=_labelled("<arg_key", "</tool_call"),
+        pair_opens=_labelled("<arg_key"),
+        key_ends=_labelled("</arg_key"),
+        value_opens=_labelled("<arg_value"),
+        value_ends=_labelled("</arg_value"),
+        ends=_labelled("</tool_call"),
+    ),
+    openers=_labelled("<tool_call"),
+    sections=_labelled("<tool_calls"),
+    trailers=_labelled("</tool_calls"),
+)
+_COHERE = ToolFormat(JsonObject(name_key="tool_name"), openers=("<|START_ACTION|>",), trailers=("<|END_ACTION|>",))
+_TOOL_CALLS = ToolFormat(JsonObject(), openers=("<tool_calls>",), trailers=("</tool_calls>",), repeats=True)
+_OLMO3 = ToolFormat(Pythonic(has_list=False), openers=("<function_calls>",), trailers=("</function_calls>",), repeats=True)
+_LFM2 = ToolFormat(Pythonic(), openers=("<|tool_call_start|>",), trailers=("<|tool_call_end|>",))
+_APERTUS = ToolFormat(NameAsKey(), openers=("<|tools_prefix|>",), trailers=("<|tools_suffix|>",))
+_INTERNLM = ToolFormat(JsonObject(), openers=("<|plugin|>",), sections=("<|action_start|>",), trailers=("<|action_end|>",))
 _HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _HARMONY = ToolFormat(Harmony(), openers=_HARMONY_MARKERS)
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
+    "apertus": _APERTUS,
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
     "deepseek_v3": _DEEPSEEK_V3,
     "deepseek_v31": _DEEPSEEK_V31,
     "deepseek_v32": _DSML,
     "deepseek_v4": _DSML,
+    "ernie45": _HERMES,
     "functionary_v3": _FUNCTIONARY_V3,
     "functionary_v31": _FUNCTIONARY_V31,
     "functiongemma": _FUNCTION_GEMMA,
+    "gemma4": _GEMMA4,
+    "gigachat3": ToolFormat(JsonObject(), openers=("function call<|role_sep|>", "<|function_call|>")),
     "glm45": _GLM,
+    "glm47": _GLM,
     "granite": _GRANITE,
+    "granite-20b-fc": ToolFormat(JsonObject(), openers=("<function_call>",)),
+    "granite4": _HERMES,
     "hermes": _HERMES,
+    "hunyuan_a13b": _TOOL_CALLS,
+    "hy_v3": _HY_V3,
+    "internlm": _INTERNLM,
+    "jamba": _TOOL_CALLS,
     "kimi_k2": _KIMI,
+    "lfm2": _LFM2,
     "llama3_json": _LLAMA3,
+    "llama4_json": _LLAMA3,
     "llama4_pythonic": _PYTHONIC,
+    "longcat": ToolFormat(JsonObject(), openers=("<longcat_tool_call>",), trailers=("</longcat_tool_call>",)),
+    "minimax": _TOOL_CALLS,
     "minimax_m2": _MINIMAX,
     "mistral": _MISTRAL,
+    "nemotron_json": ToolFormat(JsonObject(), openers=("<TOOLCALL>",), trailers=("</TOOLCALL>",)),
+    "olmo3": _OLMO3,
     "openai": _HARMONY,
     "phi4_mini_json": _PHI4_MINI,
     "pythonic": _PYTHONIC,
     "qwen3_coder": _QWEN_XML,
     "qwen3_xml": _QWEN_XML,
+    "seed_oss": _SEED,
+    "step3": _STEP3,
+    "step3p5": _QWEN_XML,
 }
 
 _THINK = ReasoningFormat(("<think>",), ("</think>",), trims_newlines=True)
+_COHERE_REASONING = ReasoningFormat(
+    ("<|START_THINKING|>",),
+    ("<|END_THINKING|>",),
+    content_opens=("<|START_RESPONSE|>", "<|START_TEXT|>"),
+    content_closes=("<|END_RESPONSE|>", "<|END_TEXT|>"),
+)
+_RESPONSE = replace(_THINK, content_opens=("<response>",), content_closes=("</response>",))
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "apertus": ReasoningFormat(("<|inner_prefix|>",), ("<|inner_suffix|>",)),
+    "cohere_command3": _COHERE_REASONING,
+    "cohere_command4": _COHERE_REASONING,
     "deepseek_r1": _THINK,
     "deepseek_v3": _THINK,
+    "deepseek_v4": _THINK,
+    "ernie45": _RESPONSE,
+    "gemma4": ReasoningFormat(("<|channel>thought",), ("<channel|>",), trims_newlines=True),
     "glm45": _THINK,
+    "granite": replace(
+        _RESPONSE,
+        opens=("<think>", "Here is my thought process:", "Here's my thought process:"),
+        closes=("</think>", "Here is my response:", "Here's my response:"),
+    ),
+    "hunyuan_a13b": replace(_THINK, content_opens=("<answer>",), content_closes=("</answer>",)),
+    "hy_v3": ReasoningFormat(_labelled("<think"), _labelled("</think"), trims_newlines=True),
     "kimi_k2": _THINK,
+    "longcat": ReasoningFormat(("<longcat_think>",), ("</longcat_think>",), trims_newlines=True),
     "minimax_m2": _THINK,
     "mistral": ReasoningFormat(("[THINK]",), ("[/THINK]",)),
+    "nemotron_v3": _THINK,
+    "olmo3": _THINK,
     "openai_gptoss": ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",)),
     "qwen3": _THINK,
     "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",), trims_newlines=True),
+    "step3": _THINK,
+    "step3p5": _THINK,
 }
 
 

@@ -29,7 +29,7 @@ def read_object_call(draft: CallDraft, body: JsonObject) -> Steps[None]:
         draft.is_in_list = True
         yield from reader.skip_space()
     elif body.has_dotted and char.isalpha():
-        yield from read_pythonic_call(draft, ".call")
+        yield from read_pythonic_call(draft, ".call", has_list=False)
         return
     yield from reader.expect(("{",))
     held: list[str] = []
@@ -41,7 +41,7 @@ def read_object_call(draft: CallDraft, body: JsonObject) -> Steps[None]:
             raise RefusedError
         is_first = False
         key = yield from _read_key(reader)
-        if key == "name" and not draft.is_accepted:
+        if key == body.name_key and not draft.is_accepted:
             draft.accept((yield from _read_string(reader)))
             draft.write("".join(held))
         elif key in _ARGUMENT_KEYS and not has_arguments:
@@ -58,6 +58,21 @@ def read_object_call(draft: CallDraft, body: JsonObject) -> Steps[None]:
         raise RefusedError
     if not has_arguments:
         draft.write("{}")
+
+
+def read_name_as_key(draft: CallDraft) -> Steps[None]:
+    """Read {"get_weather": {...}}, the first one after the bracket of a list or alone."""
+    reader = draft.reader
+    yield from reader.skip_space()
+    if not draft.is_in_list and (yield from reader.match(("[",))) is not None:
+        draft.is_in_list = True
+        yield from reader.skip_space()
+    yield from reader.expect(("{",))
+    yield from reader.skip_space()
+    draft.accept((yield from _read_key(reader)))
+    yield from _pass_arguments(reader, draft.write)
+    yield from reader.skip_space()
+    yield from reader.expect(("}",))
 
 
 def read_named_call(draft: CallDraft, body: NamedJson) -> Steps[None]:

@@ -17,6 +17,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class MarkedMessage(MessageReader):
     """Content, reasoning and calls.
 
+    What stands around an answer is dropped, an opening marker only at the beginning, a closing one only after that.
     White space at the beginning, after reasoning and after a call is held until text follows, and dropped where a call or
     nothing does. A call inside of reasoning ends it; what closes reasoning is plain text in content.
     """
@@ -31,12 +32,17 @@ class MarkedMessage(MessageReader):
         closes = () if reasoning is None else gate.strict(reasoning.closes)
         self._trims = reasoning is not None and reasoning.trims_newlines
         self._closes = (*closes, *(f"\n{marker}" for marker in closes)) if self._trims else closes
+        self._content_opens = () if reasoning is None else gate.strict(reasoning.content_opens)
+        content_closes = () if reasoning is None else gate.strict(reasoning.content_closes)
+        self._content_closes = (*content_closes, *(f"\n{marker}" for marker in content_closes if self._trims))
         sure_opens = () if reasoning is None else tuple(set(self._opens) - set(reasoning.opens))
-        self._content_scan = MarkerScan((*calls, *sure_opens))
+        self._content_scan = MarkerScan((*calls, *sure_opens, *self._content_closes))
         self._reasoning_scan = MarkerScan((*calls, *self._closes))
         self._calls = calls
         self._is_fresh = bool(calls or self._opens)
+        self._is_in_content = False
         self._is_after_call = False
+        self._may_repeat_call = False
         self._is_in_list = False
         self._has_content = False
         self._may_repeat_open = options.starts_in_reasoning
@@ -58,11 +64,14 @@ class MarkedMessage(MessageReader):
     def write(self, text: str) -> None:
         """Add text, and before content the white space that was held."""
         if text and not self.is_in_reasoning:
-            self._is_fresh = self._is_after_call = self._is_in_list = False
+            self._leave_beginning()
             self._has_content = True
             text = "".join([*self.spaces, text])
             self.spaces.clear()
         super().write(text)
+
+    def _leave_beginning(self) -> None:
+        self._is_fresh = self._is_after_call = self._is_in_list = self._may_repeat_call = False
 
     def _read_reasoning(self) -> Steps[None]:
         if self._may_repeat_open:
@@ -74,7 +83,7 @@ class MarkedMessage(MessageReader):
             yield from self._read_call(marker)
             return
         self.is_in_reasoning = False
-        self._is_fresh = bool(self._calls)
+        self._is_fresh = bool(self._calls or self._content_opens)
         for _ in range(2 if self._trims else 0):
             yield from self.reader.match(("\n",))
 
@@ -93,14 +102,19 @@ class MarkedMessage(MessageReader):
         separators = (*separators, ",") if self._is_in_list else separators
         starts = () if row is None or self._has_content else row.starts
         opens = () if self.sink.has_text or self.sink.num_calls else self._opens
-        markers = tuple(dict.fromkeys((*after, *separators, *starts, *self._content_scan.markers, *opens)))
+        markers = tuple(
+            dict.fromkeys((*after, *separators, *starts, *self._content_scan.markers, *opens, *self._content_opens))
+        )
         marker = yield from reader.match(markers)
-        if marker is None:
+        if marker is None and self._may_repeat_call and not self._is_over(after):
+            yield from self._read_call("", is_continued=True)
+        elif marker is None:
             fences = row.body.closing_fences if row is not None and isinstance(row.body, NamedJson) else ()
             self._write_rest((*after, *(fences if self._is_after_call else ())))
         elif marker in after:
             self.spaces.clear()
             self._is_in_list = self._is_in_list and marker != "]"
+            self._may_repeat_call = self._may_repeat_call and marker == "]"
         elif marker in separators:
             yield from self._read_call(marker, is_continued=True)
         elif marker in starts and marker not in self._content_scan.markers:
@@ -112,19 +126,35 @@ class MarkedMessage(MessageReader):
     def _write_rest(self, trailers: tuple[str, ...]) -> None:
         """Write the white space held, now that content follows, or at the end what the output broke off in."""
         reader = self.reader
-        rest = reader.text[reader.position :] if reader.is_closed else ""
-        if reader.is_closed and (not rest or any(trailer.startswith(rest) for trailer in trailers)):
+        if self._is_over(trailers):
             reader.take(len(reader.text))
             if self.sink.has_text or self.sink.num_calls:
                 self.spaces.clear()
-        self._is_fresh = self._is_after_call = self._is_in_list = False
+        self._leave_beginning()
         spaces = "".join(self.spaces)
         self.spaces.clear()
         self.write(spaces)
 
+    def _is_over(self, trailers: tuple[str, ...]) -> bool:
+        """Whether the output ends here, or in the beginning of a trailer."""
+        reader = self.reader
+        rest = reader.text[reader.position :] if reader.is_closed else ""
+        return reader.is_closed and (not rest or any(trailer.startswith(rest) for trailer in trailers))
+
     def _follow(self, marker: str) -> Steps[None]:
         if marker in self._opens:
             yield from self._begin_reasoning()
+        elif marker in self._content_opens:
+            self.spaces.clear()
+            self._is_in_content = True
+            if self._trims:
+                yield from self.reader.match(("\n",))
+        elif marker in self._content_closes and self._is_in_content:
+            self.spaces.clear()
+            self._is_in_content = False
+            self._is_fresh = True
+        elif marker in self._content_closes:
+            self.write(marker)
         else:
             yield from self._read_call(marker)
 
@@ -136,7 +166,7 @@ class MarkedMessage(MessageReader):
         reader.mark(len(marker), held_limit(row.body))
         if row.content_names and (yield from reader.match(row.content_names)) is not None:
             reader.unmark()
-            self._is_fresh = self._is_after_call = False
+            self._leave_beginning()
             return
         draft = self.new_draft(row.call_ids != "random")
         draft.is_in_list = is_continued and self._is_in_list
@@ -148,6 +178,7 @@ class MarkedMessage(MessageReader):
                 return
         self.end_call()
         self._is_fresh = self._is_after_call = True
+        self._may_repeat_call = row.repeats
         self._has_content = False
         self._is_in_list = draft.is_in_list
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from quire.text.parsing.bare_calls import read_bare_call
 from quire.text.parsing.call_draft import CallDraft, EventSink, MakeCallId
-from quire.text.parsing.formats import BareObject, Body, JsonObject, KeyedValues, NamedJson, Pythonic
-from quire.text.parsing.json_calls import read_named_call, read_object_call
+from quire.text.parsing.formats import BareObject, Body, JsonObject, KeyedValues, NameAsKey, NamedJson, Pythonic
+from quire.text.parsing.json_calls import read_name_as_key, read_named_call, read_object_call
 from quire.text.parsing.keyed_calls import read_keyed_call
 from quire.text.parsing.marker_scan import MarkerScan
 from quire.text.parsing.pythonic_calls import read_pythonic_call
@@ -109,6 +109,8 @@ def read_body(draft: CallDraft, body: Body) -> Steps[None]:
     """Read a call by the row of its format. Raises RefusedError where it is none, or stops being one."""
     if isinstance(body, JsonObject):
         yield from read_object_call(draft, body)
+    elif isinstance(body, NameAsKey):
+        yield from read_name_as_key(draft)
     elif isinstance(body, NamedJson):
         yield from read_named_call(draft, body)
     elif isinstance(body, KeyedValues):
@@ -116,7 +118,7 @@ def read_body(draft: CallDraft, body: Body) -> Steps[None]:
     elif isinstance(body, BareObject):
         yield from read_bare_call(draft, body)
     elif isinstance(body, Pythonic):
-        yield from read_pythonic_call(draft)
+        yield from read_pythonic_call(draft, has_list=body.has_list)
     else:
         raise RefusedError
 

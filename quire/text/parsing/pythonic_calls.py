@@ -24,11 +24,11 @@ _CLOSERS = {"[": "]", "(": ")", "{": "}"}
 Write = Callable[[str], None]
 
 
-def read_pythonic_call(draft: CallDraft, suffix: str = "") -> Steps[None]:
-    """Read one call; `suffix` stands after its name. Raises RefusedError where it is none."""
+def read_pythonic_call(draft: CallDraft, suffix: str = "", *, has_list: bool = True) -> Steps[None]:
+    """Read one call, in a list or alone; `suffix` stands after its name. Raises RefusedError where it is none."""
     reader = draft.reader
     yield from reader.skip_space()
-    if not suffix and not draft.is_in_list:
+    if has_list and not draft.is_in_list:
         yield from reader.expect(("[",))
         draft.is_in_list = True
         yield from reader.skip_space()

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from quire.base.errors import ModelFormatError, RequestError, UnsupportedError
-from quire.text.gguf_splits import find_split
+from quire.text.gguf_splits import _SPLITS, find_split
 from quire.text.tokenizer import load_tokenizer
 from tests.gguf_writer import write_gguf
 
@@ -277,7 +277,7 @@ def test_phi3_takes_spaces_after_special_tokens_away(tmp_path):
         ({"tokenizer.ggml.model": ("string", "bert")}, UnsupportedError, "'bert' is not supported; supported: gpt2, llama"),
         ({"tokenizer.ggml.model": None}, UnsupportedError, "None is not supported"),
         ({"tokenizer.ggml.pre": ("string", "no-such-pre")}, UnsupportedError, "'no-such-pre' is not supported"),
-        ({"tokenizer.ggml.pre": None}, UnsupportedError, "None is not supported"),
+        ({"tokenizer.ggml.pre": ("string", "deepseek-v4")}, UnsupportedError, r"\(did you mean deepseek-v3"),
         ({"tokenizer.chat_template": ("u32", 1)}, ModelFormatError, "a string"),
     ],
 )
@@ -386,10 +386,39 @@ def test_whole_tokenizer_json_is_used_only_when_it_fits(tmp_path, caplog):
         ("qwen2", "I'LL pay 123 €", ["I", "'LL", " pay", " ", "1", "2", "3", " €"]),
         ("gpt-4o", "HelloWorld's 1234/\n", ["Hello", "World's", " ", "123", "4", "/\n"]),
         ("tekken", "HelloWorld's 12", ["Hello", "World", "'s", " ", "1", "2"]),
+        ("glm4", "I'LL pay 1234!", ["I", "'LL", " pay", " ", "123", "4", "!"]),
+        ("qwen35", "नमस्ते 12", ["नमस्ते", " ", "1", "2"]),
+        ("minimax-m2", "HelloWorld's 1234", ["Hello", "World's", " ", "123", "4"]),
+        ("kimi-k2", "Hello世界ok 1234\n\n", ["Hello", "世界", "ok", " ", "123", "4", "\n\n"]),
+        ("deepseek-v3", "a_b 12345 世界。\n", ["a", "_b", " ", "123", "45", " ", "世界", "。\n"]),
+        ("deepseek-coder", "x, 12\nü世", ["x", ",", " ", "1", "2", "\n", "ü", "世"]),
+        ("deepseek-llm", "Ab δε, 123\n世界", ["Ab", " δε", ",", " ", "123", "\n", "世界"]),
+        ("falcon", "it's 12345`", ["it", "'", "s", " ", "123", "45", "`"]),
+        ("default", "it's $5, 1234", ["it", "'", "s", " ", "$", "5", ",", " ", "123", "4"]),
+        ("bloom", "a b, c", ["a", " b", ",", " c"]),
+        ("viking", "a 12", ["a", " ", "1", "2"]),
+        ("seed-coder", "a!!\n b", ["a", "!!", "\n", " b"]),
+        ("bailingmoe", "don't\n\nx", ["don", "'t", "\n\n", "x"]),
+        ("exaone-moe", "one two 12", ["one two", " ", "1", "2"]),
     ],
 )
 def test_text_is_split_as_the_name_says(tmp_path, name, text, pieces):
     from tokenizers import Regex, pre_tokenizers
 
-    split = pre_tokenizers.Split(Regex(find_split(name, "llama", tmp_path).pattern), behavior="isolated")
+    found = find_split(name, "llama", tmp_path)
+    patterns = (*found.before, found.pattern)
+    split = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns])
     assert [piece for piece, _ in split.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("pre", [None, ("string", "default")])
+def test_a_general_split_is_taken_with_a_warning_where_a_file_names_none(tmp_path, caplog, pre):
+    tokenizer = load(tmp_path, small_bpe(**{"tokenizer.ggml.pre": pre}))
+    assert tokenizer.encode("ab", add_special_tokens=False) == [4]
+    assert "text is split in a general way" in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(_SPLITS))
+def test_a_tokenizer_is_made_of_every_split(tmp_path, name):
+    tokenizer = load(tmp_path, small_bpe(**{"tokenizer.ggml.pre": ("string", name)}))
+    assert tokenizer.encode("a b", add_special_tokens=False) == [0, 2, 1]

@@ -83,6 +83,33 @@ def dsml_parameter(key, value, is_string):
     return f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>\n'
 
 
+def gemma4(call):
+    return f"<|tool_call>call:{call}<tool_call|>"
+
+
+def seed(name, *pairs):
+    inner = "".join(f"<parameter={key}>{value}</parameter>\n" for key, value in pairs)
+    return f"<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
+
+
+def step3(name, *pairs):
+    inner = "".join(f'<steptml:parameter name="{key}">{value}</steptml:parameter>' for key, value in pairs)
+    return (
+        f'<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="{name}">{inner}</steptml:invoke><｜tool_call_end｜>'
+    )
+
+
+def hy(name, *pairs, label=":opensource"):
+    inner = "".join(
+        f"<arg_key{label}>{key}</arg_key{label}>\n<arg_value{label}>{value}</arg_value{label}>\n" for key, value in pairs
+    )
+    return f"<tool_call{label}>{name}<tool_sep{label}>\n{inner}</tool_call{label}>\n"
+
+
+def cohere(number, name, parameters):
+    return f'    {{"tool_call_id": "{number}", "tool_name": "{name}", "parameters": {parameters}}}'
+
+
 def gemma(call):
     return f"<start_function_call>call:{call}<end_function_call>"
 
@@ -330,5 +357,216 @@ CASES: dict[str, Case] = {
     ),
     "harmony-role": Case(
         "openai", " to=functions.now<|channel|>commentary<|message|>{}", calls=BOTH[1:], reasoning="openai_gptoss"
+    ),
+    "gemma4": Case(
+        "gemma4",
+        "<|channel>thought\nWhere is\nthat?\n<channel|>Hm "
+        + gemma4(
+            'get_weather{city:<|"|>a "b"\n}, c:[<|"|>,days:-2,exact:true,near:[<|"|>x<|"|>,[1,null]],'
+            'options:{<|"|>k:1<|"|>:{},l:word of it},factor:1.5e3}'
+        )
+        + gemma4("now{}")
+        + "<|tool_response>",
+        "Hm ",
+        (
+            (
+                "get_weather",
+                '{"city": "a \\"b\\"\\n}, c:[", "days": -2, "exact": true, "near": ["x", [1, null]], '
+                '"options": {"k:1": {}, "l": "word of it"}, "factor": 1.5e3}',
+            ),
+            ("now", "{}"),
+        ),
+        "Where is\nthat?",
+        reasoning="gemma4",
+    ),
+    "gemma4-empty-thought": Case("gemma4", "<|channel>thought\n<channel|>Hi", "Hi", reasoning="gemma4"),
+    "gemma4-prose": Case("gemma4", "say <|tool_call> now{}", "say <|tool_call> now{}", reasoning="gemma4"),
+    "gemma4-cut": Case(
+        "gemma4",
+        '<|tool_call>call:get_weather{city:<|"|>Os<|"',
+        calls=(("get_weather", '{"city": "Os<|\\"'),),
+        reasoning="gemma4",
+    ),
+    "cohere": Case(
+        "cohere_command3",
+        "<|START_THINKING|>I will look.<|END_THINKING|><|START_ACTION|>[\n"
+        + cohere(0, "get_weather", NASTY)
+        + ",\n"
+        + cohere(1, "now", "{}")
+        + "\n]<|END_ACTION|>",
+        calls=BOTH,
+        thoughts="I will look.",
+        reasoning="cohere_command3",
+    ),
+    "cohere-answer": Case(
+        "cohere_command3",
+        "<|START_THINKING|>So.<|END_THINKING|><|START_RESPONSE|> It is <b>5</b>.\n<|END_RESPONSE|>",
+        " It is <b>5</b>.\n",
+        thoughts="So.",
+        reasoning="cohere_command3",
+    ),
+    "cohere4-answer": Case(
+        "cohere_command4",
+        "<|START_TEXT|>5<|END_TEXT|>",
+        "5",
+        reasoning="cohere_command4",
+    ),
+    "cohere-stray-end": Case("cohere_command3", "a <|END_RESPONSE|> b", "a <|END_RESPONSE|> b", reasoning="cohere_command3"),
+    "cohere-unknown": Case(
+        "cohere_command3",
+        f"<|START_ACTION|>[{cohere(0, 'rm', '{}')}]<|END_ACTION|>",
+        f"<|START_ACTION|>[{cohere(0, 'rm', '{}')}]<|END_ACTION|>",
+        reasoning="cohere_command3",
+    ),
+    "ernie": Case(
+        "ernie45",
+        "<think>\nHm.\n</think>\n\n" + hermes("get_weather", NASTY) + "\n" + hermes("now", "{}") + "\n",
+        calls=BOTH,
+        thoughts="Hm.",
+        reasoning="ernie45",
+    ),
+    "ernie-answer": Case(
+        "ernie45",
+        "<think>\nHm.\n</think>\n\n<response>\nTwo\nlines.\n</response>\n",
+        "Two\nlines.",
+        thoughts="Hm.",
+        reasoning="ernie45",
+    ),
+    "ernie-answer-then-call": Case(
+        "ernie45",
+        "<response>\nI look.\n</response>\n" + hermes("now", "{}"),
+        "I look.",
+        BOTH[1:],
+        reasoning="ernie45",
+    ),
+    "ernie-open-answer": Case("ernie45", "<response>\nTwo </res", "Two </res", reasoning="ernie45"),
+    "hunyuan": Case(
+        "hunyuan_a13b",
+        "<think>\nHm.\n</think>\n<tool_calls>["
+        + f'{{"name": "get_weather", "arguments": {NASTY}}}, {{"name": "now", "arguments": {{}}}}]</tool_calls>',
+        calls=BOTH,
+        thoughts="Hm.",
+        reasoning="hunyuan_a13b",
+    ),
+    "hunyuan-answer": Case(
+        "hunyuan_a13b",
+        "<think>\n\n</think>\n<answer>\nYes.\n</answer>",
+        "Yes.",
+        reasoning="hunyuan_a13b",
+    ),
+    "granite-thought": Case(
+        None,
+        "Here is my thought process:\nHm.\nHere is my response: Yes.",
+        " Yes.",
+        thoughts="Hm.",
+        reasoning="granite",
+    ),
+    "minimax-m1": Case(
+        "minimax",
+        f'Ok\n<tool_calls>\n{{"name": "get_weather", "arguments": {NASTY}}}\n'
+        '{"name": "now", "arguments": {}}\n</tool_calls>',
+        "Ok\n",
+        BOTH,
+    ),
+    "jamba": Case(
+        "jamba",
+        f'<tool_calls>[\n  {{"name": "get_weather", "arguments": {NASTY}}},\n'
+        '  {"name": "now", "arguments": {}}\n]</tool_calls>',
+        calls=BOTH,
+    ),
+    "jamba-prose": Case("jamba", "The tag <tool_calls> is text", "The tag <tool_calls> is text"),
+    "seed": Case(
+        "seed_oss",
+        "<seed:think>Hm.</seed:think>Ok"
+        + seed("get_weather", ("city", ' "</parameter>\n<x> '), ("days", 2), ("near", '["a"]'), ("exact", "false"))
+        + "\n"
+        + seed("now"),
+        "Ok",
+        (("get_weather", '{"city": " \\"</parameter>\\n<x> ", "days": 2, "near": ["a"], "exact": false}'), ("now", "{}")),
+        "Hm.",
+        reasoning="seed_oss",
+    ),
+    "step3": Case(
+        "step3",
+        f"<｜tool_calls_begin｜>{step3('get_weather', ('city', 'a b'), ('days', 2))}{step3('now')}<｜tool_calls_end｜>",
+        calls=(("get_weather", '{"city": "a b", "days": 2}'), ("now", "{}")),
+    ),
+    "hy": Case(
+        "hy_v3",
+        "<think:opensource>Hm.</think:opensource><tool_calls:opensource>\n"
+        + hy("get_weather", ("city", "a\n"), ("days", 2))
+        + hy("now")
+        + "</tool_calls:opensource>",
+        calls=(("get_weather", '{"city": "a\\n", "days": 2}'), ("now", "{}")),
+        thoughts="Hm.",
+        reasoning="hy_v3",
+    ),
+    "hy-plain": Case(
+        "hy_v3",
+        f"<tool_calls>\n{hy('get_weather', ('days', 2), label='')}</tool_calls>",
+        calls=(("get_weather", '{"days": 2}'),),
+        reasoning="hy_v3",
+    ),
+    "olmo3": Case(
+        "olmo3",
+        '<function_calls>get_weather(city="a</function_calls>", days=2, near=null)\nnow()</function_calls>ok',
+        "ok",
+        (("get_weather", '{"city": "a</function_calls>", "days": 2, "near": null}'), ("now", "{}")),
+    ),
+    "olmo3-broken": Case("olmo3", "<function_calls>now()\nthen text", "\nthen text", BOTH[1:]),
+    "lfm2": Case(
+        "lfm2",
+        "<|tool_call_start|>[get_weather(city='a', days=2), now()]<|tool_call_end|>Ok",
+        "Ok",
+        (("get_weather", '{"city": "a", "days": 2}'), ("now", "{}")),
+    ),
+    "apertus": Case(
+        "apertus",
+        f'<|inner_prefix|>Hm.<|inner_suffix|><|tools_prefix|>[{{"get_weather": {NASTY}}}, {{"now": {{}}}}]<|tools_suffix|>',
+        calls=BOTH,
+        thoughts="Hm.",
+        reasoning="apertus",
+    ),
+    "apertus-unknown": Case(
+        "apertus",
+        '<|tools_prefix|>[{"rm": {}}]<|tools_suffix|>',
+        '<|tools_prefix|>[{"rm": {}}]<|tools_suffix|>',
+        reasoning="apertus",
+    ),
+    "internlm": Case(
+        "internlm",
+        f'Ok<|action_start|><|plugin|>\n{{"name": "get_weather", "parameters": {NASTY}}}<|action_end|>\n',
+        "Ok",
+        BOTH[:1],
+    ),
+    "longcat": Case(
+        "longcat",
+        f'<longcat_think>Hm.</longcat_think><longcat_tool_call>\n{{"name": "get_weather", "arguments": {NASTY}}}\n'
+        '</longcat_tool_call>\n<longcat_tool_call>{"name": "now", "arguments": {}}</longcat_tool_call>',
+        calls=BOTH,
+        thoughts="Hm.",
+        reasoning="longcat",
+    ),
+    "nemotron": Case(
+        "nemotron_json",
+        f'<TOOLCALL>[{{"name": "get_weather", "arguments": {NASTY}}}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>',
+        calls=BOTH,
+    ),
+    "granite-20b": Case(
+        "granite-20b-fc",
+        f'<function_call> {{"name": "get_weather", "arguments": {NASTY}}} <function_call> {{"name": "now", "arguments": {{}}}}',
+        calls=BOTH,
+    ),
+    "gigachat": Case(
+        "gigachat3",
+        f'Okfunction call<|role_sep|>\n{{"name": "get_weather", "arguments": {NASTY}}}',
+        "Ok",
+        BOTH[:1],
+    ),
+    "glm47": Case(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>a b</arg_value><arg_key>exact</arg_key><arg_value>true"
+        "</arg_value></tool_call><tool_call>now</tool_call>",
+        calls=(("get_weather", '{"city": "a b", "exact": true}'), ("now", "{}")),
     ),
 }

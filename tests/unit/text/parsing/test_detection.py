@@ -28,6 +28,17 @@ def no_token(token):
         ("<function=example>{}</function><|start_header_id|><|python_tag|>", "functionary_v31", None),
         ("<|start_header_id|><|python_tag|>", "llama3_json", None),
         ("<|channel|>analysis<|message|>functions.", "openai", "openai_gptoss"),
+        ("<|tool_call>call:<tool_call|><|channel>thought", "gemma4", "gemma4"),
+        ("<|START_ACTION|><|START_THINKING|><|START_TEXT|>", "cohere_command4", "cohere_command4"),
+        ("<|START_ACTION|><|START_RESPONSE|>", "cohere_command3", "cohere_command3"),
+        ("</think><seed:think><seed:tool_call><function=<parameter=", "seed_oss", "seed_oss"),
+        ("<tool_calls><tool_call>{{ f }}<tool_sep><arg_key><arg_value></think>", "hy_v3", "hy_v3"),
+        ("<longcat_think><longcat_tool_call>", "longcat", "longcat"),
+        ("<think></think><response><tool_call>", "ernie45", "ernie45"),
+        ("<think></think><answer><tool_calls>", "hunyuan_a13b", "hunyuan_a13b"),
+        ("<functions><function_calls><think></think>", "olmo3", "qwen3"),
+        ("<｜tool_calls_begin｜><steptml:invoke", "step3", None),
+        ("<|bom|><tool_calls>", "jamba", None),
     ],
 )
 def test_formats_are_found_by_the_markers_of_the_template(source, tool_format, reasoning_format):
@@ -64,6 +75,13 @@ def test_real_template_is_recognised(shared_path):
 def test_reasoning_is_open_when_the_prompt_leaves_it_open(tail, expected):
     assert starts_in_reasoning(tail, "qwen3") is expected
     assert starts_in_reasoning(tail, None) is False
+
+
+def test_reasoning_that_a_prompt_of_gemma_closes_is_not_open():
+    turn = "<|turn>model\n<|channel>thought\n"
+    assert starts_in_reasoning(turn, "gemma4")
+    assert not starts_in_reasoning(f"{turn}<channel|>", "gemma4")
+    assert not starts_in_reasoning("<|turn>user\nsay <|channel>thought<turn|>\n<|turn>model\n", "gemma4")
 
 
 def test_harmony_reasoning_is_open_when_the_channel_is():

@@ -1,0 +1,168 @@
+"""GGUF files of further families: the logits of checkpoints that are converted as the format's converters do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire.base.errors import UnsupportedError
+from quire.model.build import whole_prompt_logits
+from quire.model.checkpoint import load_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.decoder import Decoder
+from tests.gguf_writer import write_gguf
+from tests.golden import make_checkpoints
+from tests.golden.make_checkpoints import reference_model
+from tests.golden.make_family_gguf import ARCHITECTURES, convert, parts_of
+from tests.golden.make_gguf import quantize_q8_0
+
+pytestmark = pytest.mark.golden
+
+TOLERANCE = 5e-5
+_MOE = make_checkpoints._DEEPSEEK_MOE
+_LATENT = make_checkpoints._LATENT
+# Where files say less than a config.json does, what they leave out is as in the released models.
+OWN_CASES = {
+    "gguf-smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "gguf-smollm3-bias": ("smollm3", {"num_hidden_layers": 4, "attention_bias": True, "mlp_bias": True}),
+    "gguf-olmo3": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 11}),
+    "gguf-qwen2-moe": (
+        "qwen2_moe",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "decoder_sparse_step": 1},
+            **{"shared_expert_intermediate_size": 56, "norm_topk_prob": False},
+        },
+    ),
+    "gguf-ernie-moe": (
+        "ernie4_5_moe",
+        {
+            **{"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "num_hidden_layers": 4},
+            **{"moe_layer_end_index": -1, "tie_word_embeddings": False},
+        },
+    ),
+    "gguf-dots1": ("dots1", {**_MOE, "head_dim": 16, "sliding_window": None}),
+    "gguf-deepseek-v3-yarn": (
+        "deepseek_v3",
+        {
+            **_MOE,
+            **_LATENT,
+            "rope_parameters": {**make_checkpoints._LONG_YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+        },
+    ),
+    "gguf-deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_MOE, **_LATENT, "q_lora_rank": None, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    ),
+    "gguf-deepseek-v2": (
+        "deepseek_v2",
+        {**_MOE, **_LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    ),
+    "gguf-llama4": (
+        "llama4_text",
+        {
+            **{"intermediate_size_mlp": 80, "intermediate_size": 40, "interleave_moe_layer_step": 2, "num_hidden_layers": 4},
+            **{"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 1, "rope_parameters": make_checkpoints._LLAMA3},
+        },
+    ),
+    "gguf-starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
+}
+CASES = (
+    *OWN_CASES,
+    *("arcee", "cohere", "cohere-bias", "cohere2", "ernie4-5", "ernie4-5-moe-bias", "exaone4", "exaone4-full", "glm", "glm4"),
+    *("glm4-moe", "glm4-moe-no-renorm", "gpt-neox", "gpt-neox-sequential", "granitemoe", "granitemoe-shared", "hunyuan-dense"),
+    *(
+        "hunyuan-moe-alpha",
+        "minimax-m2",
+        "nemotron",
+        "olmoe",
+        "phi",
+        "phi-qk-norm",
+        "seed-oss",
+        "stablelm",
+        "starcoder2-no-bias",
+    ),
+)
+PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(40)).tolist()
+
+
+@pytest.fixture(autouse=True)
+def own_cases(monkeypatch):
+    for name, case in OWN_CASES.items():
+        monkeypatch.setitem(make_checkpoints._CONFIGS, name, case)
+
+
+def check(path, reference):
+    spec = read_model_spec(path, "float32")
+    decoder = Decoder(spec, load_parameters(path, spec), 64)
+    for length in (1, 40):
+        with torch.inference_mode():
+            want = reference(torch.tensor([PROMPT[:length]])).logits[0]
+        assert (whole_prompt_logits(decoder, PROMPT[:length]) - want).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_converted_checkpoint_gives_the_logits_of_transformers(checkpoint, tmp_path, case):
+    folder = checkpoint(case, "v4")
+    reference = reference_model(folder)
+    check(convert(folder, reference, tmp_path / "model.gguf"), reference)
+
+
+@pytest.mark.parametrize("case", ["gguf-deepseek-v3-yarn", "gguf-deepseek-v2-lite"])
+def test_keys_and_values_of_latent_rows_may_be_stored_apart(checkpoint, tmp_path, case):
+    folder = checkpoint(case, "v4")
+    reference = reference_model(folder)
+    check(convert(folder, reference, tmp_path / "model.gguf", splits_kv_b=True), reference)
+
+
+def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", {"general.architecture": ("string", "deepseek3")})
+    with pytest.raises(UnsupportedError, match=r"'deepseek3' \(did you mean deepseek2"):
+        read_model_spec(path, "float32")
+
+
+def test_every_architecture_of_the_family_readers_is_converted():
+    from quire.model.gguf_families import FAMILY_READERS
+
+    # These have the layout of one that is: Llama, with or without its rows permuted, Granite and Qwen3.
+    assert set(FAMILY_READERS) - set(ARCHITECTURES.values()) == {*("baichuan", "exaone", "internlm2", "minicpm", "qwen3vl")}
+
+
+_WIDE = {"hidden_size": 64, "intermediate_size": 96}
+_WIDE_MOE = {**_WIDE, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+WIDE_CASES = {
+    "wide-neox": ("gpt_neox", _WIDE),
+    "wide-qwen2-moe": (
+        "qwen2_moe",
+        {**_WIDE_MOE, "num_experts": 4, "shared_expert_intermediate_size": 32, "norm_topk_prob": False},
+    ),
+    "wide-deepseek": (
+        "deepseek_v3",
+        {
+            **_WIDE_MOE,
+            **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 8, "v_head_dim": 32},
+            **{"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+        },
+    ),
+    "wide-llama4": (
+        "llama4_text",
+        {
+            **{**_WIDE, "intermediate_size_mlp": 96, "intermediate_size": 32, "head_dim": 16, "interleave_moe_layer_step": 1},
+            **{"num_local_experts": 4, "num_experts_per_tok": 1},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "splits_kv_b"), [*((case, False) for case in WIDE_CASES), ("wide-deepseek", True)])
+def test_quantised_matrices_are_put_where_float_ones_are(checkpoint, tmp_path, monkeypatch, case, splits_kv_b):
+    monkeypatch.setitem(make_checkpoints._CONFIGS, case, WIDE_CASES[case])
+    folder = checkpoint(case, "v4")
+    metadata, tensors = parts_of(folder, reference_model(folder), splits_kv_b=splits_kv_b)
+    both = {name: quantize_q8_0(values) for name, values in tensors.items() if values.ndim > 1}
+    quantized = write_gguf(tmp_path / "q.gguf", metadata, tensors | {name: packed for name, (packed, _) in both.items()})
+    dense = write_gguf(tmp_path / "d.gguf", metadata, tensors | {name: values for name, (_, values) in both.items()})
+    found = []
+    for path in (quantized, dense):
+        spec = read_model_spec(path, "float32")
+        found.append(whole_prompt_logits(Decoder(spec, load_parameters(path, spec), 64), PROMPT))
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE
