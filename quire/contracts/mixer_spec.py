@@ -18,8 +18,8 @@ class GatedDeltaSpec:
     """A gated delta net (Yang et al., 2024: https://arxiv.org/abs/2412.06464), as Qwen3-Next has it.
 
     q, k and v pass a causal convolution and SiLU; q and k are normalised. The state S [v heads, k_dim, v_dim] becomes
-    a * S + k (beta * (v - a * S^T k))^T, and the output is S^T q, normalised and gated by SiLU of z. num_v_heads is a multiple of
-    num_k_heads.
+    a * S + k (beta * (v - a * S^T k))^T, and the output is S^T q, normalised and gated by SiLU of z. num_v_heads is a multiple
+    of num_k_heads.
 
     conv_size  taps of the convolution, that of the token itself included
     norm_eps   of the norm of each head of the output
