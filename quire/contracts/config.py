@@ -231,11 +231,6 @@ class EngineConfig:
         for name in ("tokenizer", "revision", "tile_table"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
-        for name in ("num_state_checkpoints", "max_num_drafts"):
-            value = getattr(self, name)
-            _require(value is None or _is_int(value, 0), name, value, "None or an integer >= 0")
-        has_states = self.num_state_checkpoints is not None
-        _require(not has_states or self.num_pipeline_stages == 1, "num_pipeline_stages", self.num_pipeline_stages, "1 here")
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(_is_int(self.max_logprobs, -1), "max_logprobs", self.max_logprobs, "an integer >= -1")

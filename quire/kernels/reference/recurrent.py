@@ -21,7 +21,7 @@ class StateRows:
     """Which rows of the state pools the S sequences of a step read and write. All are read before any is written.
 
     sources  S rows that their runs start from; -1: from zeros
-    saves    of each sequence: (number of tokens of its run, at least one, and the row that gets the state after them)
+    saves    of each sequence: (number of tokens of its run, and the row that gets the state after them)
     """
 
     sources: Sequence[int]
@@ -73,6 +73,8 @@ def scan(update: Callable[[Tensor, Tensor], Tensor], pool: Tensor, starts: list[
     for place, index in enumerate(order):
         for count, row in rows.saves[index]:
             saves.setdefault(count, []).append((place, row))
+    for place, row in saves.get(0, ()):
+        pool[row] = states[place]
     num_going = len(order)
     for done in range(max(counts, default=0)):
         while counts[order[num_going - 1]] <= done:
