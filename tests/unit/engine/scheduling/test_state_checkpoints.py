@@ -12,7 +12,9 @@ def driver_of(**options):
 
 def saves_of(driver, first=0):
     return [
-        [position for position, _ in saves] for plan in driver.worker.plans[first:] for saves in (plan.state_saves or {}).values()
+        [position for position, _ in saves]
+        for plan in driver.worker.plans[first:]
+        for saves in (plan.state_saves or {}).values()
     ]
 
 
