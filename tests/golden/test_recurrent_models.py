@@ -81,7 +81,7 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expect
     scheduler = llm.llm_engine.scheduler
     assert (scheduler.num_preemptions > 0) == ("preempted" in how)
     if how == "drafts":
-        assert llm.llm_engine.draft_stats.num_accepted_tokens > 0
+        assert llm.llm_engine.stats.num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("case", GENERATED_CASES)

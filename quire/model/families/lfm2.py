@@ -59,6 +59,8 @@ def read_moe_spec(config: ConfigView) -> ModelSpec:
         least_sum=_LEAST_SUM,
         routed_scale=config.number("routed_scaling_factor"),
     )
+    if config.strings("layer_types") is None:
+        raise config.error("layer_types", None, "a list of 'conv' and 'full_attention', one for each layer")
     dense, num_dense = MlpSpec(config.integer("intermediate_size"), "silu"), config.integer("num_dense_layers", minimum=0)
     return _read(config, [dense if index < num_dense else moe for index in range(config.integer("num_hidden_layers"))])
 
