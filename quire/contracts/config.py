@@ -55,6 +55,8 @@ class SchedulerConfig:
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
     rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
     num_pipeline_stages     steps that may be in flight at once, each of other sequences
+    num_state_checkpoints   recurrent states that the worker keeps for prefixes; None: the model has no recurrent state
+    max_num_drafts          drafts of one sequence in a step; None: no limit. 0 with a recurrent state and nothing that drafts
     """
 
     max_num_seqs: int
@@ -67,6 +69,8 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     rope_switch_len: int | None = None
     num_pipeline_stages: int = 1
+    num_state_checkpoints: int | None = None
+    max_num_drafts: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -79,6 +83,11 @@ class SchedulerConfig:
         ):
             value = getattr(self, name)
             _require(_is_int(value, 1), name, value, "an integer >= 1")
+        for name in ("num_state_checkpoints", "max_num_drafts"):
+            value = getattr(self, name)
+            _require(value is None or _is_int(value, 0), name, value, "None or an integer >= 0")
+        has_states = self.num_state_checkpoints is not None
+        _require(not has_states or self.num_pipeline_stages == 1, "num_pipeline_stages", self.num_pipeline_stages, "1 here")
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")

@@ -18,6 +18,7 @@ class MemoryPlan:
     weight_bytes      of all parameters, in the dtype they are run in
     activation_bytes  estimated peak of one full step, beside weights and KV
     kv                shape of the cache; its pool has num_kv_blocks blocks
+    num_states        recurrent states that are held next to it, num_state_checkpoints of them for prefixes; 0: there are none
     """
 
     available_bytes: int
@@ -26,6 +27,13 @@ class MemoryPlan:
     kv: KvSpec
     num_kv_blocks: int
     max_model_len: int
+    num_states: int = 0
+    num_state_checkpoints: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all recurrent states."""
+        return self.num_states * self.kv.bytes_per_state
 
     @property
     def kv_bytes(self) -> int:
@@ -39,8 +47,8 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether weights, activations and KV pool fit into the available memory together."""
-        return self.weight_bytes + self.activation_bytes + self.kv_bytes <= self.available_bytes
+        """Whether weights, activations, KV pool and recurrent states fit into the available memory together."""
+        return self.weight_bytes + self.activation_bytes + self.kv_bytes + self.state_bytes <= self.available_bytes
 
     def describe(self) -> str:
         """Return the plan as a few lines for people."""
@@ -53,7 +61,16 @@ class MemoryPlan:
                 f"KV cache    {format_bytes(self.kv_bytes)}: {self.num_kv_blocks:,} blocks of {self.kv.block_size} "
                 f"tokens, {self.num_kv_tokens:,} tokens, {self.num_kv_tokens / self.max_model_len:.1f} sequences of "
                 f"{self.max_model_len:,} ({format_bytes(self.kv.bytes_per_token)} a token, {self.kv.dtype})",
+                *self._describe_states(),
             )
+        )
+
+    def _describe_states(self) -> tuple[str, ...]:
+        if self.num_states == 0:
+            return ()
+        return (
+            f"states      {format_bytes(self.state_bytes)}: {self.num_states:,} recurrent states of "
+            f"{format_bytes(self.kv.bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import UnsupportedError
+from quire.contracts.mixer_spec import MixerSpec
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "xielu"]
@@ -142,6 +143,7 @@ class AttentionSpec:
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
     query_scaling  None: queries are the same at any position
+    has_output_gate what the heads give is multiplied by the sigmoid of a further projection, before o (Qwen3-Next)
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     """
@@ -164,12 +166,17 @@ class AttentionSpec:
     has_sinks: bool = False
     is_qk_norm_last: bool = False
     query_scaling: QueryScaling | None = None
+    has_output_gate: bool = False
     latent: LatentSpec | None = None
 
     @property
     def output_size(self) -> int:
         """The size of what the heads give together, which the o projection reads."""
         return self.num_heads * (self.head_dim if self.latent is None else self.latent.value_dim)
+
+
+NO_ATTENTION = AttentionSpec(0, 0, 0, scale=1.0)
+"""Of layers without attention: no heads, and no KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +259,8 @@ class LayerSpec:
 
     is_parallel  both blocks read the same x, and their results are added to it together; without mlp_in the feed-forward block
                  reads what attention reads
+    mixer        has a recurrent state. It reads what attention reads, and its output is added to that of attention, which is
+                 NO_ATTENTION where the mixer stands in its place; None: there is none
     """
 
     attention: AttentionSpec
@@ -262,6 +271,7 @@ class LayerSpec:
     mlp_out: NormSpec | None = None
     residual_scale: float = 1.0
     is_parallel: bool = False
+    mixer: MixerSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +308,11 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     implementation: Literal["quire", "transformers"] = "quire"
+
+    @property
+    def has_recurrent_state(self) -> bool:
+        """Whether sequences have a state of fixed size besides their KV."""
+        return any(layer.mixer is not None for layer in self.layers)
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

@@ -26,6 +26,8 @@ class SequenceStart:
     num_computed_tokens  tokens whose KV is already in the blocks; fewer than len(token_ids)
     block_ids            its block table, in order
     uses_short_rope      its tokens take the short variant of the rope, see ModelSpec.rope_switch_len
+    state_slot           the checkpoint that holds its recurrent state after the computed tokens; None: there are none of these,
+                         or the model has no such state
     """
 
     sequence_id: SequenceId
@@ -35,6 +37,7 @@ class SequenceStart:
     num_computed_tokens: int
     block_ids: tuple[BlockId, ...]
     uses_short_rope: bool = False
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class StepPlan:
     ended                 sequences to forget, finished or preempted; applied first
     num_draft_slots       sequence -> drafts that it may compute behind its last known token, which this step computes; its
                           blocks have room for them
+    state_saves           sequence -> (number of its tokens, checkpoint) of recurrent states to keep: the state after so many
+                          tokens, of which this step computes the last. Starts read their checkpoints before any is written
     """
 
     step_id: int
@@ -61,6 +66,7 @@ class StepPlan:
     block_copies: tuple[tuple[BlockId, BlockId], ...] = ()
     ended: tuple[SequenceId, ...] = ()
     num_draft_slots: dict[SequenceId, int] | None = None
+    state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -39,7 +39,7 @@ from quire.speculate.speculator import Speculator
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.build import build_runner
 from quire.worker.inspect import inspect_model, settle_drafts
-from quire.worker.memory import max_num_batched_tokens
+from quire.worker.memory import max_num_batched_tokens, max_state_drafts
 
 logger = get_logger(__name__)
 
@@ -134,6 +134,8 @@ class LLMEngine:
                 policy=config.scheduling_policy,
                 rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
                 num_pipeline_stages=config.pipeline_parallel_size,
+                num_state_checkpoints=report.memory.num_state_checkpoints if report.spec.has_recurrent_state else None,
+                max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
             )
         )
         _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import (
+    NO_ATTENTION,
     AttentionSpec,
     IndexerSpec,
     LayerSpec,
@@ -28,6 +30,7 @@ from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
+from quire.model.mixers import run_mixer
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
 
@@ -88,7 +91,8 @@ class Decoder:
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._aux_hidden_state_layers:
                 self._taps.append(x)
-            x = self._layers[index].forward(x, angles, step, kv.k[index], kv.v[index], factors=factors)
+            cache = LayerCache(kv.k[index], kv.v[index], kv.states[index] if kv.states else ())
+            x = self._layers[index].forward(x, angles, step, cache, factors=factors)
         return self._norm(x, spec.final_norm, "final_norm")
 
     def _norm(self, x: Tensor, spec: NormSpec, name: str) -> Tensor:
@@ -180,6 +184,14 @@ class Decoder:
         return logits
 
 
+class LayerCache(NamedTuple):
+    """What a KvPool has of one layer; states: of a mixer, the tensors of recurrent states."""
+
+    k: Tensor
+    v: Tensor
+    states: Sequence[Tensor] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Where the tokens of a step stand for one layer.
@@ -215,8 +227,7 @@ class DecoderLayer:
         x: Tensor,
         angles: dict[RopeSpec, tuple[Tensor, Tensor]],
         step: AttentionMetadata,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         attended: Tensor | None = None,
         factors: Mapping[QueryScaling, Tensor] | None = None,
     ) -> Tensor:
@@ -225,22 +236,38 @@ class DecoderLayer:
         attended  what attention reads where it is not the normed input
         factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
         """
-        spec, attention = self.spec, self.spec.attention
+        spec = self.spec
         normed = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         before = x
-        scaling, rope = attention.query_scaling, attention.rope
-        if scaling is not None and factors is None:
-            raise InvariantError("a layer that scales queries by their positions is run without factors")
-        factor = None if scaling is None or factors is None else factors[scaling]
-        place = LayerPlace(None if rope is None else angles[rope], step, k_cache, v_cache, factor)
-        run = self._attention if attention.latent is None else self._latent_attention
-        y = run(normed, attention, place)
+        y = self._mix(normed, angles, step, cache, factors)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         if spec.is_parallel:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
             read = self._norm(x, spec.mlp_in, "mlp_in")
         return self._add(x, self._norm(self._mlp(read), spec.mlp_out, "mlp_out"))
+
+    def _mix(
+        self,
+        x: Tensor,
+        angles: dict[RopeSpec, tuple[Tensor, Tensor]],
+        step: AttentionMetadata,
+        cache: LayerCache,
+        factors: Mapping[QueryScaling, Tensor] | None,
+    ) -> Tensor:
+        """Return the output of attention, of the mixer, or of both together."""
+        attention, mixer = self.spec.attention, self.spec.mixer
+        mixed = None if mixer is None else run_mixer(x, mixer, self._parameters, cache.states, step)
+        if mixed is not None and attention == NO_ATTENTION:
+            return mixed
+        scaling, rope = attention.query_scaling, attention.rope
+        if scaling is not None and factors is None:
+            raise InvariantError("a layer that scales queries by their positions is run without factors")
+        factor = None if scaling is None or factors is None else factors[scaling]
+        place = LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
+        run = self._attention if attention.latent is None else self._latent_attention
+        y = run(x, attention, place)
+        return y if mixed is None else y + mixed
 
     def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
         if spec is None:
@@ -268,7 +295,10 @@ class DecoderLayer:
             q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
         store_kv(k, v, place.k_cache, place.v_cache, place.step.slots)
         attended = attend(place.scale(q), place.k_cache, place.v_cache, place.step, spec, self._parameters.get("sinks.weight"))
-        return self._linear(attended.flatten(1), "o")
+        attended = attended.flatten(1)
+        if spec.has_output_gate:
+            attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
+        return self._linear(attended, "o")
 
     def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
         """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find

@@ -32,6 +32,10 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "a mixture whose weights multiply the experts' inputs"
     if layer.attention.latent is not None:
         return "multi-head latent attention"
+    if layer.mixer is not None:
+        return "layers with a recurrent state"
+    if layer.attention.has_output_gate:
+        return "a gate on the output of attention"
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"

@@ -74,6 +74,10 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
+    if spec.has_recurrent_state:
+        return "layers with a recurrent state"
+    if any(layer.attention.has_output_gate for layer in spec.layers):
+        return "a gate on the output of attention"
     if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     return None

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
+from quire.contracts.mixer_spec import GatedDeltaSpec, MixerSpec
+from quire.contracts.model_spec import (
+    NO_ATTENTION,
+    AttentionSpec,
+    IndexerSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+)
 
 Shape = tuple[int, ...]
 
@@ -43,7 +54,8 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     mlp = _moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
     return {
         **_norm("attn_in", layer.attn_in, hidden),
-        **_attention(layer.attention, hidden),
+        **({} if layer.attention == NO_ATTENTION else _attention(layer.attention, hidden)),
+        **({} if layer.mixer is None else _mixer(layer.mixer, hidden)),
         **_norm("attn_out", layer.attn_out, hidden),
         **_norm("mlp_in", layer.mlp_in, hidden),
         **mlp,
@@ -80,6 +92,7 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
         **_head_norm("q_norm", spec, spec.num_heads),
         **_head_norm("k_norm", spec, spec.num_kv_heads),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
+        **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
     }
 
@@ -96,6 +109,29 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
         **_linear("kv_b", spec.num_heads * (latent.nope_dim + latent.value_dim), rank, False),
         **({} if latent.indexer is None else _indexer(latent.indexer, latent.q_rank or hidden, hidden)),
         **_linear("o", hidden, spec.output_size, spec.has_o_bias),
+    }
+
+
+def _mixer(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
+    """Return the parameters of a mixer; weights of convolutions are [channels, 1, taps], as they are stored."""
+    if isinstance(spec, GatedDeltaSpec):
+        value_size = spec.num_v_heads * spec.v_dim
+        return {
+            **_linear("delta.qkv", spec.conv_channels, hidden, False),
+            **_linear("delta.z", value_size, hidden, False),
+            **_linear("delta.b", spec.num_v_heads, hidden, False),
+            **_linear("delta.a", spec.num_v_heads, hidden, False),
+            "conv.weight": (spec.conv_channels, 1, spec.conv_size),
+            "delta.a.step": (spec.num_v_heads,),
+            "delta.a.log": (spec.num_v_heads,),
+            "delta.norm.weight": (spec.v_dim,),
+            **_linear("delta.o", hidden, value_size, False),
+        }
+    return {
+        **_linear("conv.in", 3 * spec.channels, hidden, spec.has_bias),
+        "conv.weight": (spec.channels, 1, spec.conv_size),
+        **({"conv.bias": (spec.channels,)} if spec.has_bias else {}),
+        **_linear("conv.out", hidden, spec.channels, spec.has_bias),
     }
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.reference.recurrent import StateRows
 
 BlockTable = NDArray[np.int64]
 
@@ -54,6 +55,7 @@ class TokenRuns(NamedTuple):
     tables     S block tables [max_blocks], which hold these positions, and `addresses` where they lie
     trees      None: there are none
     short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
+    states     rows of recurrent states; None: the model has none
     """
 
     token_ids: list[int]
@@ -63,6 +65,7 @@ class TokenRuns(NamedTuple):
     addresses: list[int]
     trees: TreePlaces | None = None
     short_ropes: list[bool] | None = None
+    states: StateRows | None = None
 
     def positions(self) -> NDArray[np.int64]:
         """Return the positions [T] of the tokens; those of a tree by their depths."""
@@ -105,5 +108,6 @@ class TokenRuns(NamedTuple):
             torch.from_numpy(tables),
             trees,
             short_ropes=None if short is None else torch.from_numpy(short),
+            states=self.states,
         )
         return torch.tensor(self.token_ids, dtype=torch.int64), torch.from_numpy(places), attention

@@ -43,6 +43,11 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
             f"the draft model {model} has a vocabulary of {spec.vocab_size}, the model one of {target.vocab_size}; "
             "take a draft model with the same tokenizer"
         )
+    if spec.has_recurrent_state:
+        raise ConfigError(
+            f"speculative_config: model: {model} ({spec.model_type!r}) has a recurrent state, which no draft model may have; "
+            "take another one, or the method 'ngram' or 'suffix'"
+        )
     return folder, spec
 
 
@@ -73,6 +78,29 @@ def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None
                     f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} attends in a window, with which "
                     "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
                 )
+
+
+_FOR_STATES = ("ngram", "suffix", "draft_model")
+"""Methods that draft chains and read nothing of the model that verifies."""
+
+
+def check_state_drafts(config: SpeculativeConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError where a model with a recurrent state cannot verify what a configuration drafts: trees, or drafts of
+    methods that read or run the model itself."""
+    if not spec.has_recurrent_state:
+        return
+    why = f"a {spec.model_type!r} model has a recurrent state"
+    refused = [method for method in config.methods if method not in _FOR_STATES]
+    if refused:
+        raise ConfigError(
+            f"speculative_config: method {refused[0]!r} is not supported: {why}; choose {' or '.join(_FOR_STATES)}"
+        )
+    if len(config.methods) > 1:
+        raise ConfigError(
+            f"speculative_config: method has {len(config.methods)} values, but their drafts become a tree, and {why}; give one"
+        )
+    if config.suffix_decoding_use_tree_spec:
+        raise ConfigError(f"speculative_config: suffix_decoding_use_tree_spec drafts trees, but {why}; set it to false")
 
 
 def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelReport) -> int:

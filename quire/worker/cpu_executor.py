@@ -21,6 +21,7 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.speculate.target import Target
+from quire.worker.state_table import StateTable
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
 _Started = tuple[Tensor, list[int] | None]
@@ -39,7 +40,9 @@ class CpuStepExecutor:
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
-        self._kv = KvPool(memory.kv, memory.num_kv_blocks)
+        self._kv = KvPool(memory.kv, memory.num_kv_blocks, memory.num_states)
+        self.has_states = decoder.spec.has_recurrent_state
+        self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints)
         self._pages = PageSupply(self._kv)  # see take_pages
         self.block_size, self.vocab_size = memory.kv.block_size, decoder.spec.vocab_size
         self.has_rope_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None
@@ -90,7 +93,7 @@ class CpuStepExecutor:
         reads: Sequence[DraftInput],
     ) -> _Started:
         """See StepExecutor."""
-        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes = tokens
+        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes, _ = tokens
         tables, addresses = self._tables, self._addresses
         self._keeps_all = keeps_all = keeps_prompt_logits or "final" in reads
         self._logit_rows = logit_rows
@@ -103,6 +106,7 @@ class CpuStepExecutor:
                 [addresses[batch_slot] for batch_slot in batch_slots],
                 trees,
                 short_ropes,
+                self._states.place(tokens) if self.has_states else None,
             ),
             self._kv,
             logit_rows,

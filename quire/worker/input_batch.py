@@ -16,7 +16,7 @@ from quire.model.token_runs import BlockTable, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
-from quire.worker.step_executor import Moves, StepTokens, TableEntry, needs_host_sampling
+from quire.worker.step_executor import Moves, StateChange, StepTokens, TableEntry, needs_host_sampling
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 NONE_UNASKED: Mapping[SequenceId, int] = {}
@@ -109,7 +109,7 @@ class InputBatch:
 
     block_tables  [max_num_seqs, max_blocks] i64 of the executor; only the batch writes them
     has_sampler   whether the executor samples with noise, see StepExecutor
-    has_rope_variants  see StepExecutor
+    has_rope_variants, has_states  see StepExecutor
     """
 
     def __init__(
@@ -119,7 +119,9 @@ class InputBatch:
         vocab_size: int,
         has_sampler: bool = False,
         has_rope_variants: bool = False,
+        has_states: bool = False,
     ) -> None:
+        self._has_states = has_states
         self._block_size = block_size
         self._has_rope_variants = has_rope_variants
         self._vocab_size = vocab_size
@@ -244,7 +246,18 @@ class InputBatch:
         trees = self._place_trees(rows, starts, ends, drafts) if has_trees else None
         short = [row.start.uses_short_rope for row in rows] if self._has_rope_variants else None
         tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows + draft_rows, len(ready), trees, short)
+        if self._has_states:
+            tokens = tokens._replace(states=self._state_change(plan, drafts))
         return StepInput(tokens, rows, drafts, ready, bool(self._prompt_rows), num_unasked)
+
+    def _state_change(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft]) -> StateChange:
+        starts = [(self._rows[one.sequence_id].batch_slot, one.num_computed_tokens, one.state_slot) for one in plan.starts]
+        saves = plan.state_saves or {}
+        return StateChange(
+            starts,
+            {index: saves[key] for index, key in enumerate(plan.num_scheduled_tokens) if key in saves},
+            [len(drafts.get(sequence_id, NO_DRAFT)) for sequence_id in plan.num_scheduled_tokens],
+        )
 
     def _place_trees(
         self, rows: list[Row], starts: list[int], ends: list[int], drafts: Mapping[SequenceId, Draft]

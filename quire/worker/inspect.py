@@ -21,7 +21,7 @@ from quire.model.stored_tensors import has_weights, open_tensors
 from quire.model.transformers_backend.probe import read_transformers_model
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
-from quire.speculate.sources import check_device_sources, settle_method
+from quire.speculate.sources import check_device_sources, check_state_drafts, settle_method
 from quire.worker.device.device_select import choose_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
@@ -74,6 +74,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         check_tensor_parallel(config, report)
     if config.speculative_config is None:
         return report
+    check_state_drafts(config.speculative_config, spec)
     if device is not None:
         check_device_sources(config.speculative_config, report)
         return report  # what a device has left for the cache is measured, with drafts

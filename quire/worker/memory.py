@@ -26,6 +26,7 @@ from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
+from quire.worker.state_table import num_state_rows
 
 _KV_SHARE = 0.5
 """Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
@@ -41,6 +42,9 @@ _SCORE_BYTES = (1 << 24) * 4 * 3
 _DEFAULT_BATCHED_TOKENS = 2048
 _DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
 """So many that the products of a small model take longer than the host takes to launch them."""
+
+_SPARE_CHECKPOINTS = 16
+"""Recurrent states of prefixes that are kept besides one for each sequence that runs."""
 
 _CPU_BLOCK_SIZE = 16
 """Tokens in a KV block where nobody says."""
@@ -134,15 +138,31 @@ def plan_memory(
     available = available_memory_bytes()
     if config.host_memory_bytes is not None:
         available = min(available, config.host_memory_bytes)
+    num_states, num_checkpoints = count_states(config, kv)
+    num_weight_and_state_bytes = num_weight_bytes + num_states * kv.bytes_per_state
     given = given_blocks(config, kv)
     wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
     most = max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given
     # No sequence is longer than the pool.
     longest = min(max_model_len, most * kv.block_size)
     activations = activation_bytes(config, spec, longest, num_batched_tokens)
-    room = available - num_weight_bytes - activations
+    room = available - num_weight_and_state_bytes - activations
     num_blocks = max(1, min(most, int(room * _KV_SHARE) // kv.bytes_per_block)) if given is None else given
-    return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len)
+    return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len, num_states, num_checkpoints)
+
+
+def max_state_drafts(config: EngineConfig) -> int:
+    """Return how many drafts of a sequence a step may verify where the state after each of them must be held."""
+    return 0 if config.speculative_config is None else config.speculative_config.max_tokens
+
+
+def count_states(config: EngineConfig, kv: KvSpec) -> tuple[int, int]:
+    """Return how many recurrent states the worker holds, and how many of them are checkpoints of prefixes; 0 where there is no
+    such state. There are as many checkpoints as sequences that run, and some more for prompts that are over."""
+    if kv.bytes_per_state == 0:
+        return 0, 0
+    num_checkpoints = config.max_num_seqs + _SPARE_CHECKPOINTS
+    return num_state_rows(config.max_num_seqs, num_checkpoints, max_state_drafts(config)), num_checkpoints
 
 
 def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> MemoryPlan:
@@ -152,7 +172,7 @@ def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> Me
     """
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return plan
-    room = plan.available_bytes - plan.weight_bytes - plan.activation_bytes - drafts.weights - drafts.work
+    room = plan.available_bytes - plan.weight_bytes - plan.activation_bytes - plan.state_bytes - drafts.weights - drafts.work
     bytes_per_block = plan.kv.bytes_per_block + -(-drafts.kv // plan.num_kv_blocks)
     return replace(plan, num_kv_blocks=max(1, min(plan.num_kv_blocks, int(room * _KV_SHARE) // bytes_per_block)))
 
@@ -176,6 +196,13 @@ def check_fits(plan: MemoryPlan) -> None:
         raise ConfigError(
             f"the model does not fit: {format_bytes(plan.available_bytes)} are available, weights take "
             f"{format_bytes(plan.weight_bytes)}, activations up to {format_bytes(plan.activation_bytes)} and the KV cache "
-            f"{format_bytes(plan.kv_bytes)} ({plan.num_kv_blocks} blocks); lower num_kv_blocks, kv_cache_memory_bytes or "
-            "max_num_batched_tokens, or take a smaller model or dtype"
+            f"{format_bytes(plan.kv_bytes)} ({plan.num_kv_blocks} blocks){_describe_states(plan)}; lower num_kv_blocks, "
+            "kv_cache_memory_bytes or max_num_batched_tokens, or take a smaller model or dtype"
         )
+
+
+def _describe_states(plan: MemoryPlan) -> str:
+    """Return what recurrent states take, and what makes it less; empty where there are none."""
+    if plan.state_bytes == 0:
+        return ""
+    return f" and {plan.num_states} recurrent states {format_bytes(plan.state_bytes)} (max_num_seqs and drafts make them many)"

@@ -70,6 +70,7 @@ class PipelineExecutor:
         self.clock = StageClock(self._memory)
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size, self.has_rope_variants = memory.kv.block_size, vocab_size, has_rope_variants
+        self.has_states = False  # see check_pipeline
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
         self.block_tables = np.zeros((config.num_batch_slots, max_blocks), dtype=np.int64)

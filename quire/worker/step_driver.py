@@ -171,7 +171,12 @@ class StepDriver:
         self._executor, self._draft_executors = executor, draft_executors
         self._speculator = Speculator(None, None, executor.vocab_size) if speculator is None else speculator
         self._batch = InputBatch(
-            executor.block_tables, executor.block_size, executor.vocab_size, executor.has_sampler, executor.has_rope_variants
+            executor.block_tables,
+            executor.block_size,
+            executor.vocab_size,
+            executor.has_sampler,
+            executor.has_rope_variants,
+            executor.has_states,
         )
         self._masks = GrammarMasks()
         self._no_masks = self._masks.start((), {}, 0)

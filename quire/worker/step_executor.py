@@ -34,6 +34,19 @@ TableEntry = tuple[int, int, Sequence[int]]
 NO_FAILURES: Mapping[int, str] = {}
 
 
+class StateChange(NamedTuple):
+    """What becomes of the recurrent states of S sequences in a step, besides that each is taken through its tokens.
+
+    starts      (batch slot, computed tokens, checkpoint that holds the state after these, None: there are none) of new ones
+    saves       index of a sequence -> (number of its tokens, checkpoint that gets the state after these)
+    num_drafts  S numbers: how many of the last tokens of each sequence are drafts, which may be rejected
+    """
+
+    starts: Sequence[tuple[int, int, int | None]]
+    saves: Mapping[int, Sequence[tuple[int, int]]]
+    num_drafts: Sequence[int]
+
+
 class StepTokens(NamedTuple):
     """The tokens of S sequences in one step, one sequence after the other, without padding.
 
@@ -45,6 +58,7 @@ class StepTokens(NamedTuple):
                  get a next token, then the drafts of these sequences
     trees        None: no draft is a tree
     short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
+    states       of a model with a recurrent state
     """
 
     token_ids: list[int]
@@ -55,6 +69,7 @@ class StepTokens(NamedTuple):
     num_ready: int
     trees: TreePlaces | None = None
     short_ropes: list[bool] | None = None
+    states: StateChange | None = None
 
 
 class Moves(NamedTuple):
@@ -112,6 +127,7 @@ class StepExecutor(Protocol):
     draw           samples from logits where they are, see sampling.sampler; None: on the host
     block_tables   [max_num_seqs, max_blocks] i64, a row for each batch slot. The driver writes them before it starts a step
     has_rope_variants  sequences take one of two variants of the rope, see ModelSpec.rope_switch_len
+    has_states     sequences have a recurrent state: StepTokens.states says what becomes of it
     """
 
     has_sampler: bool
@@ -121,6 +137,7 @@ class StepExecutor(Protocol):
     block_size: int
     vocab_size: int
     has_rope_variants: bool
+    has_states: bool
 
     def step_scope(self) -> AbstractContextManager[object]:
         """Return the context of a step's calls: it sets the current device, and turns the device's errors into ours."""

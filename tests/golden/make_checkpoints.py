@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-from tests.golden import dense_cases
+from tests.golden import dense_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
@@ -389,7 +389,9 @@ def _config_of(name: str) -> PretrainedConfig:
         wrapper, text_type, options, vision = WRAPPED[name]
         text = {"model_type": text_type, **_settings(text_type, options)}
         return AutoConfig.for_model(wrapper, text_config=text, vision_config=vision)
-    model_type, options = CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES}[name]
+    model_type, options = (
+        CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES}[name]
+    )
     return (
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
     )
@@ -411,7 +413,7 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
         return model.language_model if model_type == "llama4" else model
-    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values())):
+    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values()), *recurrent_cases.MODEL_TYPES):
         options["experts_implementation"] = "eager"
     return _class_of(model_type).from_pretrained(folder, dtype=dtype, **options).eval()
 
@@ -444,11 +446,13 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith(("gemma", "nemotron"))
+    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5"))
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
                 values = 0.3 * randn(parameter.shape)
+            elif key.endswith("A_log"):
+                values = randn(parameter.shape) - 2.0  # so that states last
             elif parameter.dim() == 1:
                 values = 0.3 * randn(parameter.shape) + (0.0 if is_offset else 1.0)
             elif ("embed" in key and "embed_out" not in key) or ".wte." in key or ".wpe." in key:
@@ -457,7 +461,7 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
                 values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
             parameter.copy_(values)
         for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
+            if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * randn(buffer.shape))
 
 
@@ -469,7 +473,7 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    if text["model_type"] not in ("ministral", "exaone4"):
+    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe"):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":

@@ -21,6 +21,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_index(scheduler)
     for sequence in scheduler.iter_sequences():
         _check_sequence(sequence, scheduler)
+    if scheduler.kv.states is not None:
+        scheduler.kv.states.check(list(scheduler.iter_sequences()))
 
 
 def _require(condition: bool, message: str) -> None:

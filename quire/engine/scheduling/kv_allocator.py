@@ -15,6 +15,7 @@ from quire.engine.scheduling.block_pool import BlockPool
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
 from quire.engine.scheduling.sequence import Sequence
 from quire.engine.scheduling.sequence_queue import SequenceQueue
+from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,17 @@ def content_root(sequence: Sequence) -> str:
 
 
 class KvAllocator:
-    """The block pool and the prefix index together; the only writer of the block tables of sequences."""
+    """The block pool and the prefix index together; the only writer of the block tables of sequences.
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool) -> None:
+    states  checkpoints of recurrent states; None: the model has no recurrent state
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, num_state_checkpoints: int | None = None
+    ) -> None:
+        self.states: StateCheckpoints | None = None
+        if num_state_checkpoints is not None:
+            self.states = StateCheckpoints(num_state_checkpoints, block_size, is_caching=enable_prefix_caching)
         self.index = PrefixIndex(on_drop=self._note_drop)
         self.pool = BlockPool(num_blocks, on_reuse=self._reuse, is_kept=self.index.__contains__)
         self._num_cached_blocks = 0
@@ -71,6 +80,8 @@ class KvAllocator:
         None, and no change, when too few blocks are free. Sets its block table and num_computed_tokens.
         """
         hits = self._match(sequence)
+        if self.states is not None:
+            hits = self.states.cut(sequence, hits)
         hit_ids = [entry.block_id for entry in hits]
         num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
         num_revived = sum(self.pool.num_refs(block_id) == 0 for block_id in hit_ids)
@@ -82,6 +93,8 @@ class KvAllocator:
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.last_entry = hits[-1] if hits else None
+        if self.states is not None:
+            self.states.start_from(sequence, hits)
         return sequence.num_computed_tokens
 
     def has_room_for(self, sequence: Sequence) -> bool:
@@ -148,6 +161,12 @@ class KvAllocator:
         self.pool.share(target.block_ids)
         target.block_contents = source.block_contents[: target.num_prompt_tokens // self.block_size]
         target.num_computed_tokens = target.num_prompt_tokens - 1
+        if self.states is not None:
+            self.states.fork(source, target)
+
+    def can_fork(self, source: Sequence) -> bool:
+        """Return whether there is all that forks of a sequence start from."""
+        return self.states is None or self.states.can_fork(source)
 
     def release(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence; published ones can be found until they are reused."""
@@ -159,10 +178,17 @@ class KvAllocator:
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
         sequence.last_entry = None
+        if self.states is not None:
+            self.states.forget(sequence)
         return block_ids
 
     def publish(self, sequence: Sequence) -> None:
-        """Enter the full blocks of a sequence, up to its computed tokens, into the prefix index."""
+        """Enter the full blocks of a sequence, up to its computed tokens, into the prefix index; and the states kept in it."""
+        self._publish(sequence)
+        if self.states is not None:
+            self.states.commit(sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
         if not self._is_caching:
             return
         num_full = sequence.num_computed_tokens // self.block_size
@@ -208,6 +234,8 @@ class KvAllocator:
     def _note_drop(self, block_id: BlockId) -> None:
         # A block that is being reused counts as held here: _reuse has seen to it.
         self._num_cached_blocks -= self.pool.num_refs(block_id) == 0
+        if self.states is not None:
+            self.states.drop(block_id)
 
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

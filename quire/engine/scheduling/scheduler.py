@@ -75,7 +75,12 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv = KvAllocator(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        self.kv = KvAllocator(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            num_state_checkpoints=config.num_state_checkpoints,
+        )
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
         self._sequences: dict[SequenceId, Sequence] = {}
@@ -200,13 +205,13 @@ class Scheduler:
             if self._num_preemptions == num_preempted_before and not draft.is_starved:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # what drafts follow is not known before
-            give_draft_slots(draft, self.kv, len(self.running))
+            give_draft_slots(draft, self.kv, len(self.running), self.config.max_num_drafts)
         if draft.is_empty and (len(self.in_flight) > 0 or not any(sequence.is_mask_pending for sequence in self.running)):
             return None
         ended = self._ended
         if limits is not None:  # the worker keeps the rows of a step until it is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
-        plan = draft.build(next(self._step_ids), tuple(ended))
+        plan = draft.build(next(self._step_ids), tuple(ended), self.kv.states)
         self.in_flight.begin(plan)
         self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
         for start in plan.starts:
@@ -384,12 +389,14 @@ class Scheduler:
             if sequence.status is not SequenceStatus.HELD:
                 continue
             has_room = len(self.running) < self.config.max_num_seqs and self.kv.pool.num_free > num_forked
-            if source is None or not has_room:
+            if source is None or not has_room or not self.kv.can_fork(source):
                 self._start_waiting(sequence)
                 continue
             self.kv.fork(source, sequence)
             self._start_running(sequence)
             num_forked += 1
+        if source is not None and self.kv.states is not None:
+            self.kv.states.end_forks(source)
 
     def _end(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.request import Request
@@ -19,6 +20,14 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class StateSave(NamedTuple):
+    """A recurrent state that the step in flight keeps: after so many tokens of its sequence, in a slot of StateCheckpoints."""
+
+    position: int
+    slot: int
+    is_for_forks: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +49,10 @@ class Sequence:
     is_mask_pending      the mask of its constraint is not filled yet; its last known token is computed again; only if RUNNING
     short_rope_len       tokens up to which it takes the short variant of the rope; with one more it is computed again, with the
                          long variant, and this is None. None, too, where there are no variants
+    state_slot, fork_slot, state_saves, last_checkpoint
+                         of models with a recurrent state, written by StateCheckpoints: the checkpoint that it will start from,
+                         that which its forks will, those that the step in flight makes, and the last one of its output
+    num_shared_tokens    tokens of blocks that were found without a checkpoint when it was admitted
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
     times                in seconds on the clock of the caller's `now`
     """
@@ -63,6 +76,11 @@ class Sequence:
     num_requested_drafts: int = 0
     is_mask_pending: bool = False
     short_rope_len: int | None = None
+    state_slot: int | None = None
+    fork_slot: int | None = None
+    state_saves: list[StateSave] = field(default_factory=list[StateSave])
+    last_checkpoint: PrefixEntry | None = None
+    num_shared_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_s: float | None = None

@@ -8,9 +8,10 @@ from quire.base.ids import BlockId, SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth
 from quire.engine.scheduling.sequence import Sequence
+from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 
 
-def _start(sequence: Sequence) -> SequenceStart:
+def _start(sequence: Sequence, states: StateCheckpoints | None) -> SequenceStart:
     return SequenceStart(
         sequence_id=sequence.sequence_id,
         request=sequence.request,
@@ -19,6 +20,7 @@ def _start(sequence: Sequence) -> SequenceStart:
         num_computed_tokens=sequence.num_computed_tokens,
         block_ids=tuple(sequence.block_ids),
         uses_short_rope=sequence.short_rope_len is not None,
+        state_slot=None if states is None else states.take_start(sequence),
     )
 
 
@@ -82,8 +84,17 @@ class StepPlanBuilder:
             self._growths.pop(sequence_id, None)
             self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
-    def build(self, step_id: int, ended: tuple[SequenceId, ...]) -> StepPlan:
-        """Return the plan; sequences that the worker does not know are described in full, the others by their growth."""
+    def build(self, step_id: int, ended: tuple[SequenceId, ...], states: StateCheckpoints | None = None) -> StepPlan:
+        """Return the plan; sequences that the worker does not know are described in full, the others by their growth.
+
+        states  checkpoints that these start from, and which the step makes
+        """
+        starts = tuple([_start(sequence, states) for sequence in self._sequences.values() if not sequence.is_known])
+        state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] = {}
+        for sequence_id, sequence in self._sequences.items() if states is not None else ():
+            saves = () if states is None else states.plan_saves(sequence, self._num_tokens[sequence_id])
+            if saves:
+                state_saves[sequence_id] = saves
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}
         replaced_blocks: dict[SequenceId, tuple[tuple[int, BlockId], ...]] = {}
         block_copies: list[tuple[BlockId, BlockId]] = []
@@ -98,10 +109,11 @@ class StepPlanBuilder:
         return StepPlan(
             step_id=step_id,
             num_scheduled_tokens=self._num_tokens,
-            starts=tuple([_start(sequence) for sequence in self._sequences.values() if not sequence.is_known]),
+            starts=starts,
             new_block_ids=new_block_ids or None,
             replaced_blocks=replaced_blocks or None,
             block_copies=tuple(block_copies),
             ended=ended,
             num_draft_slots=self._num_draft_slots or None,
+            state_saves=state_saves or None,
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.reference.recurrent import StateRows
 
 _MAX_SCORE_ELEMENTS = 1 << 24
 """Scores held at once, over all heads: long chunks are cut into runs of queries, so that memory stays bounded."""
@@ -37,6 +38,7 @@ class AttentionMetadata:
     block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
     trees           None: every sequence is causal
     short_ropes     [T] bool, tokens of sequences with the short variant of the rope (ModelSpec.rope_switch_len); None: none
+    states          which rows of recurrent states are read and written; None: all sequences start, and nothing is kept
     """
 
     slots: Tensor
@@ -46,6 +48,7 @@ class AttentionMetadata:
     trees: TreeInput | None = None
     decode_groups: dict[tuple[int | None, int], list[DecodeGroup]] = field(default_factory=dict)
     short_ropes: Tensor | None = None
+    states: StateRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from quire.model.families import (
     hunyuan_v1_moe,
     internlm2,
     internlm3,
+    lfm2,
     llama,
     llama4_text,
     mimo,
@@ -58,6 +59,7 @@ from quire.model.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl_text,
     seed_oss,
     smollm3,
@@ -102,6 +104,7 @@ _PAGES = (
     hunyuan_v1_moe,
     internlm2,
     internlm3,
+    lfm2,
     llama,
     llama4_text,
     mimo,
@@ -126,6 +129,7 @@ _PAGES = (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     qwen3_vl_text,
     seed_oss,
     smollm3,
@@ -137,6 +141,9 @@ for _page in _PAGES:
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
 FAMILIES.register(deepseek_v3.KIMI_MODEL_TYPE)(deepseek_v3.PAGE)
 FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
+FAMILIES.register(lfm2.MOE_MODEL_TYPE)(lfm2.MOE_PAGE)
+FAMILIES.register(qwen3_next.DENSE_MODEL_TYPE)(qwen3_next.DENSE_PAGE)
+FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)
 FAMILIES.register(granitemoe.SHARED_MODEL_TYPE)(granitemoe.SHARED_PAGE)
 
 __all__ = ["FAMILIES", "WRAPPERS", "FamilyPage", "find_family"]

@@ -37,6 +37,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "kimi_k25": Wrapper(_KIMI, ("deepseek_v3", "kimi_k2"), True),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), ("llama4_text",), False),
     "mistral3": Wrapper(("Mistral3ForConditionalGeneration",), ("mistral", "ministral3", "mistral4"), True),
+    "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), False),
+    "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), False),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), False),
 }
 

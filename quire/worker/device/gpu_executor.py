@@ -149,6 +149,7 @@ class GpuStepExecutor:
         self._library = library  # attends in steps without a CUDA graph; with a library all steps with prompts are such
         device, spec = decoder.device, decoder.spec
         self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
+        self.has_states = False  # see device_refusal
         self.padding_slot = sizes.max_num_seqs
         self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size

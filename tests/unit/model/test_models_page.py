@@ -36,6 +36,8 @@ _NEEDED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6},
     "glm4_moe": {"head_dim": 128},
+    "lfm2": {"full_attn_idxs": [2, 5, 8, 10, 12, 14]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
 """What a config must say because the defaults of its class are no model."""
 

@@ -146,6 +146,8 @@ class FakeWorker:
         self._late: list[SequenceId] = []
         self._rng_of_late = random.Random(seed)
         self.num_late = 0
+        self.num_state_slots = config.num_state_checkpoints
+        self.states: dict[int, int] = {}  # by slot: the fake KV of the last token before it
 
     def execute(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.next_step_id
@@ -172,6 +174,7 @@ class FakeWorker:
                 last = min(row.num_computed + num_tokens, len(row.request.prompt_token_ids) - 1)
                 positions = range(row.num_computed + 1, last + 1)
                 prompt_logprobs[sequence_id] = tuple(TokenLogprobs(row.tokens[p], -float(p), 1) for p in positions)
+        self._save_states(plan)
         sampled: dict[SequenceId, tuple[int, ...]] = {}
         pooled: dict[SequenceId, tuple[float, ...]] = {}
         verified: dict[SequenceId, tuple[int, int]] = {}
@@ -219,6 +222,24 @@ class FakeWorker:
             mask_pending=frozenset(late),
             mask_ready=tuple(mask_ready),
         )
+
+    def _read_state(self, start, row: Row) -> None:
+        if self.num_state_slots is None or start.num_computed_tokens == 0:
+            assert start.state_slot is None
+            return
+        extend_chain(row.chain, row.tokens, row.root)
+        assert self.states[start.state_slot] == row.chain[start.num_computed_tokens - 1], "it starts from another state"
+
+    def _save_states(self, plan: StepPlan) -> None:
+        slots: list[int] = []
+        for sequence_id, saves in (plan.state_saves or {}).items():
+            row = self.rows[sequence_id]
+            for position, slot in saves:
+                assert row.num_computed < position <= row.num_computed + plan.num_scheduled_tokens[sequence_id]
+                assert 0 <= slot < self.num_state_slots
+                self.states[slot] = row.chain[position - 1]
+                slots.append(slot)
+        assert len(set(slots)) == len(slots), "two states are kept in one slot"
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
         """Write the KV of drafts behind the last known token: right ones, and then garbage."""
@@ -272,6 +293,7 @@ class FakeWorker:
                 start.num_computed_tokens,
                 uses_short_rope=is_short,
             )
+            self._read_state(start, self.rows[start.sequence_id])
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             assert sequence_id in known
             assert sequence_id in plan.num_scheduled_tokens

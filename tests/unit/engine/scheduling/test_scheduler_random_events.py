@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 
 import pytest
 from random_lives import fail_some, random_config, random_request, seeds
@@ -13,10 +14,10 @@ from quire.contracts.step import StepResult
 from quire.engine.scheduling import invariants, kv_allocator
 
 
-def live(seed, num_events, late_share=0.0):
+def live(seed, num_events, late_share=0.0, **options):
     """Return a driver that has lived through num_events random events and then drained."""
     rng = random.Random(seed)
-    config = random_config(rng)
+    config = replace(random_config(rng), **options)
     driver = Driver(config, max_sampled=rng.choice([1, 1, 1, 3]), seed=seed, max_drafts=(0, 1, 4, 9)[seed % 4])
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
     if late_share:
@@ -73,6 +74,12 @@ def ordinary_life(seed):
 @pytest.mark.parametrize("seed", seeds(0, 120, num_fast=48))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     ordinary_life(seed)
+
+
+@pytest.mark.parametrize("num_state_checkpoints", [0, 2, 30])
+@pytest.mark.parametrize("seed", seeds(0, 60, num_fast=16))
+def test_sequences_start_from_their_own_states_when_events_are_random(seed, num_state_checkpoints):
+    live(seed, num_events=80, late_share=0.1 * (seed % 3), num_state_checkpoints=num_state_checkpoints, max_num_drafts=4)
 
 
 @pytest.mark.parametrize("seed", seeds(0, 60, num_fast=16))

@@ -1,0 +1,189 @@
+"""StateCheckpoints: recurrent states that are kept at block borders, so that a cached prefix can be gone on from.
+
+The blocks of a prefix hold the KV of all its tokens. A recurrent state exists only at the places where it was kept: a prefix is
+a hit up to the last of its blocks after which there is a checkpoint. Checkpoints are slots of a small pool in the worker. They
+belong to published blocks and go with them, or when the pool is full, the one that was used the longest ago first.
+
+A state is kept
+- at the last block border of the known tokens of a sequence, when a chunk passes it: the prompt again, or after preemption;
+- at every INTERVAL_TOKENS of a prompt;
+- where the blocks of the sequence were found further than a checkpoint: others begin alike;
+- at each block border while the sequence decodes, in the place of the one before: the next turn of a chat;
+- before the last token of a prompt that has further choices, for their forks.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+
+from quire.base.errors import InvariantError
+from quire.base.ids import BlockId
+from quire.engine.scheduling.prefix_index import PrefixEntry
+from quire.engine.scheduling.sequence import Sequence, StateSave
+
+INTERVAL_TOKENS = 1024
+
+
+class StateCheckpoints:
+    """The slots of a pool of num_slots states: free, pinned by sequences that will start from them, or of published blocks."""
+
+    def __init__(self, num_slots: int, block_size: int, *, is_caching: bool) -> None:
+        self._block_size = block_size
+        self._is_caching = is_caching
+        self._free = deque(range(num_slots))
+        self._slot_by_block: OrderedDict[BlockId, int] = OrderedDict()  # least recently used first
+        self._num_pins: dict[int, int] = {}
+        self.num_slots = num_slots
+
+    @property
+    def num_cached(self) -> int:
+        """Slots that belong to published blocks."""
+        return len(self._slot_by_block)
+
+    def cut(self, sequence: Sequence, hits: list[PrefixEntry]) -> list[PrefixEntry]:
+        """Return the hits of a sequence up to the last one with a checkpoint."""
+        num_hits = len(hits)
+        while num_hits > 0 and hits[num_hits - 1].block_id not in self._slot_by_block:
+            num_hits -= 1
+        sequence.num_shared_tokens = len(hits) * self._block_size if num_hits < len(hits) else 0
+        return hits[:num_hits]
+
+    def start_from(self, sequence: Sequence, hits: list[PrefixEntry]) -> None:
+        """Let a sequence start from the checkpoint of its last hit."""
+        if hits:
+            block_id = hits[-1].block_id
+            self._slot_by_block.move_to_end(block_id)
+            sequence.state_slot = self._pin(self._slot_by_block[block_id])
+
+    def can_fork(self, source: Sequence) -> bool:
+        """Return whether sequences can be forked from one that has computed its prompt."""
+        return source.fork_slot is not None or source.num_prompt_tokens == 1
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Let `target` start from the state before the last token of the prompt, which `source` has computed."""
+        if source.fork_slot is not None:
+            target.state_slot = self._pin(source.fork_slot)
+
+    def end_forks(self, source: Sequence) -> None:
+        """Give up the state that forks of a sequence start from; all that will be are made."""
+        if source.fork_slot is not None:
+            self._unpin(source.fork_slot)
+            source.fork_slot = None
+
+    def take_start(self, sequence: Sequence) -> int | None:
+        """Return the slot that a sequence starts from in the step that is planned, None: from nothing. Ends its pin: a step
+        reads all states before it writes any."""
+        slot, sequence.state_slot = sequence.state_slot, None
+        if slot is not None:
+            self._unpin(slot)
+        return slot
+
+    def plan_saves(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
+        """Return the states to keep in a step of num_tokens tokens of a sequence: (tokens before it, slot)."""
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        fork_at = sequence.num_prompt_tokens - 1
+        has_forks = sequence.choice == 0 and sequence.request.params.num_sequences > 1
+        if has_forks and sequence.fork_slot is None and start < fork_at <= end:
+            slot = self._allocate()
+            if slot is not None:
+                sequence.fork_slot = self._pin(slot)
+                sequence.state_saves.append(StateSave(fork_at, slot, is_for_forks=True))
+        for position in self._borders(sequence, start, end) if self._is_caching else ():
+            slot = self._allocate()
+            if slot is None:
+                break
+            self._pin(slot)
+            sequence.state_saves.append(StateSave(position, slot))
+        return tuple((save.position, save.slot) for save in sequence.state_saves)
+
+    def _borders(self, sequence: Sequence, start: int, end: int) -> list[int]:
+        """Return the block borders in (start, end] at which the state is kept; the last known border first."""
+        size = self._block_size
+        last = (sequence.num_tokens - 1) // size * size
+        wanted = [last, sequence.num_shared_tokens]
+        if end == sequence.num_tokens and end % size == 0 and start >= sequence.num_prompt_tokens:
+            wanted.append(end)
+        first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS
+        wanted += [place for place in range(first, end + 1, INTERVAL_TOKENS) if place % size == 0]
+        return list(dict.fromkeys(place for place in wanted if start < place <= end))
+
+    def commit(self, sequence: Sequence) -> None:
+        """Take in that the states of the last step are kept; the blocks of the sequence have been published."""
+        saves, sequence.state_saves = sequence.state_saves, []
+        for save in saves:
+            if save.is_for_forks:
+                continue
+            entry = self._entry_at(sequence, save.position)
+            if entry is not None and entry.block_id not in self._slot_by_block:
+                self._slot_by_block[entry.block_id] = save.slot
+                self._replace_last(sequence, save.position, entry)
+            self._unpin(save.slot)
+
+    def _entry_at(self, sequence: Sequence, position: int) -> PrefixEntry | None:
+        """Return the live entry of the published block that ends at a position."""
+        entry = sequence.last_entry
+        if position > sequence.num_computed_tokens or position > sequence.num_published_blocks * self._block_size:
+            return None
+        for _ in range(sequence.num_published_blocks - position // self._block_size):
+            entry = None if entry is None else entry.parent
+        return entry if entry is not None and entry.is_live else None
+
+    def _replace_last(self, sequence: Sequence, position: int, entry: PrefixEntry) -> None:
+        """Drop the checkpoint that a decoding sequence has kept before this one."""
+        if position <= sequence.num_prompt_tokens:
+            return
+        last = sequence.last_checkpoint
+        sequence.last_checkpoint = None if position % INTERVAL_TOKENS == 0 else entry
+        if last is not None and last.is_live:
+            self.drop(last.block_id)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give up what a sequence has pinned, as it loses its blocks."""
+        for save in sequence.state_saves:
+            if not save.is_for_forks:
+                self._unpin(save.slot)
+        sequence.state_saves = []
+        self.end_forks(sequence)
+        self.take_start(sequence)
+        sequence.last_checkpoint, sequence.num_shared_tokens = None, 0
+
+    def drop(self, block_id: BlockId) -> None:
+        """Drop the checkpoint of a block, if it has one."""
+        slot = self._slot_by_block.pop(block_id, None)
+        if slot is not None and slot not in self._num_pins:
+            self._free.append(slot)
+
+    def check(self, sequences: list[Sequence]) -> None:
+        """Raise InvariantError where slots are lost or held twice, or pins are not those of the sequences."""
+        pins: dict[int, int] = {}
+        for sequence in sequences:
+            slots = [save.slot for save in sequence.state_saves if not save.is_for_forks]
+            for slot in (*slots, sequence.state_slot, sequence.fork_slot):
+                if slot is not None:
+                    pins[slot] = pins.get(slot, 0) + 1
+        if pins != self._num_pins:
+            raise InvariantError(f"the pins of states are {self._num_pins}, sequences hold {pins}")
+        cached = list(self._slot_by_block.values())
+        if len(set(cached)) != len(cached) or sorted({*self._free, *cached, *pins}) != list(range(self.num_slots)):
+            raise InvariantError("a slot of a state is lost or held twice")
+        if len(set(self._free)) != len(self._free) or {*self._free} & {*cached, *pins}:
+            raise InvariantError("a slot of a state is free and held at once")
+
+    def _allocate(self) -> int | None:
+        """Return a slot without a content, of the least recently used checkpoint where none is free; None: all are pinned."""
+        if self._free:
+            return self._free.popleft()
+        block_id = next((key for key, slot in self._slot_by_block.items() if slot not in self._num_pins), None)
+        return None if block_id is None else self._slot_by_block.pop(block_id)
+
+    def _pin(self, slot: int) -> int:
+        self._num_pins[slot] = self._num_pins.get(slot, 0) + 1
+        return slot
+
+    def _unpin(self, slot: int) -> None:
+        self._num_pins[slot] -= 1
+        if self._num_pins[slot] == 0:
+            del self._num_pins[slot]
+            if slot not in self._slot_by_block.values():
+                self._free.append(slot)

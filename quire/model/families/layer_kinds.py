@@ -1,0 +1,29 @@
+"""Which layers of a model have attention and which have a recurrent mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.base.errors import UnsupportedError
+from quire.model.families.config_view import ConfigView
+
+_ATTENTION = ("full_attention", "attention")
+
+
+def read_layer_kinds(config: ConfigView, recurrent: str, default: Callable[[int], bool]) -> list[bool]:
+    """Return for each layer whether it is recurrent: by `layer_types`, or by the family's rule where that is absent.
+
+    recurrent  the name of such a layer
+    """
+    num_layers, types = config.integer("num_hidden_layers"), config.strings("layer_types")
+    if types is None:
+        return [default(index) for index in range(num_layers)]
+    known = (recurrent, *_ATTENTION)
+    unknown = sorted({name for name in types if name not in known})
+    if unknown:
+        raise UnsupportedError(
+            f"layer_types {unknown} are not supported in a {config.model_type!r} model; supported: {', '.join(known)}"
+        )
+    if len(types) != num_layers:
+        raise config.error("the length of layer_types", len(types), f"num_hidden_layers ({num_layers})")
+    return [name == recurrent for name in types]

@@ -1,0 +1,140 @@
+"""Models with a recurrent state against transformers: logits, and greedy tokens however a sequence is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.model.build import load_model, whole_prompt_logits
+from quire.model.config_reader import read_model_spec
+from quire.worker.inspect import inspect_model
+from tests.golden.greedy import greedy_choices
+from tests.golden.make_checkpoints import reference_model
+from tests.golden.recurrent_cases import CASES
+
+pytestmark = pytest.mark.golden
+
+VOCAB_SIZE, NUM_TOKENS = 131, 64
+TOLERANCE = 1e-4
+GENERATED_CASES = ("qwen3-next", "lfm2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-5", "lfm2-moe")))
+# More than a KV block, less than one, and just one token.
+PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 1, 16, 50)]
+OPTIONS = {
+    "batched": {},
+    "alone": {"max_num_seqs": 1},
+    "chunks of 1": {"long_prefill_token_threshold": 1},
+    "chunks of 7": {"long_prefill_token_threshold": 7},
+    "preempted": {"num_kv_blocks": 14},
+    "preempted without a cache": {"num_kv_blocks": 14, "enable_prefix_caching": False},
+    "drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
+    },
+}
+
+
+def engine(folder, **options):
+    options = {"max_num_seqs": 3, "num_kv_blocks": 60, **options}
+    return LLM(model=str(folder), skip_tokenizer_init=True, device="cpu", **options)
+
+
+def generate(llm, prompts, num_tokens=NUM_TOKENS, **params):
+    params = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, detokenize=False, **{"temperature": 0.0, **params})
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    """Return a function: case -> the greedy output of each prompt, each of whose tokens transformers chooses too."""
+    found = {}
+
+    def find(case):
+        if case not in found:
+            folder = checkpoint(case)
+            found[case] = [choices[0] for choices in generate(engine(folder), PROMPTS)]
+            model = reference_model(folder)
+            for prompt, output in zip(PROMPTS, found[case], strict=True):
+                assert greedy_choices(model, prompt, output, allows_end=False) == output
+        return found[case]
+
+    return find
+
+
+@pytest.mark.parametrize("style", ["v5", "v4"])
+@pytest.mark.parametrize("case", CASES)
+def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
+    folder = checkpoint(case, style)
+    prompt = torch.randint(0, VOCAB_SIZE, (70,), generator=torch.Generator().manual_seed(70)).tolist()
+    with torch.inference_mode():
+        want = reference_model(checkpoint(case))(torch.tensor([prompt])).logits[0]
+    assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("how", OPTIONS)
+@pytest.mark.parametrize("case", GENERATED_CASES)
+def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expected, case, how):
+    llm = engine(checkpoint(case), **OPTIONS[how])
+    assert [choices[0] for choices in generate(llm, PROMPTS)] == expected(case)
+    scheduler = llm.llm_engine.scheduler
+    assert (scheduler.num_preemptions > 0) == ("preempted" in how)
+    if how == "drafts":
+        assert llm.llm_engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("case", GENERATED_CASES)
+def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, case):
+    llm, outputs = engine(checkpoint(case)), expected(case)
+    generate(llm, PROMPTS)
+    scheduler = llm.llm_engine.scheduler
+    num_hits = scheduler.prefix_cache_hits
+    assert [choices[0] for choices in generate(llm, PROMPTS)] == outputs
+    assert scheduler.prefix_cache_hits - num_hits == 32 + 48  # whole blocks before the last token
+    turns = [prompt + output[:40] for prompt, output in zip(PROMPTS, outputs, strict=True)]
+    assert [choices[0] for choices in generate(llm, turns, 24)] == [output[40:] for output in outputs]
+    fresh = engine(checkpoint(case), enable_prefix_caching=False)
+    forks = generate(fresh, PROMPTS, 20, n=3, temperature=1.0, top_k=1)
+    assert forks == [[output[:20]] * 3 for output in outputs]
+
+
+def test_memory_plan_counts_the_states(checkpoint):
+    spec = read_model_spec(checkpoint("qwen3-next"))
+    report = inspect_model(engine_config(checkpoint("qwen3-next"), max_num_seqs=3))
+    delta = spec.layers[0].mixer
+    one = 3 * (6 * 12 * 20 * 4 + delta.conv_channels * 3 * 4)
+    assert report.memory.kv.bytes_per_state == one
+    assert report.memory.num_states == 3 * 2 + report.memory.num_state_checkpoints
+    assert report.memory.state_bytes == one * report.memory.num_states
+    assert f"{report.memory.num_states:,} recurrent states" in report.memory.describe()
+    assert report.memory.kv.bytes_per_token == 2 * 2 * 16 * 4  # of the one layer with attention
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
+        ({"deterministic": True}, "deterministic needs"),
+        ({"speculative_config": {"method": "lookahead"}}, "method 'lookahead' is not supported"),
+        ({"speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' is not supported"),
+        ({"speculative_config": {"method": ["ngram", "suffix"]}}, "method has 2 values"),
+        ({"speculative_config": {"method": "suffix", "suffix_decoding_use_tree_spec": True}}, "suffix_decoding_use_tree_spec"),
+    ],
+)
+def test_what_a_recurrent_state_does_not_allow_is_refused_by_name(checkpoint, options, named):
+    with pytest.raises(ConfigError, match=named):
+        inspect_model(engine_config(checkpoint("qwen3-next"), **options))
+
+
+def test_draft_model_with_a_recurrent_state_is_refused(checkpoint):
+    folder = checkpoint("lfm2")
+    drafts = {"method": "draft_model", "model": str(folder)}
+    with pytest.raises(ConfigError, match="model: .*recurrent state"):
+        inspect_model(engine_config(folder, speculative_config=drafts))
+
+
+def engine_config(folder, **options):
+    return EngineConfig(model=str(folder), skip_tokenizer_init=True, device="cpu", **options)
