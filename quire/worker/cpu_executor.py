@@ -1,4 +1,4 @@
-"""CpuStepExecutor: runs the steps of a model on the CPU, in this process."""
+"""CpuStepExecutor: runs the steps of a model in this process, on the CPU; those of the transformers library on a GPU too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from quire.kv.pool import KvPool
 from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
+from quire.model.transformers_backend.decoder import TransformersDecoder
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.speculate.target import Target
@@ -39,7 +40,7 @@ class CpuStepExecutor:
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
-        self._kv = KvPool(memory.kv, memory.num_kv_blocks)
+        self._kv = KvPool(memory.kv, memory.num_kv_blocks, decoder.device if isinstance(decoder, TransformersDecoder) else None)
         self._pages = PageSupply(self._kv)  # see take_pages
         self.block_size, self.vocab_size = memory.kv.block_size, decoder.spec.vocab_size
         self.has_rope_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None

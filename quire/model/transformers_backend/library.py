@@ -49,7 +49,9 @@ def read_config(folder: Path) -> Any:
     """
     library = import_library()
     if folder.is_file():
-        raise UnsupportedError(f"{folder} is a GGUF file: model_impl 'transformers' needs the folder of a Hugging Face checkpoint")
+        raise UnsupportedError(
+            f"{folder} is a GGUF file: model_impl 'transformers' needs the folder of a Hugging Face checkpoint"
+        )
     if not (folder / "config.json").is_file():
         raise ModelFormatError(f"{folder} has no config.json; give a folder with a Hugging Face checkpoint")
     try:
@@ -69,7 +71,9 @@ def causal_class(config: Any, folder: Path) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{where} is an encoder and a decoder; model_impl 'transformers' runs decoders")
     if config.get_text_config() is not config:
-        raise UnsupportedError(f"{where} is a model of text and other inputs; model_impl 'transformers' runs models of text only")
+        raise UnsupportedError(
+            f"{where} is a model of text and other inputs; model_impl 'transformers' runs models of text only"
+        )
     classes = library.MODEL_FOR_CAUSAL_LM_MAPPING
     if kind not in classes:
         raise UnsupportedError(f"{where} has no causal language model in transformers {library.__version__}")
