@@ -273,8 +273,8 @@ class EngineConfig:
         ):
             if value not in allowed:
                 raise ConfigError(
-                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: leave it "
-                    "out, or choose model_impl 'auto'"
+                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: "
+                    "leave it out, or choose model_impl 'auto'"
                 )
         if self.device == "interpreter":
             raise ConfigError("device is 'interpreter', but model_impl 'transformers' allows 'auto', 'cpu', 'cuda' or 'cuda:N'")
@@ -282,8 +282,8 @@ class EngineConfig:
         refused = [method for method in methods if method not in TRANSFORMERS_DRAFT_METHODS]
         if refused:
             raise ConfigError(
-                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does not "
-                f"allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
+                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does "
+                f"not allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
             )
 
     def _check_replicas(self) -> None:
