@@ -31,7 +31,7 @@ pytestmark = pytest.mark.golden
 F32_TOLERANCE = 3e-5
 # Longer and shorter than a window (11) and a block (16); the last one begins as the third does.
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 17, 40)]
-PROMPTS.append(PROMPTS[2][:33] + [7, 8])
+PROMPTS.append([*PROMPTS[2][:33], 7, 8])
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 EAGER_DRAFTS = {"adaptive": False, "prompt_lookup_min": 1}

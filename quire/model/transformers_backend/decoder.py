@@ -288,7 +288,7 @@ def _check_itself(decoder: TransformersDecoder, folder: Path) -> None:
     allowed = _SELF_CHECK_ERROR[getattr(torch, spec.dtype)]
     if not error <= allowed:
         raise UnsupportedError(
-            f"{folder}: model_impl 'transformers' cannot run model_type {spec.model_type!r}: over the paged KV cache its logits "
-            f"differ by {error:.2g} of their size from those of transformers ({allowed:g} is allowed): it may keep another state, "
-            "or attend in a way that the attention interface does not show"
+            f"{folder}: model_impl 'transformers' cannot run model_type {spec.model_type!r}: over the paged KV cache its "
+            f"logits differ by {error:.2g} of their size from those of transformers ({allowed:g} is allowed): it may keep "
+            "another state, or attend in a way that the attention interface does not show"
         )

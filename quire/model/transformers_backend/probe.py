@@ -210,7 +210,8 @@ def _check_layers(model: nn.Module, calls: list[AttentionCall]) -> None:
         raise UnsupportedError("it runs its layers more than once, in loops")
     if num_attending != num_layers:
         raise UnsupportedError(
-            f"{num_attending} of its {num_layers} layers attend through the attention interface; the others may keep another state"
+            f"{num_attending} of its {num_layers} layers attend through the attention interface; "
+            "the others may keep another state"
         )
 
 
@@ -254,8 +255,8 @@ def _max_positions(config: Any) -> int:
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", most)
             logger.warning(
-                "%s rope: transformers changes the frequencies of a whole batch when one sequence becomes longer than %d tokens: "
-                "sequences are limited to that",
+                "%s rope: transformers changes the frequencies of a whole batch when one sequence becomes longer than %d "
+                "tokens: sequences are limited to that",
                 rope["rope_type"],
                 limit,
             )
