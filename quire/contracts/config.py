@@ -105,7 +105,7 @@ class EngineConfig:
     dtype                   of weights and activations; "auto" takes the checkpoint's
     model_impl              who computes the model: "auto" and "quire": quire's own implementation, for the model types that it
                             has; "transformers": the transformers library (`quire[transformers]`), for any causal model whose
-                            attention goes through its attention interface. Slower, on the CPU, without quantization
+                            attention goes through its attention interface. Slower, without quantization
     quantization            quantise the weights when they are loaded: "int8" per row, "int4" in groups of 128 columns (some
                             weights get int8 there, see quant/policy.py), "fp8" per row, None: run them as they are
                             stored. For checkpoints that are not quantised already
@@ -279,19 +279,20 @@ class EngineConfig:
             ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
             ("pipeline_parallel_size", self.pipeline_parallel_size, (1,)),
             ("deterministic", self.deterministic, (False,)),
-            ("device", self.device, ("auto", "cpu")),
         ):
             if value not in allowed:
                 raise ConfigError(
-                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: leave it "
-                    "out, or choose model_impl 'auto'"
+                    f"{name} is {value!r}, but model_impl 'transformers' allows {' or '.join(map(repr, allowed))} only: "
+                    "leave it out, or choose model_impl 'auto'"
                 )
+        if self.device == "interpreter":
+            raise ConfigError("device is 'interpreter', but model_impl 'transformers' allows 'auto', 'cpu', 'cuda' or 'cuda:N'")
         methods = () if self.speculative_config is None else self.speculative_config.methods
         refused = [method for method in methods if method not in TRANSFORMERS_DRAFT_METHODS]
         if refused:
             raise ConfigError(
-                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does not "
-                f"allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
+                f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does "
+                f"not allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
             )
 
     def _check_replicas(self) -> None:

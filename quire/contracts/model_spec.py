@@ -286,8 +286,8 @@ class ModelSpec:
     has_head_bias        the output head has a bias (Phi-2, Phi-3.5-MoE)
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     eos_token_ids        of config.json and generation_config.json together
-    implementation       "quire": the spec says all; "transformers": the transformers library computes the model. Then there is a
-                         layer for each call of attention, and only attention, the sizes and the token ids are meaningful
+    implementation       "quire": the spec says all; "transformers": the transformers library computes the model. Then there is
+                         a layer for each call of attention, and only attention, the sizes and the token ids are meaningful
     """
 
     model_type: str

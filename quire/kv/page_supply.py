@@ -38,9 +38,9 @@ class PageSupply:
 
     def __init__(self, pool: KvPool, *others: KvPool) -> None:
         pools = (pool, *others)
-        self._arrays = [array for one in pools for array in one.arrays()]
+        self._arrays = [array for one in pools for array in one.arrays() if array.device.type == "cpu"]
         self._num_blocks = pool.num_blocks
-        bytes_per_block = max(array.nbytes // pool.num_blocks for array in self._arrays)
+        bytes_per_block = max((array.nbytes // pool.num_blocks for array in self._arrays), default=_CHUNK_BYTES)
         self._chunk = max(1, _CHUNK_BYTES // bytes_per_block)
         ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // sum(one.spec.bytes_per_block for one in pools))
         self._ahead = max(self._chunk, ahead)

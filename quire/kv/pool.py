@@ -15,7 +15,7 @@ _MIN_HUGE_BYTES = 1 << 24
 
 
 class KvPool:
-    """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU.
+    """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU or, for torch, on a device.
 
     An int8 cache has scales [num_blocks, kv_heads, block_size] f32 for K and V of each layer; others have none. How the values
     of a block lie in it is the kernels' affair: the shape says how many there are.
@@ -23,16 +23,17 @@ class KvPool:
     states has for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none. Which row
     holds what is decided by the worker and the scheduler.
 
-    The memory is mapped at once but taken from the system only as blocks are first written, or by a PageSupply before.
+    On the CPU the memory is mapped at once but taken from the system only as blocks are first written, or by a PageSupply
+    before.
     """
 
-    def __init__(self, spec: KvSpec, num_blocks: int, num_states: int = 0) -> None:
+    def __init__(self, spec: KvSpec, num_blocks: int, num_states: int = 0, device: torch.device | None = None) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         dtype = getattr(torch, spec.dtype)
         shapes = [(num_blocks, heads, spec.block_size, dim) for heads, dim in spec.layer_shapes]
-        self.k: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
-        self.v: list[Tensor] = [_mapped_zeros(shape, dtype) for shape in shapes]
+        self.k: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
+        self.v: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
         self.scales: list[tuple[Tensor, Tensor]] = []
         if dtype == torch.int8:
             self.scales = [(_mapped_zeros(s[:3], torch.float32), _mapped_zeros(s[:3], torch.float32)) for s in shapes]
@@ -53,6 +54,10 @@ class KvPool:
         targets = torch.tensor([target for _, target in copies])
         for cache in self.arrays():
             cache[targets] = cache[sources]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
+    return _mapped_zeros(shape, dtype) if device is None else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from quire.model.transformers_backend.probe import read_transformers_model
 from quire.quant.policy import POLICIES
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
-from quire.worker.device.device_select import choose_device
+from quire.worker.device.device_select import choose_device, library_device
 from quire.worker.inspect import inspect_model, refuse_head, settle_drafts, step_limits
 from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens
 from quire.worker.parallel_build import build_leader
@@ -88,7 +88,8 @@ def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepE
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     if report.spec.implementation == "transformers":
-        model = load_transformers_model(report.folder, read_transformers_model(report.folder, report.spec.dtype))
+        info = read_transformers_model(report.folder, report.spec.dtype)
+        model = load_transformers_model(report.folder, info, library_device(config))
         return CpuStepExecutor(model, report.memory, config.max_num_seqs), report
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]

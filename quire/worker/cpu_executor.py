@@ -1,4 +1,4 @@
-"""CpuStepExecutor: runs the steps of a model on the CPU, in this process."""
+"""CpuStepExecutor: runs the steps of a model in this process, on the CPU; those of the transformers library on a GPU too."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from quire.kv.pool import KvPool
 from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
+from quire.model.transformers_backend.decoder import TransformersDecoder
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.speculate.target import Target
@@ -40,7 +41,8 @@ class CpuStepExecutor:
 
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
-        self._kv = KvPool(memory.kv, memory.num_kv_blocks, memory.num_states)
+        device = decoder.device if isinstance(decoder, TransformersDecoder) else None
+        self._kv = KvPool(memory.kv, memory.num_kv_blocks, memory.num_states, device)
         self.has_states = decoder.spec.has_recurrent_state
         self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints)
         self._pages = PageSupply(self._kv)  # see take_pages

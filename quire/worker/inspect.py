@@ -22,7 +22,7 @@ from quire.model.transformers_backend.probe import read_transformers_model
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, check_state_drafts, settle_method
-from quire.worker.device.device_select import choose_device
+from quire.worker.device.device_select import choose_device, library_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
@@ -60,13 +60,14 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         raise
     max_model_len = effective_max_model_len(spec, config.max_model_len)
     device = choose_device(config)
+    gpu = library_device(config)
     if device is None:
         _check_deterministic(config, spec)
         num_bytes = weight_bytes(config, spec, shapes, folder) if measured is None else measured
-        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config))
+        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config, str(gpu)), gpu)
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
-    name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
+    name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
     report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)

@@ -127,27 +127,35 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
 
 
 def plan_memory(
-    config: EngineConfig, spec: ModelSpec, num_weight_bytes: int, max_model_len: int, num_batched_tokens: int
+    config: EngineConfig,
+    spec: ModelSpec,
+    num_weight_bytes: int,
+    max_model_len: int,
+    num_batched_tokens: int,
+    gpu: torch.device | None = None,
 ) -> MemoryPlan:
     """Decide the number of KV blocks; check_fits says whether the whole fits.
+
+    gpu  where the transformers library computes the model; the pool may then take all that is left of gpu_memory_utilization
 
     By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
     weights and activations leave.
     """
     kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec))
-    available = available_memory_bytes()
-    if config.host_memory_bytes is not None:
+    available = available_memory_bytes() if gpu is None else _gpu_bytes(config, gpu)
+    share = _KV_SHARE if gpu is None else 1.0
+    if gpu is None and config.host_memory_bytes is not None:
         available = min(available, config.host_memory_bytes)
     num_states, num_checkpoints = count_states(config, kv)
     num_weight_and_state_bytes = num_weight_bytes + num_states * kv.bytes_per_state
     given = given_blocks(config, kv)
     wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    most = max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given
+    most = max(1, min(wanted, int(available * share) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given
     # No sequence is longer than the pool.
     longest = min(max_model_len, most * kv.block_size)
     activations = activation_bytes(config, spec, longest, num_batched_tokens)
     room = available - num_weight_and_state_bytes - activations
-    num_blocks = max(1, min(most, int(room * _KV_SHARE) // kv.bytes_per_block)) if given is None else given
+    num_blocks = max(1, min(most, int(room * share) // kv.bytes_per_block)) if given is None else given
     return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len, num_states, num_checkpoints)
 
 
@@ -163,6 +171,12 @@ def count_states(config: EngineConfig, kv: KvSpec) -> tuple[int, int]:
         return 0, 0
     num_checkpoints = config.max_num_seqs + _SPARE_CHECKPOINTS
     return num_state_rows(config.max_num_seqs, num_checkpoints, max_state_drafts(config)), num_checkpoints
+
+
+def _gpu_bytes(config: EngineConfig, gpu: torch.device) -> int:
+    """Return what an engine may take of a GPU now."""
+    free, total = torch.cuda.mem_get_info(gpu)
+    return max(0, int(total * config.gpu_memory_utilization) - (total - free))
 
 
 def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> MemoryPlan:

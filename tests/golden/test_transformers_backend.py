@@ -17,6 +17,8 @@ from quire.base.errors import ConfigError, ModelFormatError, RequestError, Unsup
 from quire.cli.main import main
 from quire.contracts.config import EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
+from quire.contracts.kv_spec import KvSpec
+from quire.kv.pool import KvPool
 from quire.model.build import whole_prompt_logits
 from quire.model.transformers_backend.decoder import load_transformers_model
 from quire.model.transformers_backend.probe import read_transformers_model
@@ -29,7 +31,7 @@ pytestmark = pytest.mark.golden
 F32_TOLERANCE = 3e-5
 # Longer and shorter than a window (11) and a block (16); the last one begins as the third does.
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 17, 40)]
-PROMPTS.append(PROMPTS[2][:33] + [7, 8])
+PROMPTS.append([*PROMPTS[2][:33], 7, 8])
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
 EAGER_DRAFTS = {"adaptive": False, "prompt_lookup_min": 1}
@@ -194,7 +196,10 @@ def test_log_says_once_that_it_is_slower(made, caplog):
 
 REFUSED = {
     "doge": ({}, "mask of its attention by itself"),
-    "llama4_text": ({"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2}, "a mask of its attention is not causal"),
+    "llama4_text": (
+        {"head_dim": 16, "attention_chunk_size": 16, "num_local_experts": 2},
+        "a mask of its attention is not causal",
+    ),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "a convolution over tokens"),
     "bert": ({}, "a mask of its attention is not causal"),
     "bloom": ({}, "does not send its attention through the attention interface"),
@@ -311,3 +316,21 @@ def test_inspect_shows_how_it_attends(made, capsys):
     assert "computed by transformers" in shown
     assert "window=11" in shown
     assert "softcap=5.0" in shown
+
+
+def test_model_with_a_device_gives_the_same_logits(made):
+    """The path of a GPU, whose tensors are moved to the device and back, with the CPU as the device."""
+    folder, _ = made("gpt_oss")
+    info = read_transformers_model(folder)
+    moved = load_transformers_model(folder, info, torch.device("cpu"))
+    assert torch.equal(
+        whole_prompt_logits(moved, PROMPTS[2]), whole_prompt_logits(load_transformers_model(folder, info), PROMPTS[2])
+    )
+    kv = KvPool(KvSpec.of(info.spec, 16, "float32"), 4, moved.device)
+    assert all(tensor.device == moved.device and not tensor.any() for tensor in kv.arrays())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_that_is_not_there_is_refused(made):
+    with pytest.raises(ConfigError, match="device is 'cuda'.*finds no CUDA device"):
+        start(made("bitnet")[0], device="cuda")

@@ -36,6 +36,7 @@ class AttentionMetadata:
     context_lens    S lengths: tokens of s in the cache once this step is stored, so that its last query is at
                     position context_lens[s] - 1
     block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
+                    both on the device of the caches; all else is on the CPU
     trees           None: every sequence is causal
     short_ropes     [T] bool, tokens of sequences with the short variant of the rope (ModelSpec.rope_switch_len); None: none
     states          which rows of recurrent states are read and written; None: all sequences start, and nothing is kept
@@ -198,7 +199,7 @@ def _make_decode_groups(step: AttentionMetadata, window: int | None, block_size:
         if window is not None:
             is_seen &= positions >= lengths - window
         tokens = torch.tensor([step.query_starts[index] for _, _, index in group])
-        groups.append(DecodeGroup(tokens, blocks, is_seen))
+        groups.append(DecodeGroup(tokens, blocks, is_seen.to(blocks.device)))
     return groups
 
 
@@ -242,7 +243,7 @@ def _attend_chunk(
         v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
-        is_hidden = place.is_hidden(slice(begin, end), start, stop, spec.window)
+        is_hidden = place.is_hidden(slice(begin, end), start, stop, spec.window).to(scores.device)
         weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec, sinks)
         out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
     return out

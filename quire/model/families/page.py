@@ -93,6 +93,6 @@ def _unknown_type(model_type: str | None, architectures: list[str]) -> Unsupport
         nearest = [by_architecture[n] for n in get_close_matches(architectures[0].lower(), list(by_architecture), 1, 0.0)]
     hint = f"; the nearest supported type is {nearest[0]!r}" if nearest else ""
     return UnsupportedError(
-        f"{got} is not supported{hint}; --model-impl transformers (model_impl) runs other causal models, more slowly; supported "
-        f"model types: {', '.join(known)}"
+        f"{got} is not supported{hint}; --model-impl transformers (model_impl) runs other causal models, more slowly; "
+        f"supported model types: {', '.join(known)}"
     )

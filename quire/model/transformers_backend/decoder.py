@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,12 @@ _SELF_CHECK_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.15, torch.float16: 0
 """How far the logits may be from those of the library's own attention, relative to their size."""
 
 
-def load_transformers_model(folder: Path, info: TransformersModelInfo) -> TransformersDecoder:
+def load_transformers_model(
+    folder: Path, info: TransformersModelInfo, device: torch.device | None = None
+) -> TransformersDecoder:
     """Load the weights of a checkpoint folder, and check that the model gives with the paged cache what it gives by itself.
+
+    device  a GPU; None: the CPU
 
     Raises ModelFormatError where tensors are missing, unexpected or of the wrong shape, or UnsupportedError.
     """
@@ -61,7 +65,8 @@ def load_transformers_model(folder: Path, info: TransformersModelInfo) -> Transf
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelFormatError(f"{folder}: transformers cannot load the weights: {error}") from error
     _check_loading(loading, folder)
-    decoder = TransformersDecoder(model.eval(), info)
+    model = model.eval() if device is None else model.eval().to(device)
+    decoder = TransformersDecoder(model, info, device)
     _check_itself(decoder, folder)
     return decoder
 
@@ -72,7 +77,9 @@ def _check_loading(loading: dict[str, Any], folder: Path) -> None:
         "unexpected": loading["unexpected_keys"],
         "of the wrong shape": loading["mismatched_keys"],
     }
-    faults = [f"{len(names)} {what} ({', '.join(map(str, list(names)[:_MAX_LISTED]))})" for what, names in found.items() if names]
+    faults = [
+        f"{len(names)} {what} ({', '.join(map(str, list(names)[:_MAX_LISTED]))})" for what, names in found.items() if names
+    ]
     if faults:
         raise ModelFormatError(f"{folder}: the weights do not fit config.json: tensors {', '.join(faults)}")
 
@@ -127,10 +134,13 @@ class TransformersDecoder:
 
     A step is one sequence [1, T] for the library: the tokens of all sequences with their positions. Only attention tells the
     sequences apart. The head is computed for the rows that are asked for.
+
+    device  a GPU, which has the weights and the cache; None: the CPU. What goes in and comes out is on the CPU
     """
 
-    def __init__(self, model: Any, info: TransformersModelInfo) -> None:
+    def __init__(self, model: Any, info: TransformersModelInfo, device: torch.device | None = None) -> None:
         self.spec = info.spec
+        self.device = device
         self.model = model
         self._body: nn.Module = model.base_model
         if self._body is model:
@@ -157,8 +167,11 @@ class TransformersDecoder:
         """Compute the tokens of one step and store their KV.
 
         token_ids, positions  [T] i64, the sequences of the step one after the other
-        Returns               [T, hidden_size], after the final norm
+        Returns               [T, hidden_size], after the final norm, on the model's device
         """
+        if self.device is not None:
+            token_ids, positions = token_ids.to(self.device), positions.to(self.device)
+            step = replace(step, slots=step.slots.to(self.device), block_tables=step.block_tables.to(self.device))
         self._step.number += 1
         self._step.attention, self._step.kv = step, kv
         try:
@@ -216,12 +229,12 @@ class TransformersDecoder:
 
     def hidden_states(self, first: int, last: int) -> Tensor:
         """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
-        return self._kept()[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
+        return self._kept()[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float().cpu()
 
     def final_states(self, places: Sequence[int]) -> Tensor:
         """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last `run`; see Decoder."""
         rows = places if self._kept_rows is None else [self._kept_rows[place] for place in places]
-        return self._kept()[torch.tensor(rows, dtype=torch.int64)].float()
+        return self._kept()[torch.tensor(rows, dtype=torch.int64)].float().cpu()
 
     def _kept(self) -> Tensor:
         if self._hidden is None:
@@ -245,13 +258,13 @@ class TransformersDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits [R, vocab_size] of rows of `forward`'s result."""
+        """Return the logits [R, vocab_size], on the CPU, of rows of `forward`'s result."""
         if hidden.shape[0] == 0:
             return torch.empty(0, self.spec.vocab_size, dtype=hidden.dtype)
         self._replayed = self._output_type(last_hidden_state=hidden[None])
         try:
-            ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64)
-            return self.model(input_ids=ids, use_cache=False).logits[0]
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=self.device)
+            return self.model(input_ids=ids, use_cache=False).logits[0].cpu()
         finally:
             self._replayed = None
 
@@ -263,9 +276,9 @@ def _check_itself(decoder: TransformersDecoder, folder: Path) -> None:
     num_tokens, chunk = min(_SELF_CHECK_TOKENS, spec.max_positions), min(_SELF_CHECK_CHUNK, spec.max_positions - 1)
     ids = [(place * 7919 + 1) % spec.vocab_size for place in range(num_tokens)]
     model.set_attn_implementation("eager")
-    want = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, chunk:].float()
+    want = model(input_ids=torch.tensor([ids], device=decoder.device), use_cache=False).logits[0, chunk:].float().cpu()
     model.set_attn_implementation(ATTENTION)
-    kv = KvPool(KvSpec.of(spec, 16, spec.dtype), 2)
+    kv = KvPool(KvSpec.of(spec, 16, spec.dtype), 2, decoder.device)
     tables = [np.array([0]), np.array([1])]
     decoder.run(TokenRuns(ids[:chunk], [0, chunk], [chunk], tables[1:], []), kv, [])
     rest = num_tokens - chunk
@@ -275,7 +288,7 @@ def _check_itself(decoder: TransformersDecoder, folder: Path) -> None:
     allowed = _SELF_CHECK_ERROR[getattr(torch, spec.dtype)]
     if not error <= allowed:
         raise UnsupportedError(
-            f"{folder}: model_impl 'transformers' cannot run model_type {spec.model_type!r}: over the paged KV cache its logits "
-            f"differ by {error:.2g} of their size from those of transformers ({allowed:g} is allowed): it may keep another state, "
-            "or attend in a way that the attention interface does not show"
+            f"{folder}: model_impl 'transformers' cannot run model_type {spec.model_type!r}: over the paged KV cache its "
+            f"logits differ by {error:.2g} of their size from those of transformers ({allowed:g} is allowed): it may keep "
+            "another state, or attend in a way that the attention interface does not show"
         )

@@ -49,15 +49,17 @@ def read_config(folder: Path) -> Any:
     """
     library = import_library()
     if folder.is_file():
-        raise UnsupportedError(f"{folder} is a GGUF file: model_impl 'transformers' needs the folder of a Hugging Face checkpoint")
+        raise UnsupportedError(
+            f"{folder} is a GGUF file: model_impl 'transformers' needs the folder of a Hugging Face checkpoint"
+        )
     if not (folder / "config.json").is_file():
         raise ModelFormatError(f"{folder} has no config.json; give a folder with a Hugging Face checkpoint")
     try:
         return library.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UnsupportedError(
-            f"{folder}: transformers {library.__version__} cannot read its config.json, or knows its model_type only by code in "
-            f"the checkpoint, which quire does not execute: {_first_line(error)}"
+            f"{folder}: transformers {library.__version__} cannot read its config.json, or knows its model_type only by code "
+            f"in the checkpoint, which quire does not execute: {_first_line(error)}"
         ) from error
 
 
@@ -69,7 +71,7 @@ def causal_class(config: Any, folder: Path) -> Any:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{where} is an encoder and a decoder; model_impl 'transformers' runs decoders")
     if config.get_text_config() is not config:
-        raise UnsupportedError(f"{where} is a model of text and other inputs; model_impl 'transformers' runs models of text only")
+        raise UnsupportedError(f"{where} is a model of text and other inputs; model_impl 'transformers' runs text only")
     classes = library.MODEL_FOR_CAUSAL_LM_MAPPING
     if kind not in classes:
         raise UnsupportedError(f"{where} has no causal language model in transformers {library.__version__}")
@@ -79,8 +81,8 @@ def causal_class(config: Any, folder: Path) -> Any:
         raise UnsupportedError(f"{where} with architectures {named} is no causal language model; quire runs {found.__name__}")
     if not getattr(found, "_supports_attention_backend", False):
         raise UnsupportedError(
-            f"{where}: {found.__name__} of transformers {library.__version__} does not send its attention through the attention "
-            "interface (_supports_attention_backend), so that it cannot use a paged KV cache"
+            f"{where}: {found.__name__} of transformers {library.__version__} does not send its attention through the "
+            "attention interface (_supports_attention_backend), so that it cannot use a paged KV cache"
         )
     if getattr(found, "_is_stateful", False):
         raise UnsupportedError(f"{where}: {found.__name__} keeps a recurrent state besides keys and values")

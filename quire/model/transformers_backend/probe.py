@@ -118,9 +118,7 @@ def _probe(model: nn.Module, recorder: MaskRecorder) -> tuple[tuple[AttentionCal
     names = {module: name for name, module in model.named_modules()}
     calls: list[AttentionCall] = []
 
-    def record(
-        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
-    ) -> Tensor:
+    def record(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
         calls.append(_read_call(names[module], q, k, v, _window_of(mask, recorder, options), options))
         return q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
@@ -177,9 +175,7 @@ def _window_of(mask: Tensor | None, recorder: MaskRecorder, options: dict[str, A
     return window
 
 
-def _read_call(
-    name: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]
-) -> AttentionCall:
+def _read_call(name: str, q: Tensor, k: Tensor, v: Tensor, window: int | None, options: dict[str, Any]) -> AttentionCall:
     known = (*_KNOWN_OPTIONS, *_HARMLESS_OPTIONS)
     unknown = [key for key, value in options.items() if value is not None and value is not False and key not in known]
     if unknown:
@@ -190,7 +186,9 @@ def _read_call(
         raise UnsupportedError(f"its attention has a dropout of {options['dropout']}")
     num_heads, num_kv_heads, dim = q.shape[1], k.shape[1], k.shape[3]
     if k.shape[2] != _NUM_PROBE_TOKENS or v.shape[:3] != k.shape[:3] or q.shape[3] != dim or num_heads % num_kv_heads:
-        raise UnsupportedError(f"its attention has q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: not one row a token")
+        raise UnsupportedError(
+            f"its attention has q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: not one row a token"
+        )
     scale, has_sinks = options.get("scaling"), options.get("s_aux") is not None
     attention = AttentionSpec(
         num_heads,
@@ -212,7 +210,8 @@ def _check_layers(model: nn.Module, calls: list[AttentionCall]) -> None:
         raise UnsupportedError("it runs its layers more than once, in loops")
     if num_attending != num_layers:
         raise UnsupportedError(
-            f"{num_attending} of its {num_layers} layers attend through the attention interface; the others may keep another state"
+            f"{num_attending} of its {num_layers} layers attend through the attention interface; "
+            "the others may keep another state"
         )
 
 
@@ -256,8 +255,8 @@ def _max_positions(config: Any) -> int:
         if rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", most)
             logger.warning(
-                "%s rope: transformers changes the frequencies of a whole batch when one sequence becomes longer than %d tokens: "
-                "sequences are limited to that",
+                "%s rope: transformers changes the frequencies of a whole batch when one sequence becomes longer than %d "
+                "tokens: sequences are limited to that",
                 rope["rope_type"],
                 limit,
             )

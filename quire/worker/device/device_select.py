@@ -24,17 +24,45 @@ _LEAST_SHARED_KIB = 227
 
 
 def choose_device(config: EngineConfig) -> torch.device | None:
-    """Return the device that runs a model by DeviceRunner, None where the CPU's own runner does.
+    """Return the device that runs a model by DeviceRunner, None where the CPU's own runner does; see also library_device.
 
     "interpreter" gives the CPU, on which Triton's interpreter then runs the GPU's kernels.
     Raises ConfigError where a device is asked for that is not there, or for what is not there on it, with what to change.
     """
+    if config.model_impl == "transformers":
+        _refuse_on_cpu(config)
+        return None
     device = _find_device(config.device)
     if device is not None:
         _refuse(config)
     else:
         _refuse_on_cpu(config)
     return device
+
+
+def library_device(config: EngineConfig) -> torch.device | None:
+    """Return the GPU on which the transformers library computes a model, None for the CPU. It needs torch only.
+
+    Raises ConfigError where a GPU is asked for that is not there.
+    """
+    if config.model_impl != "transformers" or config.device == "cpu":
+        return None
+    if not torch.cuda.is_available():
+        if config.device == "auto":
+            return None
+        raise _no_cuda(config.device)
+    index = int(config.device.partition(":")[2] or torch.cuda.current_device())
+    return _nth_device(config.device, index)
+
+
+def _no_cuda(name: str) -> ConfigError:
+    return ConfigError(f"device is {name!r}, but torch {torch.__version__} finds no CUDA device here; choose 'auto' or 'cpu'")
+
+
+def _nth_device(name: str, index: int) -> torch.device:
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+    return torch.device("cuda", index)
 
 
 def _find_device(name: str) -> torch.device | None:
@@ -52,15 +80,10 @@ def _find_device(name: str) -> torch.device | None:
     if name == "auto":
         return _find_own_device(has_triton) if is_there else None
     if not is_there:
-        raise ConfigError(
-            f"device is {name!r}, but torch {torch.__version__} finds no CUDA device here; choose 'auto' or 'cpu'"
-        )
+        raise _no_cuda(name)
     if not has_triton:
         raise ConfigError(f"device is {name!r}, but Triton is not installed: pip install 'quire[gpu]', or choose 'cpu'")
-    index = int(name.partition(":")[2] or torch.cuda.current_device())
-    if index >= torch.cuda.device_count():
-        raise ConfigError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices, counted from 0")
-    device = torch.device("cuda", index)
+    device = _nth_device(name, int(name.partition(":")[2] or torch.cuda.current_device()))
     lack = _what_it_lacks(device)
     if lack is not None:
         raise ConfigError(f"{lack}; choose 'auto' or 'cpu'")
