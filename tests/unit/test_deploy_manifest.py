@@ -53,11 +53,12 @@ def test_options_of_the_command_are_those_of_quire_serve(documents):
     assert args.tensor_parallel_size == 2
 
 
-def test_only_the_leader_is_ready_and_gets_requests(documents):
+def test_all_pods_are_probed_and_only_the_leader_gets_requests(documents):
     group, service = documents
     template = group["spec"]["leaderWorkerTemplate"]
-    assert _container(template["leaderTemplate"])["readinessProbe"]["httpGet"]["path"] == "/health"
-    assert "readinessProbe" not in _container(template["workerTemplate"])
+    for name in ("leaderTemplate", "workerTemplate"):
+        assert _container(template[name])["readinessProbe"]["httpGet"] == {"path": "/health", "port": "http"}
+        assert {"name": "http", "containerPort": 8000} in _container(template[name])["ports"]
     selector = service["spec"]["selector"]
     assert selector.items() <= template["leaderTemplate"]["metadata"]["labels"].items()
     assert not selector.items() <= template["workerTemplate"]["metadata"]["labels"].items()
