@@ -58,7 +58,7 @@ def _prompt_without_near_ties(model, folder, spec, length):
     while len(token_ids) < length:
         token_ids.append(next(draws))
         with torch.inference_mode():
-            layers = model(torch.tensor([token_ids]), output_router_logits=True).router_logits
+            layers = model.get_decoder()(torch.tensor([token_ids]), output_router_logits=True).router_logits
         assert len(layers) == len(mixtures)
         for logits, (index, moe) in zip(layers, mixtures, strict=True):
             last = logits.view(-1, moe.num_experts)[-1].float()

@@ -131,7 +131,7 @@ def test_ranks_that_are_alike_go_on():
 def test_torchrun_starts_two_ranks(tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
-        "import torch\n"
+        "import sys, torch\n"
         "from quire.parallel.rendezvous import check_fingerprints, connect_store, read_environment\n"
         "from quire.parallel.torch_communicator import TorchCommunicator\n"
         "own = read_environment()\n"
@@ -139,7 +139,7 @@ def test_torchrun_starts_two_ranks(tmp_path):
         "check_fingerprints(group, {'version': '1'})\n"
         "x = torch.tensor([own.rank + 1.0])\n"
         "group.all_reduce(x)\n"
-        "print('sum', x.item(), 'of', own.world_size, flush=True)\n"
+        "sys.stdout.write(f'sum {x.item()} of {own.world_size}\\n')\n"  # in one piece; print writes each part alone
         "group.barrier()\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]

@@ -13,7 +13,7 @@ from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of
 # One is longer than windows, a chunk, and the original length of the scaled ropes (32); one decodes beside its chunks.
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 6)]
 QUICK = ("llama-llama3", "gpt2-scaled")
-REFUSED = (*LATENT_CASES, "mistral3-mistral4", "kimi-k25", "llama4-moe")
+REFUSED = (*LATENT_CASES, "llama4-moe")
 """What the kernels do not know: multi-head latent attention, and weights of experts that multiply their inputs."""
 IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
