@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
+from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -23,7 +23,7 @@ from quire.worker.device.variants import ServedModel, meta_decoder
 from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.quantized_checkpoints import write
-from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS, attention
+from tests.unit.kernels.gpu.test_triton_decoder import BARE, MODELS, RMS, attention
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo")
 
@@ -36,10 +36,34 @@ def in_turns(monkeypatch):
     one_launch_at_a_time(monkeypatch)
 
 
+ALL_MODELS = MODELS | {
+    "dense-first": [  # DeepSeek's layers, without its attention
+        LayerSpec(attention(), MlpSpec(72, "silu"), attn_in=RMS, mlp_in=RMS),
+        LayerSpec(
+            attention(),
+            MoeSpec(8, 2, MlpSpec(40, "silu"), groups=ExpertGroups(4, 2), routed_scale=2.5, shared=MlpSpec(56, "silu")),
+            attn_in=RMS,
+            mlp_in=RMS,
+        ),
+    ],
+    "sparse": [
+        LayerSpec(
+            attention(),
+            MoeSpec(4, 2, MlpSpec(40, "silu"), scoring="sparse", sparse_margin=0.01, has_router_bias=True),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+    ]
+    * 2,
+}
+
+
 def spec_of(name, **options):
-    layers = tuple(MODELS[name])
+    layers = tuple(ALL_MODELS[name])
     final = layers[0].attn_in or RMS
     positions = 64 if name == "gpt" else 0
+    if name == "late":
+        options = {"embed_norm": BARE, "has_head_bias": True} | options
     return replace(ModelSpec("test", "float32", 61, 48, layers, final, 64, num_learned_positions=positions), **options)
 
 
@@ -89,8 +113,8 @@ def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None):
     return found[0]
 
 
-QUICK = ("qwen3", "gpt-oss")
-NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+QUICK = ("qwen3", "gpt-oss", "shared-experts")
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL_MODELS]
 LAYOUTS = [pytest.param((1, 1), id="two"), pytest.param((2, 1, 1), id="unequal", marks=pytest.mark.slow),
            pytest.param((1, 1, 1, 1), id="four", marks=pytest.mark.slow)]  # fmt: skip
 
@@ -150,9 +174,10 @@ QWEN = [LayerSpec(attention(qk_norm=RMS), MlpSpec(40, "silu"), attn_in=RMS, mlp_
 
 @pytest.mark.parametrize(
     "name, is_in_order, per_layer", [("qwen3", False, 2), ("qwen3", True, 4), ("gemma", False, 2), ("gpt-oss", False, 2),
-                                     ("gpt-oss", True, 4), ("olmo", False, 3), ("olmo", True, 5)],
+                                     ("gpt-oss", True, 4), ("olmo", False, 3), ("olmo", True, 5),
+                                     ("shared-experts", False, 2), ("shared-experts", True, 5)],
 )  # fmt: skip
-def test_collectives_of_a_step_are_two_or_four_a_layer_one_more_for_a_norm_over_all_heads(name, is_in_order, per_layer):
+def test_collectives_of_a_step_are_two_or_four_a_layer_one_more_for_a_norm_over_all_heads_or_a_gathered_expert(name, is_in_order, per_layer):
     spec = spec_of(name)
     _, calls = meta_launches(spec, (1.0, 1.0), is_in_order)
     assert calls == ["all_gather"] * (per_layer * len(spec.layers) + 2)  # and those of the embedding and of the logits
