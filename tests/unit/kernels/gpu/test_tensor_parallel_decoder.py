@@ -16,6 +16,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_shards import DeviceShard
+from quire.model.device_vocabulary import load_vocabulary
 from quire.model.device_weights import load_on_device
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
@@ -177,7 +178,9 @@ QWEN = [LayerSpec(attention(qk_norm=RMS), MlpSpec(40, "silu"), attn_in=RMS, mlp_
                                      ("gpt-oss", True, 4), ("olmo", False, 3), ("olmo", True, 5),
                                      ("shared-experts", False, 2), ("shared-experts", True, 5)],
 )  # fmt: skip
-def test_collectives_of_a_step_are_two_or_four_a_layer_one_more_for_a_norm_over_all_heads_or_a_gathered_expert(name, is_in_order, per_layer):
+def test_collectives_of_a_step_are_two_or_four_a_layer_and_one_more_for_a_norm_or_expert_that_is_gathered(
+    name, is_in_order, per_layer
+):
     spec = spec_of(name)
     _, calls = meta_launches(spec, (1.0, 1.0), is_in_order)
     assert calls == ["all_gather"] * (per_layer * len(spec.layers) + 2)  # and those of the embedding and of the logits
@@ -249,6 +252,21 @@ def test_a_tied_embedding_is_cut_once(is_in_order, device):
     weights = load_on_device(parameters_of(spec), spec, device, shard=shard)
     assert weights.linears["embed.weight"][0].shape == (29, 48)  # of 61 rows, in panels of 16
     assert "lm_head.weight" not in weights.linears
+
+
+@pytest.mark.parametrize("policy", [None, "int8"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied"])
+def test_the_vocabulary_that_a_draft_head_reads_is_whole_and_has_the_numbers_of_one_rank(is_tied, policy, device):
+    spec, chosen = replace(narrow_spec(), is_tied=is_tied), None if policy is None else DEVICE_POLICIES[policy]
+    one = DeviceDecoder(spec, parameters_of(spec), 64, device, chosen)
+    whole = load_vocabulary(parameters_of(spec), spec, device, (), chosen)
+    ids, hidden = torch.arange(61, device=device), torch.randn(2, 64, device=device)
+    assert torch.equal(whole.embedding.lookup(ids, torch.float32), one.embedding.lookup(ids, torch.float32))
+    assert torch.equal(whole.head(hidden), one.logits(hidden))
+    without = load_vocabulary(parameters_of(spec), spec, device, ("lm_head.weight",), chosen)
+    assert without.head is None
+    assert torch.equal(without.embedding.lookup(ids, torch.float32), one.embedding.lookup(ids, torch.float32))
+    assert load_vocabulary(parameters_of(spec), spec, device, ("embed.weight",), chosen).embedding is None
 
 
 CHECKPOINTS = [("qwen3", "awq"), ("qwen3", "gptq"), ("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("qwen3_moe", "awq")]
