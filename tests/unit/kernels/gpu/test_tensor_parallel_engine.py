@@ -154,7 +154,8 @@ def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):
 
 TREE = {"draft_top_k": 2, "num_speculative_tokens": 5}
 DRAFTS = [("eagle3", True, {}), ("medusa", False, {}), ("mtp", False, {}), ("eagle", True, {}), ("mtp", True, {}),
-          ("medusa", True, {"draft_top_k": 1}), ("eagle3", False, TREE), ("draft_model", True, {}), ("draft_model", False, {})]  # fmt: skip
+          ("medusa", True, {"draft_top_k": 1}), ("eagle3", False, TREE), ("draft_model", True, {}),
+          ("draft_model", False, {})]  # fmt: skip
 
 
 @pytest.mark.parametrize(
