@@ -29,7 +29,7 @@ from quire.model.device_heads import fill_missing_weights, needs_separate_heads,
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import DeviceRanks, LayerRanks
-from quire.model.device_refusal import device_refusal, ranks_refusal
+from quire.model.device_refusal import device_refusal
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
@@ -70,9 +70,6 @@ class DeviceDecoder:
         refusal = device_refusal(spec)
         if refusal is not None:
             raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
-        refusal = None if ranks is None else ranks_refusal(spec)
-        if refusal is not None:
-            raise UnsupportedError(f"{refusal} is not supported on several GPUs; leave tensor_parallel_size at 1")
         self.spec = spec if ranks is None else ranks.shard.local_spec
         self.ranks = ranks
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -304,12 +301,15 @@ class DeviceLayer:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
             logits = self._router(y.float() if spec.is_router_f32 else y)
             given = y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
-            if self._ranks is None:
-                out = mixture_of_experts(*given)
-                return out if spec.shared is None else out + self._shared_expert(y, spec.shared)
-            if "experts.down" in self._ranks.row_parallel:
-                return self._ranks.sum_parts(mixture_of_experts(*given))
-            return self._ranks.gather_outputs(mixture_of_experts(*given, gather=self._ranks.gather_inner))
+            ranks = self._ranks
+            is_row_parallel = ranks is not None and "experts.down" in ranks.row_parallel
+            gather = None if ranks is None or is_row_parallel else ranks.gather_inner
+            out = mixture_of_experts(*given, gather=gather)
+            shared = None if spec.shared is None else self._shared_expert(y, spec.shared)
+            if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
+                return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)
+            out = out if shared is None else out + shared
+            return out if ranks is None else ranks.close_part(out, is_row_parallel)
         both = self._linears["gate_up"](y)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
@@ -319,8 +319,12 @@ class DeviceLayer:
         return self._close("down", activate(both, None, spec.activation))
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
+        """Return the output of the shared expert: of a rank, its part of the sum, or its columns."""
         gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
-        out = self._linears["shared.down"](activate(gate, up, spec.activation))
+        inner = activate(gate, up, spec.activation)
+        if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
+            inner = self._ranks.gather_inner(inner, "shared.down")
+        out = self._linears["shared.down"](inner)
         return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
 
 

@@ -103,7 +103,7 @@ class DeviceRanks:
 class LayerRanks:
     """What the ranks exchange in one layer.
 
-    row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down"
+    row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down", "shared.down"
     """
 
     def __init__(self, ranks: DeviceRanks, index: int, row_parallel: frozenset[str]) -> None:
@@ -113,6 +113,7 @@ class LayerRanks:
         self._inputs = {
             "o": tuple(layer.heads.heads.size * dim for layer in layers),
             "down": tuple(layer.inner.size for layer in layers),
+            "shared.down": tuple(layer.shared_inner.size for layer in layers),
         }
         self._outputs = tuple(layer.outputs.size for layer in layers)
         self._heads, self._own_heads = [layer.heads for layer in layers], layers[ranks.shard.rank].heads
@@ -131,13 +132,13 @@ class LayerRanks:
         """See DeviceRanks."""
         self._ranks.add_sum(x, part, residual_scale)
 
-    def sum_parts(self, part: Tensor) -> Tensor:
-        """See DeviceRanks."""
-        return self._ranks.sum_parts(part)
+    def close_part(self, part: Tensor, is_row_parallel: bool) -> Tensor:
+        """Return the output [T, hidden_size] of a block, given this rank's part of the sum, or its columns."""
+        return self._ranks.sum_parts(part) if is_row_parallel else self.gather_outputs(part)
 
-    def gather_inner(self, part: Tensor) -> Tensor:
-        """Return the inside [T, I] of the feed-forward block, given this rank's columns."""
-        return self._ranks.gather_columns(part, self._inputs["down"])
+    def gather_inner(self, part: Tensor, name: str = "down") -> Tensor:
+        """Return the inside [T, I] of the feed-forward block, or of the shared expert, given this rank's columns."""
+        return self._ranks.gather_columns(part, self._inputs[name])
 
     def gather_outputs(self, part: Tensor) -> Tensor:
         """Return the output [T, hidden_size] of a block, given this rank's columns."""

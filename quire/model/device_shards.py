@@ -26,7 +26,8 @@ from quire.quant.weight import QuantizedWeight, concatenate_rows
 
 Opened = Tensor | QuantizedWeight | Float8Weight
 _GROUP_SIZES = (128, 64, 32)
-_ROW_PARALLEL = ("o.weight", "down.weight", "experts.down.weight")
+_OF_VOCABULARY = ("embed.", "lm_head.")
+_ROW_PARALLEL = ("o.weight", "down.weight")  # the last also of experts, and of a shared expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,9 @@ class DeviceShard:
         """Return the shapes of this rank's parameters; those of _ROW_PARALLEL are found when they are opened."""
         whole, own = parameter_shapes(self.spec), parameter_shapes(self.local_spec)
         for name, shape in whole.items():
-            if name in ("embed.weight", "lm_head.weight"):
-                own[name] = (self.own.vocabulary.size, shape[1])
-            elif ".q_norm." in name or ".k_norm." in name:
+            if name.startswith(_OF_VOCABULARY):
+                own[name] = (self.own.vocabulary.size, *shape[1:])
+            elif (".q_norm." in name or ".k_norm." in name) and len(shape) == 1:  # not of each head
                 own[name] = shape
         return own
 
@@ -85,7 +86,7 @@ class DeviceShard:
 
     def rows(self, name: str, num_rows: int) -> list[ShardRange] | None:
         """Return which rows of a parameter this rank has, of num_rows; None: all, or it is row-parallel."""
-        if name in ("embed.weight", "lm_head.weight"):
+        if name.startswith(_OF_VOCABULARY):
             return [self.own.vocabulary]
         if not name.startswith("layers."):
             return None
@@ -95,17 +96,27 @@ class DeviceShard:
             return [_scaled(shard.heads.heads, num_rows // shard.total_heads)]
         if module in ("k", "v"):
             return [_scaled(shard.heads.kv_heads, num_rows // shard.total_kv_heads)]
+        if module in ("q_norm", "k_norm") and self._has_norm_of_each_head(int(index)):
+            return [shard.heads.heads if module == "q_norm" else shard.heads.kv_heads]
         if module in ("gate", "up"):
             return [shard.inner]
+        if module in ("shared.gate", "shared.up"):
+            return [shard.shared_inner]
         if module == "experts.gate_up":
             inner, whole = shard.inner, num_rows // 2
             return [inner, ShardRange(whole + inner.start, whole + inner.stop)]
-        return [shard.outputs] if module in ("o", "down", "experts.down") else None
+        return [shard.outputs] if module in ("o", "down", "experts.down", "shared.down") else None
+
+    def _has_norm_of_each_head(self, index: int) -> bool:
+        attention = self.spec.layers[index].attention
+        return attention.qk_norm is not None and attention.qk_norm_over == "each"
 
     def columns(self, name: str) -> list[ShardRange]:
         """Return the columns of a row-parallel weight that each rank has."""
         index, module = int(name.split(".")[1]), name.split(".")[2]
         layer = self.spec.layers[index]
+        if module == "shared":
+            return [shard.layers[index].shared_inner for shard in self.ranks]
         if module != "o":
             return [shard.layers[index].inner for shard in self.ranks]
         return [_scaled(shard.layers[index].heads.heads, layer.attention.head_dim) for shard in self.ranks]
@@ -116,19 +127,29 @@ def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[floa
     layers: list[LayerShard] = []
     for layer, own in zip(spec.layers, shard.layers, strict=True):
         total = layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
-        is_equal = len(set(shares)) == 1
-        for multiple in _GROUP_SIZES:
-            if total % (multiple * len(shares)) == 0 if is_equal else total >= 16 * multiple * len(shares):
-                own = replace(own, inner=shard_range(total, shard.rank, shares, multiple))
-                break
+        own = replace(own, inner=_in_whole_groups(total, own.inner, shard.rank, shares))
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None:
+            total = layer.mlp.shared.intermediate_size
+            own = replace(own, shared_inner=_in_whole_groups(total, own.shared_inner, shard.rank, shares))
         layers.append(own)
     return replace(shard, layers=tuple(layers))
+
+
+def _in_whole_groups(total: int, given: ShardRange, rank: int, shares: Sequence[float]) -> ShardRange:
+    """Return a rank's range of `total` columns in whole groups, where that keeps the shares; else what is given."""
+    is_equal = len(set(shares)) == 1
+    for multiple in _GROUP_SIZES:
+        if total % (multiple * len(shares)) == 0 if is_equal else total >= 16 * multiple * len(shares):
+            return shard_range(total, rank, shares, multiple)
+    return given
 
 
 def _layer_of(layer: LayerSpec, shard: LayerShard) -> LayerSpec:
     attention = replace(layer.attention, num_heads=shard.heads.heads.size, num_kv_heads=shard.heads.kv_heads.size)
     if isinstance(layer.mlp, MoeSpec):
         mlp = replace(layer.mlp, expert=replace(layer.mlp.expert, intermediate_size=shard.inner.size))
+        if mlp.shared is not None:
+            mlp = replace(mlp, shared=replace(mlp.shared, intermediate_size=shard.shared_inner.size))
     else:
         mlp = replace(layer.mlp, intermediate_size=shard.inner.size)
     return replace(layer, attention=attention, mlp=mlp)

@@ -236,11 +236,12 @@ class _Loader:
             return tensor if shard.rank == 0 else None
         if rows is None:
             return tensor
-        self._set_bias_size(name, sum(part.size for part in rows))
+        self._set_num_rows(name, sum(part.size for part in rows))
         return take_rows(tensor, rows)
 
-    def _set_bias_size(self, name: str, num_rows: int) -> None:
-        self._shapes[name] = (num_rows,)
+    def _set_num_rows(self, name: str, num_rows: int) -> None:
+        """Set the rows of a bias, or of a norm of each head, that this rank has."""
+        self._shapes[name] = (num_rows, *self._shapes[name][1:])
         place = self._places[name]
         if place.count != num_rows:
             self._places[name] = replace(place, count=num_rows)

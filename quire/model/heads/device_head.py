@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvariantError
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import rope_table
@@ -16,6 +17,7 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder, DeviceLayer, norm_of
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import DeviceRanks
+from quire.model.device_vocabulary import DeviceVocabulary
 from quire.model.device_weights import load_on_device
 from quire.model.heads.head_spec import LayerHead
 from quire.model.heads.stored import body_shapes
@@ -32,12 +34,23 @@ class DeviceHead:
     spec           its layer, with the vocabulary of the model
     max_model_len  the longest sequence it will see; some rope scalings depend on it
     most_tokens    of a step, padding included
+    vocabulary     embedding and output that it shares; None: those of the model, which has the whole of them
     """
 
     is_in_order = False
     ranks: DeviceRanks | None = None
 
-    def __init__(self, head: LayerHead, target: DeviceDecoder, max_model_len: int, most_tokens: int) -> None:
+    def __init__(
+        self,
+        head: LayerHead,
+        target: DeviceDecoder,
+        max_model_len: int,
+        most_tokens: int,
+        vocabulary: DeviceVocabulary | None = None,
+    ) -> None:
+        if vocabulary is None and target.ranks is not None:
+            raise InvariantError("a draft head beside a tensor-parallel rank needs the whole embedding and LM head")
+        shared = vocabulary or DeviceVocabulary(target.embedding, target.head)
         body, device = head.body, target.device
         self._head, self._target, self._body = replace(head, parameters={}), target, body
         self.spec, self.dtype, self.device = replace(body, vocab_size=target.spec.vocab_size), target.dtype, device
@@ -59,8 +72,9 @@ class DeviceHead:
             tables[rope] = rope_table(rope, frequencies, max_model_len, self.dtype)
         self._layer = DeviceLayer(layer, "layers.0.", weights, tables, False)
         self._fuse = DeviceLinear((own["fuse.weight"],), own.get("fuse.bias"))
-        self._embedding = DeviceLinear(ends["embed.weight"]) if "embed.weight" in ends else target.embedding
-        self._output = DeviceLinear(ends["lm_head.weight"]) if "lm_head.weight" in ends else None
+        self._embedding = DeviceLinear(ends["embed.weight"]) if "embed.weight" in ends else _given(shared.embedding)
+        self._has_output = "lm_head.weight" in ends
+        self._output = DeviceLinear(ends["lm_head.weight"]) if self._has_output else _given(shared.head)
         self._embed_norm = norm_of(own, "embed_norm", head.embed_norm)
         self._feature_norm = norm_of(own, "feature_norm", head.feature_norm)
         self._final_norm = Norm(body.final_norm, own["final_norm.weight"]) if head.has_final_norm else None
@@ -110,11 +124,15 @@ class DeviceHead:
         """
         normed = hidden if self._final_norm is None else normalize(hidden, self._final_norm)
         self.inputs[: len(hidden)].copy_(normed if self._head.recycles_normed else hidden)
-        if self._output is None:
-            return self._target.logits(normed, out)
-        if self.vocabulary is None:
+        if not self._has_output or self.vocabulary is None:
             return self._target.finish_logits(self._output(normed, out))
         said = self._output(normed)
         if out is None:
             out = torch.empty(len(hidden), self.spec.vocab_size, dtype=said.dtype, device=said.device)
         return out.fill_(-torch.inf).index_copy_(1, self.vocabulary, said)
+
+
+def _given(linear: DeviceLinear | None) -> DeviceLinear:
+    if linear is None:
+        raise InvariantError("a draft head has neither an embedding or LM head of its own nor one that it shares")
+    return linear

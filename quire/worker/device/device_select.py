@@ -166,17 +166,11 @@ def _refuse(config: EngineConfig) -> None:
 
 
 def check_rank_devices(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError where the ranks of tensor_parallel_size cannot have a GPU each, or for what they do not run.
+    """Raise ConfigError where the ranks of tensor_parallel_size cannot have a GPU each.
 
     device  of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
     """
-    size, drafting = config.tensor_parallel_size, config.speculative_config
-    heads = [] if drafting is None else [method for method in drafting.methods if method in _HEADS]
-    if heads:
-        raise ConfigError(
-            f"speculative_config with method {heads[0]!r} is not supported with tensor_parallel_size {size} on GPUs, as a head "
-            "reads the whole embedding and LM head: choose ngram, suffix, lookahead or draft_model, or tensor_parallel_size=1"
-        )
+    size = config.tensor_parallel_size
     if device == "interpreter":
         return
     num_devices = torch.cuda.device_count()

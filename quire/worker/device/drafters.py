@@ -23,8 +23,9 @@ from quire.kernels.triton.tile_table import active_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_vocabulary import DeviceVocabulary, load_vocabulary
 from quire.model.heads.device_head import DeviceHead
-from quire.model.heads.head_spec import ParallelHead
+from quire.model.heads.head_spec import LayerHead, ParallelHead
 from quire.model.heads.parallel_model import ParallelModel
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
@@ -178,7 +179,8 @@ class _Head(_Stepping):
         decoder.keep_features(head.aux_hidden_state_layers, target.most_tokens)
         # A pass of trees has logits of all tokens that a level has, of all sequences.
         self._most_rows = sizes.max_num_seqs * drafting.top_k
-        self._model = DeviceHead(head, decoder, self._max_len, max(sizes.max_num_batched_tokens, self._most_rows))
+        most_rows = max(sizes.max_num_batched_tokens, self._most_rows)
+        self._model = DeviceHead(head, decoder, self._max_len, most_rows, _whole_vocabulary(target, head))
         super().__init__(self._model, kv, sizes, target)
         self._chains = HeadChains(self._model, self._executor, self._cache, sizes)
         self._head = replace(head, parameters={})  # they are on the device
@@ -238,6 +240,16 @@ class _Medusa(Drafter):
         return MedusaProposer(
             self._model, head.vocabulary, drafting.top_k, drafting.depth_of(self.method), medusa_tree(drafting, head)
         )
+
+
+def _whole_vocabulary(target: DraftedModel, head: LayerHead) -> DeviceVocabulary | None:
+    """Load the embedding and the LM head that a draft head shares, where the model on this GPU has parts of them; else None."""
+    decoder, report, config = target.decoder, target.report, target.config
+    if decoder.ranks is None:
+        return None
+    policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
+    parameters = open_parameters(report.folder, report.spec)
+    return load_vocabulary(parameters, report.spec, decoder.device, head.parameters, policy, decoder.is_in_order)
 
 
 def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepSizes:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.contracts.kv_spec import KvSpec
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
+from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -16,6 +16,7 @@ from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_shards import DeviceShard
+from quire.model.device_vocabulary import load_vocabulary
 from quire.model.device_weights import load_on_device
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
@@ -23,7 +24,7 @@ from quire.worker.device.variants import ServedModel, meta_decoder
 from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.quantized_checkpoints import write
-from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS, attention
+from tests.unit.kernels.gpu.test_triton_decoder import BARE, MODELS, RMS, attention
 
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo")
 
@@ -36,10 +37,34 @@ def in_turns(monkeypatch):
     one_launch_at_a_time(monkeypatch)
 
 
+ALL_MODELS = MODELS | {
+    "dense-first": [  # DeepSeek's layers, without its attention
+        LayerSpec(attention(), MlpSpec(72, "silu"), attn_in=RMS, mlp_in=RMS),
+        LayerSpec(
+            attention(),
+            MoeSpec(8, 2, MlpSpec(40, "silu"), groups=ExpertGroups(4, 2), routed_scale=2.5, shared=MlpSpec(56, "silu")),
+            attn_in=RMS,
+            mlp_in=RMS,
+        ),
+    ],
+    "sparse": [
+        LayerSpec(
+            attention(),
+            MoeSpec(4, 2, MlpSpec(40, "silu"), scoring="sparse", sparse_margin=0.01, has_router_bias=True),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+    ]
+    * 2,
+}
+
+
 def spec_of(name, **options):
-    layers = tuple(MODELS[name])
+    layers = tuple(ALL_MODELS[name])
     final = layers[0].attn_in or RMS
     positions = 64 if name == "gpt" else 0
+    if name == "late":
+        options = {"embed_norm": BARE, "has_head_bias": True} | options
     return replace(ModelSpec("test", "float32", 61, 48, layers, final, 64, num_learned_positions=positions), **options)
 
 
@@ -89,8 +114,8 @@ def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None):
     return found[0]
 
 
-QUICK = ("qwen3", "gpt-oss")
-NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+QUICK = ("qwen3", "gpt-oss", "shared-experts")
+NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ALL_MODELS]
 LAYOUTS = [pytest.param((1, 1), id="two"), pytest.param((2, 1, 1), id="unequal", marks=pytest.mark.slow),
            pytest.param((1, 1, 1, 1), id="four", marks=pytest.mark.slow)]  # fmt: skip
 
@@ -150,9 +175,12 @@ QWEN = [LayerSpec(attention(qk_norm=RMS), MlpSpec(40, "silu"), attn_in=RMS, mlp_
 
 @pytest.mark.parametrize(
     "name, is_in_order, per_layer", [("qwen3", False, 2), ("qwen3", True, 4), ("gemma", False, 2), ("gpt-oss", False, 2),
-                                     ("gpt-oss", True, 4), ("olmo", False, 3), ("olmo", True, 5)],
+                                     ("gpt-oss", True, 4), ("olmo", False, 3), ("olmo", True, 5),
+                                     ("shared-experts", False, 2), ("shared-experts", True, 5)],
 )  # fmt: skip
-def test_collectives_of_a_step_are_two_or_four_a_layer_one_more_for_a_norm_over_all_heads(name, is_in_order, per_layer):
+def test_collectives_of_a_step_are_two_or_four_a_layer_and_one_more_for_a_norm_or_expert_that_is_gathered(
+    name, is_in_order, per_layer
+):
     spec = spec_of(name)
     _, calls = meta_launches(spec, (1.0, 1.0), is_in_order)
     assert calls == ["all_gather"] * (per_layer * len(spec.layers) + 2)  # and those of the embedding and of the logits
@@ -224,6 +252,21 @@ def test_a_tied_embedding_is_cut_once(is_in_order, device):
     weights = load_on_device(parameters_of(spec), spec, device, shard=shard)
     assert weights.linears["embed.weight"][0].shape == (29, 48)  # of 61 rows, in panels of 16
     assert "lm_head.weight" not in weights.linears
+
+
+@pytest.mark.parametrize("policy", [None, "int8"])
+@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied"])
+def test_the_vocabulary_that_a_draft_head_reads_is_whole_and_has_the_numbers_of_one_rank(is_tied, policy, device):
+    spec, chosen = replace(narrow_spec(), is_tied=is_tied), None if policy is None else DEVICE_POLICIES[policy]
+    one = DeviceDecoder(spec, parameters_of(spec), 64, device, chosen)
+    whole = load_vocabulary(parameters_of(spec), spec, device, (), chosen)
+    ids, hidden = torch.arange(61, device=device), torch.randn(2, 64, device=device)
+    assert torch.equal(whole.embedding.lookup(ids, torch.float32), one.embedding.lookup(ids, torch.float32))
+    assert torch.equal(whole.head(hidden), one.logits(hidden))
+    without = load_vocabulary(parameters_of(spec), spec, device, ("lm_head.weight",), chosen)
+    assert without.head is None
+    assert torch.equal(without.embedding.lookup(ids, torch.float32), one.embedding.lookup(ids, torch.float32))
+    assert load_vocabulary(parameters_of(spec), spec, device, ("embed.weight",), chosen).embedding is None
 
 
 CHECKPOINTS = [("qwen3", "awq"), ("qwen3", "gptq"), ("qwen3", "fp8"), ("qwen3_moe", "fp8"), ("qwen3_moe", "awq")]

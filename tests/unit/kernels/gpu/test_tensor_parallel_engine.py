@@ -16,6 +16,7 @@ from tests.device_ranks import one_launch_at_a_time
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.test_device_heads import CUT, GREEDY, HEADS, drafting, said
 from tests.unit.speculate.proposers import PROPOSERS, install
 
 pytestmark = [
@@ -151,10 +152,36 @@ def test_what_a_worker_fails_with_while_it_loads_is_raised(qwen, monkeypatch):
         engine(qwen, 2)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "mtp"])
-def test_draft_heads_are_refused(qwen, method):
-    with pytest.raises(ConfigError, match=f"'{method}' is not supported with tensor_parallel_size 2 on GPUs"):
-        engine(qwen, 2, speculative_config={"method": method, "model": "demo-eagle3"})
+TREE = {"draft_top_k": 2, "num_speculative_tokens": 5}
+DRAFTS = [("eagle3", True, {}), ("medusa", False, {}), ("mtp", False, {}), ("eagle", True, {}), ("mtp", True, {}),
+          ("medusa", True, {"draft_top_k": 1}), ("eagle3", False, TREE), ("draft_model", True, {}),
+          ("draft_model", False, {})]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "is_deterministic", "drafts"),
+    [
+        each if each[:2] in (("eagle3", True), ("medusa", False)) else pytest.param(*each, marks=pytest.mark.slow)
+        for each in DRAFTS
+    ],
+)
+def test_what_drafts_with_weights_drafts_on_ranks_what_it_drafts_on_the_cpu(
+    qwen, tmp_path, threads, method, is_deterministic, drafts
+):
+    folder = qwen if method == "draft_model" else HEADS[method](tmp_path / method)
+    params = [replace(GREEDY, max_tokens=4), replace(CUT, max_tokens=4)]
+    on_cpu, wanted = drafting(qwen, folder, method, "cpu", drafts)
+    expected = said(on_cpu.generate(PROMPTS[::2], params, use_tqdm=False))
+    there = on_cpu.llm_engine.stats
+    on_cpu.close()
+    options = {"tensor_parallel_size": 2, "deterministic": is_deterministic}
+    ranks, noted = drafting(qwen, folder, method, "interpreter", drafts, **options)
+    assert said(ranks.generate(PROMPTS[::2], params, use_tqdm=False)) == expected
+    assert noted == wanted
+    stats = ranks.llm_engine.stats
+    assert stats.num_draft_tokens == there.num_draft_tokens > 0
+    assert stats.num_accepted_tokens == there.num_accepted_tokens
+    ranks.close()
 
 
 def test_more_ranks_than_heads_are_refused(qwen):

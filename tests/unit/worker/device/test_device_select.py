@@ -208,11 +208,3 @@ def test_ranks_have_gpus_where_there_are_enough_and_share_the_interpreters_cpu(m
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "cuda:0")
     machine(0)
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "interpreter")
-
-
-@pytest.mark.parametrize("device", ["cuda:0", "interpreter"])
-def test_heads_that_draft_are_refused_on_ranks_of_gpus(machine, device):
-    machine(4)
-    config = EngineConfig(model="demo", tensor_parallel_size=2, speculative_config={"method": "eagle3", "model": "demo-eagle3"})
-    with pytest.raises(ConfigError, match="'eagle3' is not supported with tensor_parallel_size 2 on GPUs.*choose ngram"):
-        check_rank_devices(config, device)
