@@ -29,6 +29,27 @@ MAY_IMPORT = {
     "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine"},
     "cli": {"base", "contracts", "model", "training", "engine", "serving", "bench"},
 }
+SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
+SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other
+    "engine_client": set(),
+    "interfaces": {"engine_client"},
+    "auth": {"interfaces"},
+    "admission": {"engine_client", "interfaces"},
+    "metrics": {"engine_client", "interfaces"},
+    "request_queue": {"engine_client", "interfaces", "admission", "metrics"},
+    "core": {"engine_client", "interfaces", "admission"},
+    "context": {"interfaces", "core"},
+    "endpoint": {"interfaces"},
+    "openai": {"engine_client", "interfaces", "core", "context", "endpoint"},
+    "anthropic": {"core", "context", "endpoint", "openai"},
+    "responses": {"interfaces", "core", "context", "endpoint", "openai"},
+    "batch": {"auth", "admission", "core", "context", "endpoint", "openai", "responses"},
+    "page": {"engine_client", "metrics", "request_queue", "context", "endpoint"},
+    "http": {
+        *("engine_client", "interfaces", "auth", "admission", "metrics", "request_queue", "core", "context", "endpoint"),
+        *("openai", "anthropic", "responses", "batch", "page"),
+    },
+}
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}
 
@@ -81,6 +102,31 @@ def test_module_imports_only_what_its_package_may(path):
         if top == "transformers":
             pytest.fail(f"{path} imports transformers, which is a test oracle only")
     assert packages_imported_by(path) <= MAY_IMPORT[package], f"{path} imports {sorted(imports_of(path))}"
+
+
+def serving_part_of(path: Path) -> str:
+    """Return the folder of a module of quire/serving, or its own name where it is in none."""
+    name = path.relative_to(ROOT / "serving").parts[0].removesuffix(".py")
+    return "base" if name in SERVING_BASE else name
+
+
+def serving_parts_imported_by(path: Path) -> set[str]:
+    names = (name.split(".")[2] for name in imports_of(path) if name.startswith("quire.serving."))
+    return {"base" if name in SERVING_BASE else name for name in names} - {serving_part_of(path), "base"}
+
+
+def test_folders_of_serving_import_one_way():
+    before = set[str]()
+    for part, others in SERVING_MAY_IMPORT.items():
+        assert others <= before, f"{part} stands before {others - before}"
+        before.add(part)
+    imported: dict[str, set[str]] = {part: set() for part in SERVING_MAY_IMPORT}
+    for path in sorted((ROOT / "serving").rglob("*.py")):
+        part = serving_part_of(path)
+        if part != "__init__":
+            imported.setdefault(part, set()).update(serving_parts_imported_by(path))
+    assert imported.pop("base") == set()
+    assert imported == SERVING_MAY_IMPORT
 
 
 def test_import_of_quire_loads_neither_torch_nor_its_own_packages():

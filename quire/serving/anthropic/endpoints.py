@@ -58,7 +58,7 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
         return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
     Endpoint(
         method="POST",
         path="/v1/messages",
