@@ -99,7 +99,7 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
         return plan, encode_json(stored_items(items_of(body))) if is_kept else b"[]"
 
     texts = (body, [(stored.items, stored.body) for stored in history])
-    plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare, may_run_here=True)
+    plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare)
     store = routes.store if is_kept else None
     response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
     priority = priority_of(body.service_tier, caller.owner)
