@@ -72,8 +72,8 @@ class ServerContext:
         """Return what a function returns that renders or tokenises `texts`, run off the event loop in its owner's turn.
 
         call_id       of the HTTP request, which counts against its key's limits meanwhile; None for a line of a batch
-        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes next to nothing.
-                      Not what renders a chat template, which waits for another process.
+        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes nothing,
+                      and it does not render a chat template, which waits for another process
 
         Raises ApiError: 429 or 503 where there is no room, and what the function raises.
         """
