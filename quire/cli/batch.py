@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     engine_config = options.engine_config(args, takes_replicas=True)
     try:
         from quire.serving.batch.offline import BatchFiles
-        from quire.serving.batch.offline_main import run_batch_file
         from quire.serving.config import ServerConfig
+        from quire.serving.http.offline_main import run_batch_file
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"this needs the package {error.name}, which is not installed: pip install 'quire[server]'"

@@ -215,8 +215,8 @@ def _read_objectives(pairs: tuple[str, ...] | list[str]) -> dict[str, Any]:
 
 
 def _read_keys(given: list[str] | None, path: Path | None) -> tuple[Any, ...]:
+    from quire.serving.auth import hash_key, read_key_file
     from quire.serving.config import ApiKey
-    from quire.serving.http.auth import hash_key, read_key_file
 
     texts = given or []
     if not texts and os.environ.get(KEY_VARIABLE):

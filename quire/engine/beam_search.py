@@ -5,9 +5,9 @@ Where the grammar of a hypothesis forces tokens, one request tells what follows 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import RequestId
@@ -16,11 +16,10 @@ from quire.contracts.constraint import GrammarMatcher
 from quire.contracts.outputs import BeamSearchOutput, BeamSearchSequence, Logprob, RequestOutput
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
+from quire.engine.llm_engine import LLMEngine
+from quire.engine.replica_engine import ReplicaEngine
 from quire.grammar.matcher import ForkedGrammar
 from quire.text.detokenizer import IncrementalDetokenizer
-
-if TYPE_CHECKING:
-    from quire.engine.llm import LLM
 
 logger = get_logger(__name__)
 
@@ -66,71 +65,105 @@ class _Search:
     ended: list[_Beam] = field(default_factory=list)
 
 
-def search_beams(llm: LLM, requests: list[Request], params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """Search the most likely continuations of every prompt, all prompts and hypotheses in one batch.
+class BeamSearch:
+    """Searches the most likely continuations of prompts.
 
-    Every step takes, of all one-token extensions of a prompt's hypotheses, the beam_width best; of those that fit, where the
-    requests have a grammar.
+    engine  whose tokenizer and limits hold
+    run     runs requests of one step and returns their last outputs in order
     """
-    max_model_len = llm.llm_engine.report.memory.max_model_len
-    for request in requests:
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt + params.max_tokens > max_model_len:
-            raise RequestError(
-                f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the model's {max_model_len} tokens",
-                "max_tokens",
-            )
-    if not llm.llm_engine.config.enable_prefix_caching:
-        logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
-    if llm.llm_engine.config.speculative_config is not None:
-        logger.info("beam search drafts what constraints force alone: hypotheses are chosen anew behind every token")
-    searches = [
-        _Search(
-            request, [_Beam(request.prompt_token_ids, 0.0, None if request.grammar is None else request.grammar.new_matcher())]
-        )
-        for request in requests
-    ]
-    for num_left in range(params.max_tokens, 0, -1):
-        if not any(search.live for search in searches):
-            break
-        _extend(llm, searches, params, num_left)
-    return [_conclude(llm, search, params) for search in searches]
+
+    def __init__(
+        self,
+        engine: LLMEngine | ReplicaEngine,
+        run: Callable[[list[Request]], list[RequestOutput]],
+        params: BeamSearchParams,
+    ) -> None:
+        self._engine = engine
+        self._run_steps = run
+        self._params = params
+
+    def run(self, requests: list[Request]) -> list[BeamSearchOutput]:
+        """Search the continuations of all prompts and hypotheses in one batch.
+
+        Every step takes, of all one-token extensions of a prompt's hypotheses, the beam_width best; of those that fit, where
+        the requests have a grammar.
+        """
+        params = self._params
+        max_model_len = self._engine.report.memory.max_model_len
+        for request in requests:
+            num_prompt = len(request.prompt_token_ids)
+            if num_prompt + params.max_tokens > max_model_len:
+                raise RequestError(
+                    f"{num_prompt} prompt tokens and max_tokens {params.max_tokens} exceed the model's {max_model_len} tokens",
+                    "max_tokens",
+                )
+        if not self._engine.config.enable_prefix_caching:
+            logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
+        if self._engine.config.speculative_config is not None:
+            logger.info("beam search drafts what constraints force alone: hypotheses are chosen anew behind every token")
+        searches = [_Search(request, [_first_beam(request)]) for request in requests]
+        for num_left in range(params.max_tokens, 0, -1):
+            if not any(search.live for search in searches):
+                break
+            self._extend(searches, num_left)
+        return [self._conclude(search) for search in searches]
+
+    def _extend(self, searches: list[_Search], num_left: int) -> None:
+        """Grow every hypothesis by its best tokens and keep the best of each prompt. num_left: tokens that it may still get."""
+        params = self._params
+        asked = [
+            _next_steps(search, index, beam, params, 1 + beam.num_forced(num_left - 1))
+            for search in searches
+            for index, beam in enumerate(search.live)
+            if not beam.told
+        ]
+        outputs = iter(self._run_steps(asked) if asked else ())
+        for search in searches:
+            eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
+            extended: list[tuple[float, _Beam, int]] = []
+            errors: list[RequestError] = []
+            for known in search.live:
+                beam = known
+                if not known.told:
+                    output = next(outputs)
+                    beam = replace(known, told=_told(output))
+                    if not beam.told:
+                        if output.error is not None:
+                            errors.append(RequestError(output.error, output.error_param or "prompt"))
+                        continue
+                for token_id, entry in beam.told[0].entries.items():
+                    if token_id in eos:
+                        search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
+                    else:
+                        extended.append((beam.logprob + entry.logprob, beam, token_id))
+            # A hypothesis that no token of its grammar can follow is given up, as long as there is another.
+            if errors and (search.request.grammar is None or not (extended or search.ended)):
+                raise errors[0]
+            extended.sort(key=lambda candidate: -candidate[0])
+            kept = [beam.with_token(token_id, total) for total, beam, token_id in extended[: params.beam_width]]
+            search.ended += [beam for beam in kept if _is_complete(beam)]
+            search.live = [beam for beam in kept if not _is_complete(beam)]
+
+    def _conclude(self, search: _Search) -> BeamSearchOutput:
+        candidates = [self._describe(search.request, beam, "stop") for beam in search.ended]
+        candidates += [self._describe(search.request, beam, "length") for beam in search.live]
+        candidates.sort(key=lambda candidate: -candidate.score)
+        return BeamSearchOutput(candidates[: self._params.beam_width])
+
+    def _describe(self, request: Request, beam: _Beam, reason: FinishReason) -> BeamSearchSequence:
+        output = list(beam.token_ids[len(request.prompt_token_ids) :])
+        tokenizer = self._engine.tokenizer
+        text = ""
+        if tokenizer is not None:
+            is_exact = request.params.constraint is not None
+            detokenizer = IncrementalDetokenizer(tokenizer, after=request.prompt_token_ids, is_exact=is_exact)
+            text = detokenizer.append(output) + detokenizer.finish()
+        score = beam.logprob / len(output) ** self._params.length_penalty
+        return BeamSearchSequence(list(beam.token_ids), beam.logprob, score, text, reason)
 
 
-def _extend(llm: LLM, searches: list[_Search], params: BeamSearchParams, num_left: int) -> None:
-    """Grow every hypothesis by its best tokens and keep the best of each prompt. num_left: tokens that it may still get."""
-    asked = [
-        _next_steps(search, index, beam, params, 1 + beam.num_forced(num_left - 1))
-        for search in searches
-        for index, beam in enumerate(search.live)
-        if not beam.told
-    ]
-    outputs = iter(llm.run(asked, use_tqdm=False) if asked else ())
-    for search in searches:
-        eos = frozenset[int]() if params.ignore_eos else search.request.eos_token_ids
-        extended: list[tuple[float, _Beam, int]] = []
-        errors: list[RequestError] = []
-        for known in search.live:
-            beam = known
-            if not known.told:
-                output = next(outputs)
-                beam = replace(known, told=_told(output))
-                if not beam.told:
-                    if output.error is not None:
-                        errors.append(RequestError(output.error, output.error_param or "prompt"))
-                    continue
-            for token_id, entry in beam.told[0].entries.items():
-                if token_id in eos:
-                    search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
-                else:
-                    extended.append((beam.logprob + entry.logprob, beam, token_id))
-        # A hypothesis that no token of its grammar can follow is given up, as long as there is another.
-        if errors and (search.request.grammar is None or not (extended or search.ended)):
-            raise errors[0]
-        extended.sort(key=lambda candidate: -candidate[0])
-        kept = [beam.with_token(token_id, total) for total, beam, token_id in extended[: params.beam_width]]
-        search.ended += [beam for beam in kept if _is_complete(beam)]
-        search.live = [beam for beam in kept if not _is_complete(beam)]
+def _first_beam(request: Request) -> _Beam:
+    return _Beam(request.prompt_token_ids, matcher=None if request.grammar is None else request.grammar.new_matcher())
 
 
 def _told(output: RequestOutput) -> tuple[_Told, ...]:
@@ -164,22 +197,3 @@ def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchPara
 
 def _is_complete(beam: _Beam) -> bool:
     return beam.matcher is not None and beam.matcher.is_complete
-
-
-def _conclude(llm: LLM, search: _Search, params: BeamSearchParams) -> BeamSearchOutput:
-    candidates = [_describe(llm, search.request, beam, params, "stop") for beam in search.ended]
-    candidates += [_describe(llm, search.request, beam, params, "length") for beam in search.live]
-    candidates.sort(key=lambda candidate: -candidate.score)
-    return BeamSearchOutput(candidates[: params.beam_width])
-
-
-def _describe(llm: LLM, request: Request, beam: _Beam, params: BeamSearchParams, reason: FinishReason) -> BeamSearchSequence:
-    output = list(beam.token_ids[len(request.prompt_token_ids) :])
-    tokenizer = llm.llm_engine.tokenizer
-    text = ""
-    if tokenizer is not None:
-        is_exact = request.params.constraint is not None
-        detokenizer = IncrementalDetokenizer(tokenizer, after=request.prompt_token_ids, is_exact=is_exact)
-        text = detokenizer.append(output) + detokenizer.finish()
-    score = beam.logprob / len(output) ** params.length_penalty
-    return BeamSearchSequence(list(beam.token_ids), beam.logprob, score, text, reason)

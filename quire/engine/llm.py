@@ -14,7 +14,7 @@ from quire.contracts.outputs import BeamSearchOutput, EmbeddingRequestOutput, Re
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
-from quire.engine.beam_search import search_beams
+from quire.engine.beam_search import BeamSearch
 from quire.engine.config import make_config
 from quire.engine.llm_engine import EngineOutput, LLMEngine
 from quire.engine.replica_engine import ReplicaEngine
@@ -58,7 +58,7 @@ class LLM:
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = _as_params(params, len(prompt_list), SamplingParams, "sampling_params")
         pairs = zip(prompt_list, params_list, strict=True)
-        return self.run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
 
     def embed(
         self,
@@ -118,11 +118,8 @@ class LLM:
             )
         asked = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, structured_outputs=params.structured_outputs)
         requests = [self._make(prompt, asked) for prompt in _as_prompts(prompts)]
-        return search_beams(self, _with_grammars(self.llm_engine, requests), params)
-
-    def run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        """Run requests for tokens, validated already, and return their last outputs in order."""
-        return self._run(requests, use_tqdm)
+        requests = _with_grammars(self.llm_engine, requests)
+        return BeamSearch(self.llm_engine, lambda steps: self._run(steps, use_tqdm=False), params).run(requests)
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[Any]:
         with self.llm_engine.interrupts.watched():
@@ -130,14 +127,12 @@ class LLM:
 
     def _run_watched(self, requests: list[Request], use_tqdm: bool) -> list[Any]:
         engine = self.llm_engine
-        for request in requests:
-            engine.check_servable(request)
         requests = _with_grammars(engine, requests)
         outputs: dict[str, EngineOutput] = {}
         submitted: list[RequestId] = []
         progress = _progress(len(requests)) if use_tqdm else None
         try:
-            for request in requests:
+            for request in requests:  # nothing runs before the first step, so one that is refused has not begun the others
                 engine.submit(request, "final")
                 submitted.append(request.request_id)
             while engine.has_unfinished_requests():

@@ -195,10 +195,6 @@ class LLMEngine:
         """Raise RequestError when a request that was made elsewhere does not fit the model or the engine's options."""
         self._factory.check(request)
 
-    def check_servable(self, request: Request) -> None:
-        """Raise RequestError, with the numbers, when a request can never fit."""
-        check_servable(request, self.scheduler.config)
-
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
         """Queue a request made by make_request. Raises RequestError when it can never fit or its id is in use.
 
@@ -209,6 +205,7 @@ class LLMEngine:
         is_pooled = request.pooling is not None
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
+        check_servable(request, self.scheduler.config)
         compilation = self.start_compilation(request)
         if compilation is not None and compilation.is_done and not compilation.has_failed:
             request, compilation = replace(request, grammar=compilation.result()), None
@@ -217,7 +214,6 @@ class LLMEngine:
             if compilation is None:
                 self.scheduler.add(request, time.monotonic())
             else:
-                self.check_servable(request)
                 self._compiling.add(request, compilation)
             self._streams[request.request_id] = stream
 

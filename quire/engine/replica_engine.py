@@ -127,10 +127,6 @@ class ReplicaEngine:
         """Return the checkpoint's recommended SamplingParams, changed by `overrides`."""
         return SamplingParams(**{**self.report.generation_defaults, **overrides})
 
-    def check_servable(self, request: Request) -> None:
-        """Raise RequestError, with the numbers, when a request can never fit into a replica."""
-        check_servable(request, self._limits)
-
     def start_compilation(self, request: Request) -> Compilation | None:
         """Begin to compile what limits the output of a request, which shows whether it can be; None where nothing does.
 
@@ -143,11 +139,12 @@ class ReplicaEngine:
         return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
 
     def submit(self, request: Request, output_kind: str = "final") -> None:
-        """Queue a request. Raises WorkerError for a closed engine."""
+        """Queue a request. Raises RequestError when it can never fit into a replica, and WorkerError for a closed engine."""
         if self._is_closed:
             raise WorkerError("the engine has been closed")
         if output_kind != "final":
             raise UnsupportedError(f"replicas return the last output of a request only, not {output_kind!r}")
+        check_servable(request, self._limits)
         # As in one engine: the policy is that of a replica's scheduler, and this queue before it has to agree.
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
         heapq.heappush(self._waiting, (priority, next(self._places), request))

@@ -1,20 +1,13 @@
-"""The process of a CompileServer: reads what a compiler needs, then forks processes that compile, and ends them when told."""
+"""What runs in the processes of a SandboxedCompiler: compilers of constraints."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import resource
-import signal
-import socket
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from quire.base.sandbox_server import serve
 from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_check import iter_tag_schemas
@@ -22,82 +15,15 @@ from quire.grammar.schema_faults import find_fault, plain_words
 from quire.grammar.spelling import Spelling
 from quire.grammar.vocabulary import Vocabulary
 
-_STACK_BYTES = 4 << 20
-"""Half of what the engine's threads have: what fits here, fits there."""
-_MAX_MESSAGE = 256
-
 
 def main() -> None:
-    """Fork and end processes as the socket asks, whose number is the last argument; end them all when it closes.
-
-    A process that has ended stays unreaped until it is to be ended, so that its number means no other.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what a library prints is no answer
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    control = socket.socket(fileno=int(sys.argv[-1]))
-    start = json.loads(sys.stdin.buffer.read())
-    compiler = _COMPILERS[start["setup"]["backend"]](start["setup"])
-    pids: set[int] = set()
-    try:
-        control.send(b"{}")
-        while True:
-            message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE, 1)
-            if not message:
-                break
-            if descriptors:
-                pids.add(_fork(control, descriptors[0], compiler, start["limits"]))
-            else:
-                ended = json.loads(message)
-                signal_number = _end(ended["end"], pids, ended["is_ending"])
-                control.send(json.dumps({"signal": signal_number}).encode())
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the engine was killed: there is nobody to tell
-    for pid in tuple(pids):
-        _end(pid, pids)
+    """Serve a SandboxedCompiler."""
+    serve(_prepare)
 
 
-def _end(pid: int, pids: set[int], is_ending: bool = False) -> int:
-    """Kill a process, or wait for its end; return the signal that has ended it, 0 where it was none or this one's."""
-    pids.remove(pid)
-    os.kill(pid, signal.SIGCONT if is_ending else signal.SIGKILL)  # it may have been stopped on its way out
-    _, status = os.waitpid(pid, 0)
-    return os.WTERMSIG(status) if is_ending and os.WIFSIGNALED(status) else 0
-
-
-def _fork(control: socket.socket, descriptor: int, compiler: Any, limits: dict[str, Any]) -> int:
-    """Let a new process answer at a socket; return its number here."""
-    pid = os.fork()
-    if pid:
-        os.close(descriptor)
-        control.send(json.dumps({"pid": pid}).encode())
-        return pid
-    try:
-        control.close()
-        os.setsid()
-        with contextlib.suppress(OSError):  # another system than Linux
-            Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")  # where memory ends, this ends first
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (limits["memory_bytes"], hard))
-        threading.stack_size(_STACK_BYTES)
-        thread = threading.Thread(target=_answer_all, args=(socket.socket(fileno=descriptor), compiler, limits["max_cpu_s"]))
-        thread.start()
-        thread.join()
-    finally:
-        os._exit(0)  # what the process that forks has registered for its end is none of this one's
-
-
-def _answer_all(connection: socket.socket, compiler: Any, max_cpu_s: float) -> None:
-    """Answer constraints, line by line, until the other side closes; the system ends the process where one takes too much."""
-    try:
-        connection.sendall(b"{}\n")
-        for line in connection.makefile("rb"):
-            signal.setitimer(signal.ITIMER_PROF, max_cpu_s)  # SIGPROF ends a process
-            answer = answer_to(compiler, json.loads(line))
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # as above
+def _prepare(setup: dict[str, Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    compiler = _COMPILERS[setup["backend"]](setup)
+    return lambda fields: answer_to(compiler, fields)
 
 
 class _LlguidanceCompiler:

@@ -1,63 +1,54 @@
-"""ServerContext: what every handler may use, and the state of the server as a whole."""
+"""ServerContext: what a route that asks the model needs."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
-from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
+from quire.serving.core.served_model import ServedModel
 from quire.serving.errors import engine_unavailable, not_found, shutting_down
-from quire.serving.http.auth import Authenticator
 from quire.serving.interfaces import Gateway, Tenant
 from quire.serving.public_error import show_error
-
-if TYPE_CHECKING:
-    from quire.serving.batch.service import BatchService
-    from quire.serving.core.served_model import ServedModel
-    from quire.serving.engine_client.client import EngineClient
-    from quire.serving.engine_client.fleet import EngineFleet
-    from quire.serving.metrics.server_metrics import ServerMetrics
-    from quire.serving.responses.store import ResponseStore
 
 T = TypeVar("T")
 Phase = Literal["starting", "serving", "draining", "failed"]
 
 
+@dataclass(slots=True)
+class ServerState:
+    """Where the server stands in its life; written by Lifecycle only.
+
+    failure  why the server gives up, where phase is "failed"
+    """
+
+    phase: Phase = "starting"
+    failure: str | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """The parts of one server. `served` is None until the engine is loaded for the first time.
+    """The loaded model and the way to it.
 
-    failure      why the server gives up, where phase is "failed"
+    served       None until the engine is loaded for the first time
     signing_key  of this process, for what clients hold for it and send back
-    bodies       how much of the bodies of requests is held
-    keeps_responses  False: responses are never stored, and say so
     """
 
     config: ServerConfig
     gateway: Gateway
-    client: EngineClient | EngineFleet
-    authenticator: Authenticator
-    metrics: ServerMetrics
+    state: ServerState = field(default_factory=ServerState)
     served: ServedModel | None = None
-    batches: BatchService | None = None
-    responses: ResponseStore | None = None
-    phase: Phase = "starting"
-    failure: str | None = None
-    keeps_responses: bool = True
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-    bodies: BodyRoom = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.bodies = BodyRoom(self.config.max_held_body_bytes)
 
     @property
     def model(self) -> ServedModel:
         """The loaded model. Raises ApiError 503 while there is none."""
         if self.served is None:
-            raise engine_unavailable("the model is being loaded" if self.failure is None else show_error(self.failure))
+            raise engine_unavailable(
+                "the model is being loaded" if self.state.failure is None else show_error(self.state.failure)
+            )
         return self.served
 
     @property
@@ -81,7 +72,8 @@ class ServerContext:
         """Return what a function returns that renders or tokenises `texts`, run off the event loop in its owner's turn.
 
         call_id       of the HTTP request, which counts against its key's limits meanwhile; None for a line of a batch
-        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes next to nothing
+        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes nothing,
+                      and it does not render a chat template, which waits for another process
 
         Raises ApiError: 429 or 503 where there is no room, and what the function raises.
         """
@@ -94,5 +86,5 @@ class ServerContext:
 
     def check_accepting(self) -> None:
         """Raise ApiError 503 while the server drains."""
-        if self.phase == "draining":
+        if self.state.phase == "draining":
             raise shutting_down(after_s=self.gateway.drain_left_s)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from starlette.datastructures import QueryParams
@@ -21,9 +22,7 @@ from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, from_quire_error, invalid, unknown_parameters
 from quire.serving.interfaces import Tenant
 
-if TYPE_CHECKING:
-    from quire.serving.context import ServerContext
-
+D = TypeVar("D")
 Body = TypeVar("Body", bound=msgspec.Struct)
 HUGE_BYTES = 1 << 20  # decoding these holds the interpreter for milliseconds at a time: one after the other, or they add up
 MAX_TRACEPARENT_LENGTH = 128
@@ -202,12 +201,12 @@ JOB_HEADERS = (
     header("traceparent", {"type": "string", "maxLength": MAX_TRACEPARENT_LENGTH}, "W3C trace context."),
 )
 
-Handler = Callable[["ServerContext", Call], Awaitable[Answer]]
+Handler = Callable[[D, Call], Awaitable[Answer]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Endpoint:
-    """One route.
+class Endpoint(Generic[D]):
+    """One route, whose handler gets a D, the parts of the server that it works with.
 
     path           with {parameters}; {name:path} takes slashes too
     body           the type of the JSON body, for the OpenAPI description
@@ -224,7 +223,7 @@ class Endpoint:
 
     method: str
     path: str
-    handler: Handler
+    handler: Handler[D]
     summary: str
     tag: str
     body: type[msgspec.Struct] | None = None
@@ -237,3 +236,16 @@ class Endpoint:
     is_open: bool = False
     is_anthropic: bool = False
     success_media_type: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An endpoint, and its handler with what it works with."""
+
+    endpoint: Endpoint[Any]
+    answer: Callable[[Call], Awaitable[Answer]]
+
+
+def bind(endpoints: Iterable[Endpoint[D]], parts: D) -> tuple[Route, ...]:
+    """Return the routes of endpoints that work with the same parts of the server."""
+    return tuple(Route(endpoint, partial(endpoint.handler, parts)) for endpoint in endpoints)

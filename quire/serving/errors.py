@@ -10,6 +10,9 @@ from typing import Any
 import msgspec
 
 from quire.base.errors import QuireError, RequestError, UnsupportedError
+from quire.base.logging import get_logger
+
+logger = get_logger(__name__)
 
 OVERLOADED_STATUS = 529  # of the Anthropic API: what 503 is elsewhere
 
@@ -34,6 +37,7 @@ _TYPES = {
 _LENGTH_FIELDS = ("prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_MESSAGE_LENGTH = 2000
 MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"
+INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
 BODY_ROOM_CODE = "too_many_body_bytes"
 
 
@@ -158,3 +162,15 @@ def from_quire_error(error: QuireError) -> ApiError:
     if isinstance(error, UnsupportedError):
         return ApiError(400, str(error), code="unsupported_value")
     return ApiError(500, str(error), code="internal_error")
+
+
+def as_api_error(error: BaseException, request_id: str) -> ApiError:
+    """Return what the client is told of an exception: its own mistakes in full, the server's by name, and in the log."""
+    if isinstance(error, ApiError):
+        # Who keeps the error in a variable would be kept by its traceback, and the body of the request with it, until the
+        # collector comes.
+        return error.with_traceback(None)
+    if isinstance(error, QuireError):
+        return from_quire_error(error)
+    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
+    return ApiError(500, INTERNAL_ERROR, code="internal_error")

@@ -3,42 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
-from quire.base.errors import ModelFormatError, RequestError
+from quire.base.errors import ModelFormatError, RequestError, WorkerError
+from quire.base.sandbox import Sandbox, SandboxClosedError, SandboxLimitError, SandboxLostError
+from quire.base.sandbox_server import SandboxServerError
 from quire.text.template_hiding import RenderedChat, SpellingHider
 from quire.text.template_shape import TemplateShape
 
-if TYPE_CHECKING:
-    from quire.text.template_sandbox import CompiledTemplate
-
-T = TypeVar("T")
-
 MAX_SOURCE_CHARACTERS = 1_000_000
+SANDBOX_COMMAND = (sys.executable, "-P", "-m", "quire.text.template_main")
+_MAX_CPU_S = 10.0
+_MEMORY_BYTES = 1 << 30
+_NUM_TRIES = 3
+
+
+@cache
+def shared_sandbox() -> Sandbox:
+    """Return the sandbox of all chat templates of this process; its processes start with the first template and end with it."""
+    return Sandbox(SANDBOX_COMMAND, max_cpu_s=_MAX_CPU_S, max_wall_s=60.0, memory_bytes=_MEMORY_BYTES)
 
 
 class ChatTemplate:
-    """A chat template; it is compiled when first used.
+    """A chat template; it is compiled when first used. Thread-safe.
 
     special_tokens  variables that the template sees, "bos_token" -> "<s>" and so on
     file            where the template is, for error messages
-    The template runs in a sandbox: it reaches no files and no Python internals, and its work is bounded.
+    sandbox         runs `template_main`; the one that all templates share where it is None
+    The template runs in another process: it reaches no files and no Python internals, and its time and memory are limited.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], file: Path | None = None) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], file: Path | None = None, sandbox: Sandbox | None = None
+    ) -> None:
         self.source = source
         self._file = file
+        self._sandbox = sandbox
         self._special_tokens = dict(special_tokens)
-        self._compiled: CompiledTemplate | None = None
         self._shape = TemplateShape(self._render_probe)
 
     def variables(self) -> frozenset[str]:
         """Return the names of the variables that have an effect. Raises ModelFormatError where the template is damaged."""
-        from quire.text.template_sandbox import variables_of
-
-        return self._naming_file(variables_of)
+        return frozenset(self._ask(None)["names"])
 
     def render(
         self,
@@ -68,7 +78,6 @@ class ChatTemplate:
 
         Raises as `render` does.
         """
-        compiled = self._compile()
         hider = SpellingHider(spellings)
         try:
             hidden_messages, hidden_tools = hider.hide(
@@ -83,31 +92,52 @@ class ChatTemplate:
             }
         except RecursionError:
             raise RequestError("messages are nested too deeply", "messages") from None
-        return hider.show(compiled.render(variables))
+        return hider.show(self._ask(variables)["text"])
 
     def _render_probe(self, messages: list[dict[str, Any]]) -> str:
         variables = {**self._special_tokens, "messages": messages, "tools": None, "add_generation_prompt": False}
-        return self._compile().render(variables)
+        return self._ask(variables)["text"]
 
-    def _compile(self) -> CompiledTemplate:
-        if self._compiled is None:
-            from quire.text.template_sandbox import compile_template
+    def _ask(self, variables: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the answer of template_main.
 
-            self._compiled = self._naming_file(compile_template)
-        return self._compiled
+        Raises ModelFormatError where the template is damaged, and RequestError where it fails, refuses or does too much.
+        """
+        if len(self.source) > MAX_SOURCE_CHARACTERS:
+            raise self._damaged(f"chat_template must have at most {MAX_SOURCE_CHARACTERS} characters, got {len(self.source)}")
+        answer = self._answer({"source": self.source, "variables": variables})
+        error = answer.get("error")
+        if error is None:
+            return answer
+        if answer["kind"] == "format":
+            raise self._damaged(error)
+        if answer["kind"] == "refused":
+            raise RequestError(f"the chat template refuses these messages: {error}", "messages")
+        raise RequestError(f"chat_template failed: {error}", "chat_template")
 
-    def _naming_file(self, read: Callable[[str], T]) -> T:
-        """Return what `read` makes of the source; its ModelFormatError gets the name of the file."""
-        try:
-            if len(self.source) > MAX_SOURCE_CHARACTERS:
-                raise ModelFormatError(
-                    f"chat_template must have at most {MAX_SOURCE_CHARACTERS} characters, got {len(self.source)}"
-                )
-            return read(self.source)
-        except ModelFormatError as error:
-            if self._file is None:
-                raise
-            raise ModelFormatError(f"{self._file}: {error}") from error
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Ask the sandbox, again where its process ended by no fault of the template. Raises WorkerError where none starts."""
+        sandbox = self._sandbox or shared_sandbox()
+        for num_left in reversed(range(_NUM_TRIES)):
+            try:
+                with sandbox.ask({}, message) as answer:
+                    return answer
+            except SandboxLimitError:
+                raise RequestError(
+                    f"chat_template failed: it takes more than {sandbox.max_cpu_s:g} s or the memory that is allowed",
+                    "chat_template",
+                ) from None
+            except ValueError as error:  # of an integer that is too long to be written
+                raise RequestError(f"chat_template failed: {error}", "chat_template") from None
+            except (SandboxServerError, SandboxLostError) as error:
+                if not num_left:
+                    raise WorkerError(f"the process that renders chat templates does not work: {error}") from None
+            except SandboxClosedError:
+                raise WorkerError("the process that renders chat templates has been ended") from None
+        raise AssertionError
+
+    def _damaged(self, message: str) -> ModelFormatError:
+        return ModelFormatError(message if self._file is None else f"{self._file}: {message}")
 
 
 def _check_messages(messages: object) -> list[dict[str, Any]]:

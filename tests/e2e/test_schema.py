@@ -116,18 +116,19 @@ class App:
     def __init__(self):
         self.runner = asyncio.Runner()
         server = Server.of(CONFIG, EngineConfig(model="demo"))
-        self.context = context = server.context
-        context.client = SimpleNamespace(state="ready", heartbeat_age_s=0.1, last_error=None, info=engine_info(), pid=1)
+        self.server = server
+        context = server.context
+        server.client = SimpleNamespace(state="ready", heartbeat_age_s=0.1, last_error=None, info=engine_info(), pid=1)
         self.runner.run(server.on_loaded())
         context.gateway = FakeGateway(play)
         context.served = make_served(TOOL_TEMPLATE)
-        context.phase = "serving"
-        self.endpoints = server.endpoints()
-        self.app = make_app(context, self.endpoints)
+        context.state.phase = "serving"
+        routes = server.routes()
+        self.endpoints = [route.endpoint for route in routes]
+        self.app = make_app(server.shell(), routes)
 
     def close(self):
-        self.runner.run(self.context.batches.close())
-        self.runner.run(self.context.responses.close())
+        self.runner.run(self.server.close_stores())
         self.runner.close()
 
     def post(self, path, body, media_type=b"application/json"):
@@ -356,7 +357,8 @@ def test_query_is_no_server_error_whatever_it_says(app, path):
 # The same on a real server.
 
 
-API = schemathesis.openapi.from_dict(document("quire", "0", Server.of(CONFIG, EngineConfig(model="demo")).endpoints()))
+ROUTES = Server.of(CONFIG, EngineConfig(model="demo")).routes()
+API = schemathesis.openapi.from_dict(document("quire", "0", [route.endpoint for route in ROUTES]))
 OPERATIONS = {operation.label: operation for operation in (result.ok() for result in API.get_all_operations())}
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 

@@ -15,19 +15,40 @@ MAY_IMPORT = {
     "text": {"base", "contracts"},
     "sampling": {"base", "contracts", "kernels"},
     "grammar": {"base", "contracts"},
-    "kv": {"base", "contracts", "kernels", "parallel"},
+    "kv": {"base", "contracts", "kernels"},
     "quant": {"base", "contracts", "kernels"},
     "parallel": {"base", "contracts", "kernels"},
     "model": {"base", "contracts", "kernels", "kv", "quant", "parallel"},
-    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "quant", "parallel", "model"},
+    "speculate": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "parallel", "model", "speculate"},
-    "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
+    "engine": {"base", "contracts", "text", "grammar", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "text", "model", "training", "engine", "serving", "bench"},
+    "cli": {"base", "contracts", "model", "training", "engine", "serving", "bench"},
+}
+SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
+SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other
+    "engine_client": set(),
+    "interfaces": {"engine_client"},
+    "auth": {"interfaces"},
+    "admission": {"engine_client", "interfaces"},
+    "metrics": {"engine_client", "interfaces"},
+    "request_queue": {"engine_client", "interfaces", "admission", "metrics"},
+    "core": {"engine_client", "interfaces", "admission"},
+    "context": {"interfaces", "core"},
+    "endpoint": {"interfaces"},
+    "openai": {"engine_client", "interfaces", "core", "context", "endpoint"},
+    "anthropic": {"core", "context", "endpoint", "openai"},
+    "responses": {"interfaces", "core", "context", "endpoint", "openai"},
+    "batch": {"auth", "admission", "core", "context", "endpoint", "openai", "responses"},
+    "page": {"engine_client", "metrics", "request_queue", "context", "endpoint"},
+    "http": {
+        *("engine_client", "interfaces", "auth", "admission", "metrics", "request_queue", "core", "context", "endpoint"),
+        *("openai", "anthropic", "responses", "batch", "page"),
+    },
 }
 WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
 DATA_FOLDERS = {"demo_models"}
@@ -58,22 +79,55 @@ def test_every_package_has_a_row():
     assert folders - DATA_FOLDERS == {name for name in MAY_IMPORT if "/" not in name}
 
 
+def packages_imported_by(path: Path) -> set[str]:
+    """Return the packages other than its own that a module imports."""
+    names = (name.split(".")[1:3] for name in imports_of(path) if name.startswith("quire.") and not name.startswith("quire.__"))
+    found = {"engine/scheduling" if parts == ["engine", "scheduling"] else parts[0] for parts in names}
+    return found - {package_of(path)} - ({"engine/scheduling"} if package_of(path) == "engine" else set())
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_every_package_of_a_row_is_imported(package):
+    used = set[str]().union(*(packages_imported_by(path) for path in modules() if package_of(path) == package))
+    assert MAY_IMPORT[package] <= used
+
+
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_module_imports_only_what_its_package_may(path):
     package = package_of(path)
     for name in imports_of(path):
-        top, *rest = name.split(".")
+        top = name.split(".")[0]
         if top == "torch":
             assert package not in WITHOUT_TORCH, f"{path} imports torch"
         if top == "transformers":
             is_backend = path == ROOT / "model/transformers_backend/library.py"
             assert is_backend, f"{path} imports transformers, which only the transformers backend may"
-        if top != "quire" or not rest or rest[0].startswith("__"):
-            continue
-        target = "engine/scheduling" if rest[:2] == ["engine", "scheduling"] else rest[0]
-        if package == "engine" and target == "engine/scheduling":
-            continue
-        assert target == package or target in MAY_IMPORT[package], f"{path} imports {name}"
+    assert packages_imported_by(path) <= MAY_IMPORT[package], f"{path} imports {sorted(imports_of(path))}"
+
+
+def serving_part_of(path: Path) -> str:
+    """Return the folder of a module of quire/serving, or its own name where it is in none."""
+    name = path.relative_to(ROOT / "serving").parts[0].removesuffix(".py")
+    return "base" if name in SERVING_BASE else name
+
+
+def serving_parts_imported_by(path: Path) -> set[str]:
+    names = (name.split(".")[2] for name in imports_of(path) if name.startswith("quire.serving."))
+    return {"base" if name in SERVING_BASE else name for name in names} - {serving_part_of(path), "base"}
+
+
+def test_folders_of_serving_import_one_way():
+    before = set[str]()
+    for part, others in SERVING_MAY_IMPORT.items():
+        assert others <= before, f"{part} stands before {others - before}"
+        before.add(part)
+    imported: dict[str, set[str]] = {part: set() for part in SERVING_MAY_IMPORT}
+    for path in sorted((ROOT / "serving").rglob("*.py")):
+        part = serving_part_of(path)
+        if part != "__init__":
+            imported.setdefault(part, set()).update(serving_parts_imported_by(path))
+    assert imported.pop("base") == set()
+    assert imported == SERVING_MAY_IMPORT
 
 
 def test_import_of_quire_loads_neither_torch_nor_its_own_packages():

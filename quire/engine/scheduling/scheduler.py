@@ -46,7 +46,7 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
-from quire.engine.scheduling.admission import check_servable, new_sequence
+from quire.engine.scheduling.admission import new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.in_flight import StepsInFlight
@@ -140,9 +140,9 @@ class Scheduler:
     def add(self, request: Request, now: float = 0.0) -> tuple[SequenceId, ...]:
         """Take a request in and return the ids of its sequences by choice.
 
-        Raises RequestError, and changes nothing, when it can never be served or its id is in use.
+        request  has passed `check_servable`
+        Raises RequestError, and changes nothing, when its id is in use.
         """
-        check_servable(request, self.config)
         if request.request_id in self._choices:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
         arrival = next(self._arrivals)

@@ -36,7 +36,7 @@ async def _message(context: ServerContext, call: Call) -> Answer:
     def prepare() -> GenerationPlan:
         return prepare_chat(served, head.id, chat_input(served, body, signer), message_options(body), call.owner)
 
-    plan = await context.prepare(call.owner, call.request_id, body, prepare, may_run_here=True)
+    plan = await context.prepare(call.owner, call.request_id, body, prepare)
     jobs = [(caller.job(plan.request, bool(body.stream)), plan)]
     if not body.stream:
         return whole_answer(context.gateway, jobs, MessageFold(head))
@@ -58,7 +58,7 @@ async def post_count_tokens(context: ServerContext, call: Call) -> Answer:
         return Ready(encode_json(TokenCount(await context.prepare(call.owner, call.request_id, body, count))))
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
     Endpoint(
         method="POST",
         path="/v1/messages",

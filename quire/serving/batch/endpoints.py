@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -57,10 +58,22 @@ class CreateBatch(msgspec.Struct):
     output_expires_after: ExpiresAfter | None = None
 
 
-def _service(context: ServerContext) -> BatchService:
-    if context.batches is None:
-        raise ApiError(503, "the batch store is not open yet", code="engine_unavailable", retry_after_s=1)
-    return context.batches
+@dataclass(slots=True)
+class BatchRoutes:
+    """What the routes of files and batches work with.
+
+    opened  None until the engine is loaded for the first time
+    """
+
+    server: ServerContext
+    opened: BatchService | None = None
+
+    @property
+    def service(self) -> BatchService:
+        """The service. Raises ApiError 503 while there is none."""
+        if self.opened is None:
+            raise ApiError(503, "the batch store is not open yet", code="engine_unavailable", retry_after_s=1)
+        return self.opened
 
 
 def _json(body: object) -> Ready:
@@ -82,23 +95,22 @@ def _limit(call: Call, default: int, highest: int) -> int:
     return int(text)
 
 
-async def upload_file(context: ServerContext, call: Call) -> Answer:
+async def upload_file(routes: BatchRoutes, call: Call) -> Answer:
     """Store a file."""
-    context.check_accepting()
-    limit = StoredAmount(*context.config.stored_limits(call.owner.name))
+    routes.server.check_accepting()
+    config = routes.server.config
+    limit = StoredAmount(*config.stored_limits(call.owner.name))
     # Before much is read for nothing.
-    room = _service(context).room_for(call.owner.name, max(0, (call.content_length or 0) - FORM_OVERHEAD_BYTES), limit)
+    room = routes.service.room_for(call.owner.name, max(0, (call.content_length or 0) - FORM_OVERHEAD_BYTES), limit)
     async with room as grow, await _read_form(call, grow) as form:
         file, purpose = form.get("file"), form.get("purpose")
         if not isinstance(file, UploadFile):
             raise invalid("file must be an uploaded file", "file", "missing_required_parameter")
         if not isinstance(purpose, str):
             raise invalid("purpose must be a string", "purpose", "missing_required_parameter")
-        if file.size is not None and file.size > context.config.max_file_bytes:
-            raise too_large(context.config.max_file_bytes)
-        record = await _service(context).add_file(
-            call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form), limit
-        )
+        if file.size is not None and file.size > config.max_file_bytes:
+            raise too_large(config.max_file_bytes)
+        record = await routes.service.add_file(call.owner.name, _filename(file), purpose, _parts(file), _lifetime(form), limit)
     return _json(record.as_json())
 
 
@@ -183,12 +195,12 @@ class _Closing:
         await self._form.close()
 
 
-async def list_files(context: ServerContext, call: Call) -> Answer:
+async def list_files(routes: BatchRoutes, call: Call) -> Answer:
     """List the caller's files."""
     order = call.query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
-    found, has_more = await _service(context).files(
+    found, has_more = await routes.service.files(
         call.owner.name, call.query.get("purpose"), call.query.get("after"), _limit(call, 10_000, 10_000), order == "asc"
     )
 
@@ -203,35 +215,35 @@ def _ends(found: Sequence[FileRecord] | Sequence[BatchRecord]) -> tuple[str | No
     return (found[0].id, found[-1].id) if found else (None, None)
 
 
-async def get_file(context: ServerContext, call: Call) -> Answer:
+async def get_file(routes: BatchRoutes, call: Call) -> Answer:
     """Describe a file."""
-    record = await _service(context).file(call.owner.name, _id(call, "file_id", "file-"))
+    record = await routes.service.file(call.owner.name, _id(call, "file_id", "file-"))
     return _json(record.as_json())
 
 
-async def get_file_content(context: ServerContext, call: Call) -> Answer:
+async def get_file_content(routes: BatchRoutes, call: Call) -> Answer:
     """Return the bytes of a file."""
-    record, pieces = await _service(context).open_file(call.owner.name, _id(call, "file_id", "file-"))
+    record, pieces = await routes.service.open_file(call.owner.name, _id(call, "file_id", "file-"))
     disposition = f"attachment; filename*=UTF-8''{quote(record.filename, safe='')}"
     headers = {"content-disposition": disposition, "content-length": str(record.num_bytes)}
     return Download(pieces, headers)
 
 
-async def delete_file(context: ServerContext, call: Call) -> Answer:
+async def delete_file(routes: BatchRoutes, call: Call) -> Answer:
     """Delete a file."""
     file_id = _id(call, "file_id", "file-")
-    await _service(context).delete_file(call.owner.name, file_id)
+    await routes.service.delete_file(call.owner.name, file_id)
     return _json(DeletedFile(file_id))
 
 
-async def create_batch(context: ServerContext, call: Call) -> Answer:
+async def create_batch(routes: BatchRoutes, call: Call) -> Answer:
     """Enter a batch."""
-    context.check_accepting()
+    routes.server.check_accepting()
     body = await call.body(CreateBatch)
     key = call.request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
         raise invalid(f"idempotency-key must have 1 to {MAX_KEY_LENGTH} characters, got {len(key)}", "idempotency-key")
-    record = await _service(context).add_batch(
+    record = await routes.service.add_batch(
         call.owner.name,
         body.input_file_id,
         body.endpoint,
@@ -242,21 +254,21 @@ async def create_batch(context: ServerContext, call: Call) -> Answer:
     return _json(record.as_json())
 
 
-async def list_batches(context: ServerContext, call: Call) -> Answer:
+async def list_batches(routes: BatchRoutes, call: Call) -> Answer:
     """List the caller's batches."""
-    found, has_more = await _service(context).batches(call.owner.name, call.query.get("after"), _limit(call, 20, 100))
+    found, has_more = await routes.service.batches(call.owner.name, call.query.get("after"), _limit(call, 20, 100))
     return _json(BatchList("list", [record.as_json() for record in found], *_ends(found), has_more))
 
 
-async def get_batch(context: ServerContext, call: Call) -> Answer:
+async def get_batch(routes: BatchRoutes, call: Call) -> Answer:
     """Describe a batch."""
-    record = await _service(context).batch(call.owner.name, _id(call, "batch_id", "batch_"))
+    record = await routes.service.batch(call.owner.name, _id(call, "batch_id", "batch_"))
     return _json(record.as_json())
 
 
-async def cancel_batch(context: ServerContext, call: Call) -> Answer:
+async def cancel_batch(routes: BatchRoutes, call: Call) -> Answer:
     """Cancel a batch."""
-    record = await _service(context).cancel(call.owner.name, _id(call, "batch_id", "batch_"))
+    record = await routes.service.cancel(call.owner.name, _id(call, "batch_id", "batch_"))
     return _json(record.as_json())
 
 

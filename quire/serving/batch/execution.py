@@ -17,6 +17,7 @@ from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.responses import ResponsesRequest
 from quire.base.errors import QuireError, RequestError
 from quire.serving.answers import Answer, Ready, Unary
+from quire.serving.auth import Authenticator
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.runner import Execute
 from quire.serving.context import ServerContext
@@ -27,50 +28,56 @@ from quire.serving.openai.chat import chat
 from quire.serving.openai.completions import complete
 from quire.serving.openai.embeddings import embed
 from quire.serving.openai.requests import ignored_by_model as ignored_in_chat
-from quire.serving.responses.create import respond
+from quire.serving.responses.create import ResponseRoutes, respond
 from quire.serving.responses.requests import ignored_by_model as ignored_in_response
 
 _ROUTES: dict[str, tuple[type[msgspec.Struct], Callable[[ServerContext, Any, Caller], Awaitable[Answer]]]] = {
     "/v1/chat/completions": (ChatCompletionRequest, chat),
     "/v1/completions": (CompletionRequest, complete),
     "/v1/embeddings": (EmbeddingRequest, embed),
-    "/v1/responses": (ResponsesRequest, respond),
 }
-BATCH_ENDPOINTS = tuple(_ROUTES)
+_KINDS: dict[str, type[msgspec.Struct]] = {
+    **{path: kind for path, (kind, _) in _ROUTES.items()},
+    "/v1/responses": ResponsesRequest,
+}
+BATCH_ENDPOINTS = tuple(_KINDS)
 
 
 def check_batch_body(endpoint: str, body: bytes) -> None:
     """Check a body as its route would before it runs. Raises ApiError 400."""
     try:
-        decoded, _ = decode_body(body, _ROUTES[endpoint][0])
+        decoded, _ = decode_body(body, _KINDS[endpoint])
     except RequestError as error:
         raise invalid(str(error), error.param, getattr(error, "code", "invalid_value")) from None
     if getattr(decoded, "stream", None):
         raise invalid("stream must be false or absent in a batch", "stream")
 
 
-async def _decode(context: ServerContext, body: bytes, kind: type[msgspec.Struct]) -> tuple[msgspec.Struct, tuple[str, ...]]:
+async def _decode(decoding: asyncio.Lock, body: bytes, kind: type[msgspec.Struct]) -> tuple[msgspec.Struct, tuple[str, ...]]:
     """Return a body as its route decodes it, and what is ignored of it. Raises RequestError."""
     if len(body) <= LARGE_BYTES:
         return decode_body(body, kind)
-    async with context.bodies.decoding:  # one huge body at a time, whoever sent it
+    async with decoding:  # one huge body at a time, whoever sent it
         return await asyncio.to_thread(decode_body, body, kind)
 
 
-def make_execute(context: ServerContext) -> Execute:
-    """Return what runs one line."""
+def make_execute(responses: ResponseRoutes, authenticator: Authenticator, decoding: asyncio.Lock) -> Execute:
+    """Return what runs one line.
+
+    decoding  held while a huge body is decoded
+    """
+    context = responses.server
 
     async def execute(record: BatchRecord, body: bytes) -> Ready:
-        kind, handler = _ROUTES[record.endpoint]
         deadline_s = time.monotonic() + record.expires_at - time.time()
         caller = Caller(
-            owner=context.authenticator.owner_named(record.owner),
+            owner=authenticator.owner_named(record.owner),
             route=record.endpoint,
             deadline_s=deadline_s,
             priority="batch",
         )
         try:
-            decoded, ignored = await _decode(context, body, kind)
+            decoded, ignored = await _decode(decoding, body, _KINDS[record.endpoint])
             if isinstance(decoded, ChatCompletionRequest):
                 ignored += ignored_in_chat(context.model, decoded)
             elif isinstance(decoded, ResponsesRequest):
@@ -78,7 +85,10 @@ def make_execute(context: ServerContext) -> Execute:
             if ignored and context.config.strict:
                 raise unknown_parameters(ignored)
             ignored += annotations_of(decoded)
-            answer = await handler(context, decoded, caller)
+            if isinstance(decoded, ResponsesRequest):
+                answer = await respond(responses, decoded, caller)
+            else:
+                answer = await _ROUTES[record.endpoint][1](context, decoded, caller)
             if isinstance(answer, Unary):
                 answer = await answer.work()
         except QuireError as error:

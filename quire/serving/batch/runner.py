@@ -17,8 +17,7 @@ from quire.serving.batch.concurrency import LinePlaces
 from quire.serving.batch.lines import body_of
 from quire.serving.batch.records import BatchRecord
 from quire.serving.batch.store import NO_USAGE, BatchStore, LineResult, TodoLine, TokenUsage
-from quire.serving.errors import ApiError
-from quire.serving.http.sending import as_api_error
+from quire.serving.errors import ApiError, as_api_error
 from quire.serving.ignored import IGNORED_HEADER
 
 logger = get_logger(__name__)

@@ -22,7 +22,7 @@ from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.engine_client.engine_loop import EngineLoop
 from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, Hello, Ready, Start
 from quire.serving.engine_client.port import EnginePort, PeerGoneError
-from quire.serving.metrics.log_format import setup_log_format
+from quire.serving.log_format import setup_log_format
 
 if TYPE_CHECKING:  # it loads torch
     from quire.engine.llm_engine import LLMEngine

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -20,12 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import quire
 from quire.base.logging import get_logger
 from quire.serving.answers import Ready
-from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint, headers_of
-from quire.serving.errors import BODY_ROOM_CODE, ApiError
-from quire.serving.http.sending import ClientGoneError, Sender, as_api_error, encode_headers, error_answer, send_ready
+from quire.serving.auth import Authenticator
+from quire.serving.body_room import BodyRoom
+from quire.serving.config import ServerConfig
+from quire.serving.endpoint import Call, Endpoint, Route, headers_of
+from quire.serving.errors import BODY_ROOM_CODE, ApiError, as_api_error
+from quire.serving.http.sending import ClientGoneError, Sender, encode_headers, error_answer, send_ready
 from quire.serving.ignored import IGNORED_HEADER, header_of
-from quire.serving.interfaces import Tenant
+from quire.serving.interfaces import Gateway, Tenant
+from quire.serving.metrics.server_metrics import ServerMetrics
 
 access_logger = get_logger("quire.access")
 PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
@@ -39,8 +42,23 @@ _MAX_SUGGESTED = 200
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
-def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
-    """Return the whole application for a list of endpoints."""
+@dataclass(frozen=True, slots=True)
+class ShellParts:
+    """What the application needs around its routes.
+
+    bodies  how much of the bodies of requests is held
+    """
+
+    config: ServerConfig
+    gateway: Gateway
+    authenticator: Authenticator
+    metrics: ServerMetrics
+    bodies: BodyRoom
+
+
+def make_app(parts: ShellParts, routes: Sequence[Route]) -> ASGIApp:
+    """Return the whole application for a list of routes."""
+    endpoints = [route.endpoint for route in routes]
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     is_anthropic = _anthropic_test(endpoints)
 
@@ -50,21 +68,21 @@ def make_app(context: ServerContext, endpoints: Sequence[Endpoint]) -> ASGIApp:
         return _framework_error(request, error, is_anthropic(request.url.path), path_patterns)
 
     app.add_exception_handler(HTTPException, framework_error)
-    for endpoint in endpoints:
+    for route in routes:
         app.add_api_route(
-            endpoint.path,
-            _route(context, endpoint),
-            methods=[endpoint.method],
+            route.endpoint.path,
+            _run_route(parts, route),
+            methods=[route.endpoint.method],
             response_model=None,
             include_in_schema=False,
         )
-    shell = Shell(context, endpoints, app)
-    if not context.config.allowed_origins:
+    shell = Shell(parts, routes, app)
+    if not parts.config.allowed_origins:
         return shell
     # Outside of the shell, so that pages can read its errors, too.
     return CORSMiddleware(
         shell,
-        allow_origins=list(context.config.allowed_origins),
+        allow_origins=list(parts.config.allowed_origins),
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],  # official clients send a dozen of their own
         expose_headers=EXPOSED_HEADERS,
@@ -80,14 +98,14 @@ def client_id_of(headers: Mapping[str, str]) -> str | None:
     return client_id if _CLIENT_ID.fullmatch(client_id) else None
 
 
-def _route(context: ServerContext, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+def _run_route(parts: ShellParts, route: Route) -> Callable[[Request], Awaitable[Response]]:
     async def run(_: Request) -> Response:
-        return _AnswerResponse(_Answering(context, endpoint))
+        return _AnswerResponse(_Answering(parts, route))
 
     return run
 
 
-def _anthropic_test(endpoints: Sequence[Endpoint]) -> Callable[[str], bool]:
+def _anthropic_test(endpoints: Sequence[Endpoint[Any]]) -> Callable[[str], bool]:
     """Return what says of a path whether its errors have the shape of the Anthropic API: one of its own, or one below them."""
     paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
     folders = tuple(f"{path}/" for path in paths)
@@ -147,22 +165,22 @@ class _AnswerResponse(Response):
 class _Answering:
     """Runs the handler of an endpoint and sends its Answer. An ASGI application."""
 
-    __slots__ = ("_context", "_endpoint")
+    __slots__ = ("_parts", "_route")
 
-    def __init__(self, context: ServerContext, endpoint: Endpoint) -> None:
-        self._context = context
-        self._endpoint = endpoint
+    def __init__(self, parts: ShellParts, route: Route) -> None:
+        self._parts = parts
+        self._route = route
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        context = self._context
-        scope["quire.route"] = self._endpoint.path
-        with context.bodies.share() as share:
+        parts = self._parts
+        scope["quire.route"] = self._route.endpoint.path
+        with parts.bodies.share() as share:
             request = Request(scope, receive, send)
-            call = Call(request, scope["quire.owner"], scope["quire.request_id"], context.config, share)
+            call = Call(request, scope["quire.owner"], scope["quire.request_id"], parts.config, share)
             await self._answer(call, receive, send)
 
     async def _answer(self, call: Call, receive: Receive, send: Send) -> None:
-        context, endpoint, scope = self._context, self._endpoint, call.request.scope
+        parts, endpoint, scope = self._parts, self._route.endpoint, call.request.scope
         headers: dict[str, str] = {}
 
         def error_body(error: ApiError) -> object:
@@ -176,7 +194,7 @@ class _Answering:
             send,
             scope["quire.send"],
             error_body,
-            context.config.keep_alive_comment_s,
+            parts.config.keep_alive_comment_s,
             headers,
             call.request_id,
             on_error,
@@ -184,7 +202,7 @@ class _Answering:
             scope.get("quire.is_head", False),
         )
         try:
-            answer = await endpoint.handler(context, call)
+            answer = await self._route.answer(call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
             api_error = as_api_error(error, call.request_id)
             if api_error.status == 413 or api_error.code == BODY_ROOM_CODE:  # the rest of the body is not read
@@ -194,7 +212,7 @@ class _Answering:
         if call.ignored_params:
             headers[IGNORED_HEADER] = header_of(call.ignored_params)
             for name in call.ignored_params:
-                context.metrics.ignored_param(name.rpartition(".")[2])
+                parts.metrics.ignored_param(name.rpartition(".")[2])
         await sender.send_answer(answer)
 
 
@@ -205,22 +223,22 @@ class Shell:
     routes, answers what is none of these, and says which paths and methods there are.
     """
 
-    def __init__(self, context: ServerContext, endpoints: Sequence[Endpoint], app: ASGIApp) -> None:
-        self._context = context
+    def __init__(self, parts: ShellParts, routes: Sequence[Route], app: ASGIApp) -> None:
+        endpoints = [route.endpoint for route in routes]
+        self._parts = parts
         self._app = app
-        self._authenticator = context.authenticator
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
         self._is_anthropic = _anthropic_test(endpoints)
         self._plain = {
-            (endpoint.method, endpoint.path): _Answering(context, endpoint)
-            for endpoint in reversed(endpoints)  # of two for one path the first counts, as in the router
-            if "{" not in endpoint.path
+            (route.endpoint.method, route.endpoint.path): _Answering(parts, route)
+            for route in reversed(routes)  # of two for one path the first counts, as in the router
+            if "{" not in route.endpoint.path
         }
         self._allowed: dict[str, str] = {}
         for path in {path for _, path in self._plain}:
             methods = [method for method, other in self._plain if other == path]
             self._allowed[path] = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
-        keys = context.config.api_keys
+        keys = parts.config.api_keys
         self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -268,7 +286,7 @@ class Shell:
     def _identify(self, scope: Scope, headers: Mapping[str, str]) -> Tenant:
         if scope["path"] in self._open_paths:
             return Tenant(name="anonymous", cache_salt="")
-        return self._authenticator.identify(headers)
+        return self._parts.authenticator.identify(headers)
 
     def _id_headers(self, request_id: str, headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
         value, client_id = request_id.encode(), client_id_of(headers)
@@ -282,14 +300,14 @@ class Shell:
         owner: Tenant | None = scope.get("quire.owner")
         if owner is None or owner.name not in self._rated_owners:
             return []
-        return encode_headers(self._context.gateway.ratelimit_headers(owner.name))
+        return encode_headers(self._parts.gateway.ratelimit_headers(owner.name))
 
     def _record(self, scope: Scope, status: int, seconds: float) -> None:
         route = scope.get("quire.route", "none")
-        self._context.metrics.http_request(route, status, seconds)
+        self._parts.metrics.http_request(route, status, seconds)
         error: ApiError | None = scope.pop("quire.error", None)
         if error is not None and status != CLIENT_GONE:
-            self._context.metrics.rejected(error)
+            self._parts.metrics.rejected(error)
         owner: Any = scope.get("quire.owner")
         client_id = client_id_of(headers_of(scope))
         method = "HEAD" if scope.get("quire.is_head") else scope["method"]

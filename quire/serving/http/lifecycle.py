@@ -7,7 +7,7 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 import uvicorn
@@ -16,11 +16,15 @@ from starlette.types import ASGIApp
 from quire.base.errors import ConfigError, QuireError
 from quire.base.gc_policy import collect_seldom
 from quire.base.logging import get_logger
+from quire.serving.auth import is_loopback
 from quire.serving.config import ServerConfig
-from quire.serving.context import ServerContext
-from quire.serving.http.auth import is_loopback
+from quire.serving.context import ServerContext, ServerState
+from quire.serving.engine_client.client import EngineClient
+from quire.serving.engine_client.fleet import EngineFleet
 from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
 from quire.serving.metrics.loop_lag import watch_loop
+from quire.serving.metrics.server_metrics import ServerMetrics
+from quire.serving.request_queue import EngineGateway
 
 logger = get_logger(__name__)
 
@@ -39,7 +43,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def bind(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     """Return the listening socket. Raises ConfigError when the address cannot be had."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
@@ -62,29 +66,46 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
+@dataclass(frozen=True, slots=True)
+class LifecycleParts:
+    """What starts and ends with a server."""
+
+    config: ServerConfig
+    context: ServerContext
+    client: EngineClient | EngineFleet
+    gateway: EngineGateway
+    metrics: ServerMetrics
+
+
 @dataclass(slots=True)
 class Lifecycle:
     """Runs one server from its start to its exit status.
 
-    on_loaded  called when the engine is ready for the first time, before requests are taken
+    on_loaded     called when the engine is ready for the first time, before requests are taken
+    close_stores  closes what on_loaded has opened
     """
 
-    context: ServerContext
+    parts: LifecycleParts
     app: ASGIApp
     sock: socket.socket
-    on_loaded: Callable[[], object]
+    on_loaded: Callable[[], Awaitable[object]]
+    close_stores: Callable[[], Awaitable[None]]
     _server: _Server | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _hurrying: asyncio.Event = field(default_factory=asyncio.Event)
     _is_interrupted: bool = False
 
+    @property
+    def _state(self) -> ServerState:
+        return self.parts.context.state
+
     async def run(self) -> int:
         """Serve until a signal or a failed engine ends it; return 0 after a drain, 1 after a failure."""
-        config = self.context.config
+        config = self.parts.config
         self._server = _Server(
             uvicorn.Config(
                 self.app,
-                http=guarded_protocol(config, self.context.metrics.rejected),  # type: ignore[arg-type]
+                http=guarded_protocol(config, self.parts.metrics.rejected),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -97,10 +118,10 @@ class Lifecycle:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self.context.client.on_state.append(self._on_engine_state)
+        self.parts.client.on_state.append(self._on_engine_state)
         serving = asyncio.create_task(self._server.serve(sockets=[self.sock]))
         starting = asyncio.create_task(self._start_engine())
-        lag = asyncio.create_task(watch_loop(self.context.metrics.loop_lag, self.context.client.has_work))
+        lag = asyncio.create_task(watch_loop(self.parts.metrics.loop_lag, self.parts.client.has_work))
         self._announce()
         stopping = asyncio.create_task(self._stopping.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
@@ -108,23 +129,21 @@ class Lifecycle:
         lag.cancel()
         await self._drain(serving)
         await asyncio.gather(starting, lag, stopping, return_exceptions=True)
-        return 1 if self.context.failure is not None else 0
+        return 1 if self._state.failure is not None else 0
 
     def _announce(self) -> None:
         host, port = self.sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on http://%s:%d", shown, port)
-        if not self.context.config.api_keys and not is_loopback(self.context.config.host):
+        if not self.parts.config.api_keys and not is_loopback(self.parts.config.host):
             logger.warning(
-                "anyone who reaches %s can use this server: give --api-key, or --host 127.0.0.1", self.context.config.host
+                "anyone who reaches %s can use this server: give --api-key, or --host 127.0.0.1", self.parts.config.host
             )
 
     async def _start_engine(self) -> None:
         try:
-            await self.context.client.start()
-            loaded = self.on_loaded()
-            if asyncio.iscoroutine(loaded):
-                await loaded
+            await self.parts.client.start()
+            await self.on_loaded()
         except QuireError as error:
             self._fail(str(error))
         except Exception as error:
@@ -135,19 +154,19 @@ class Lifecycle:
             gc.collect()
             gc.freeze()
             collect_seldom()
-            if self.context.phase == "starting":
-                self.context.phase = "serving"
-            logger.info("ready: %s", ", ".join(self.context.model.names))
+            if self._state.phase == "starting":
+                self._state.phase = "serving"
+            logger.info("ready: %s", ", ".join(self.parts.context.model.names))
 
     def _fail(self, reason: str) -> None:
         logger.error("the server ends: %s", reason)
-        self.context.failure = reason
-        self.context.phase = "failed"
+        self._state.failure = reason
+        self._state.phase = "failed"
         self._stopping.set()
 
     def _on_engine_state(self, state: str) -> None:
-        if state == "failed" and self.context.phase in ("serving", "draining"):
-            self._fail(self.context.client.last_error or "the engine has failed")
+        if state == "failed" and self._state.phase in ("serving", "draining"):
+            self._fail(self.parts.client.last_error or "the engine has failed")
 
     def _on_signal(self, number: int) -> None:
         if self._stopping.is_set():
@@ -158,30 +177,29 @@ class Lifecycle:
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Refuse new work, let what runs end, tell the rest, and stop."""
-        context, config = self.context, self.context.config
-        if context.phase != "failed":
-            context.phase = "draining"
+        gateway, state, config = self.parts.gateway, self._state, self.parts.config
+        if state.phase != "failed":
+            state.phase = "draining"
             logger.info("draining: what runs may take %.0f s", config.drain_timeout_s)
-        context.gateway.start_drain(config.drain_grace_s + config.drain_timeout_s)
-        if context.phase == "draining" and not self._is_interrupted:
+        gateway.start_drain(config.drain_grace_s + config.drain_timeout_s)
+        if state.phase == "draining" and not self._is_interrupted:
             await self._wait_unless_hurried(asyncio.sleep(config.drain_grace_s))
         if self._server is not None:
             self._server.should_exit = True  # closes the listening socket; what is open goes on
-        if context.phase == "draining":
-            await self._wait_unless_hurried(context.gateway.drained(config.drain_timeout_s))
-        context.gateway.fail_all()
-        for part in (context.batches, context.responses):
-            if part is not None:
-                await part.close()
+        if state.phase == "draining":
+            await self._wait_unless_hurried(gateway.drained(config.drain_timeout_s))
+        gateway.fail_all()
+        await self.close_stores()
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         if self._server is not None:
             self._server.force_exit = True
         await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
-        if context.served is not None:
-            context.served.preparation.close()
-        await context.client.close()
+        served = self.parts.context.served
+        if served is not None:
+            served.preparation.close()
+        await self.parts.client.close()
 
     async def _wait_unless_hurried(self, work: object) -> None:
         task = asyncio.ensure_future(work)  # type: ignore[arg-type]

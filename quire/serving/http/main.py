@@ -19,24 +19,28 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.rank_stats import RankStats
 from quire.serving.admission import AdmissionControl
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
-from quire.serving.batch import endpoints as batch_endpoints
+from quire.serving.auth import Authenticator
+from quire.serving.batch.endpoints import ENDPOINTS as BATCH_API_ENDPOINTS
+from quire.serving.batch.endpoints import BatchRoutes
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
+from quire.serving.batch.runner import Execute
 from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
+from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.core.served_model import load_served_model
-from quire.serving.endpoint import Endpoint
+from quire.serving.endpoint import Endpoint, Route, bind
 from quire.serving.engine_client.client import EngineClient
-from quire.serving.engine_client.fleet import open_engine
+from quire.serving.engine_client.fleet import EngineFleet, open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
-from quire.serving.http.app import make_app
-from quire.serving.http.auth import Authenticator
-from quire.serving.http.lifecycle import Lifecycle, bind
-from quire.serving.http.system import make_endpoints
+from quire.serving.http.app import ShellParts, make_app
+from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, listen
+from quire.serving.http.system import SystemParts, make_endpoints
+from quire.serving.log_format import setup_log_format
 from quire.serving.metrics.engine_metrics import EngineSource
-from quire.serving.metrics.log_format import log_ended, setup_log_format
 from quire.serving.metrics.rank_metrics import RankMetrics
+from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
@@ -44,6 +48,7 @@ from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.view import EngineView
 from quire.serving.request_queue import EngineGateway
+from quire.serving.responses.create import ResponseRoutes
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
 from quire.serving.responses.store import ResponseStore, ResponseTable
 
@@ -52,13 +57,20 @@ logger = get_logger(__name__)
 SWITCH_INTERVAL_S = 0.001  # after which a thread that prepares a prompt gives way to the event loop
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Server:
-    """The context of a server and what belongs to it, before it runs."""
+    """The parts of a server, before it runs; those that wait for the model are made by `on_loaded`."""
 
     name: str
-    context: ServerContext
+    config: ServerConfig
+    client: EngineClient | EngineFleet
     gateway: EngineGateway
+    authenticator: Authenticator
+    metrics: ServerMetrics
+    bodies: BodyRoom
+    context: ServerContext
+    responses: ResponseRoutes
+    batches: BatchRoutes
 
     @classmethod
     def of(cls, config: ServerConfig, engine_config: EngineConfig) -> Server:
@@ -72,54 +84,81 @@ class Server:
             metrics.on_collect.append(ranks.write)
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
-        context = ServerContext(
-            config=config, gateway=gateway, client=client, authenticator=Authenticator(config), metrics=metrics
+        context = ServerContext(config=config, gateway=gateway)
+        return cls(
+            name=name,
+            config=config,
+            client=client,
+            gateway=gateway,
+            authenticator=Authenticator(config),
+            metrics=metrics,
+            bodies=BodyRoom(config.max_held_body_bytes),
+            context=context,
+            responses=ResponseRoutes(context),
+            batches=BatchRoutes(context),
         )
-        return cls(name, context, gateway)
 
     async def load_model(self) -> None:
         """Load what this process needs of the engine's model. Raises ConfigError and ModelFormatError."""
-        info = self.context.client.info
+        info = self.client.info
         if info is None:
             raise InvariantError("the engine is ready and has not said what it serves")
-        served = await asyncio.to_thread(load_served_model, info, self.context.config)
-        self.context.served = replace(served, count_tool_output=self.context.metrics.tool_parser)
+        served = await asyncio.to_thread(load_served_model, info, self.config)
+        self.context.served = replace(served, count_tool_output=self.metrics.tool_parser)
+
+    def execute(self) -> Execute:
+        """Return what runs a line of a batch."""
+        return make_execute(self.responses, self.authenticator, self.bodies.decoding)
 
     async def on_loaded(self) -> None:
         """Make what depends on the loaded model. Raises ConfigError and ModelFormatError."""
         await self.load_model()
-        context = self.context
-        context.batches = BatchService(
-            context.config.data_dir,
-            make_execute(context),
+        config = self.config
+        self.batches.opened = BatchService(
+            config.data_dir,
+            self.execute(),
             check_batch_body,
             BATCH_ENDPOINTS,
             lambda: self.gateway.batch_window,
-            context.metrics.batch_lines,
-            context.config.max_batches_of,
+            self.metrics.batch_lines,
+            config.max_batches_of,
         )
-        await context.batches.start()
-        config = context.config
-        context.responses = await asyncio.to_thread(
+        await self.batches.opened.start()
+        self.responses.opened = await asyncio.to_thread(
             ResponseStore, config.data_dir, limit_of=lambda owner: config.stored_limits(owner)[1]
         )
-        if context.config.data_dir is None:
+        if config.data_dir is None:
             logger.info("files, batches and responses are kept in memory: --data-dir keeps them over a restart")
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Return every route."""
-        found = (*OPENAI_ENDPOINTS, *RESPONSES_ENDPOINTS, *ANTHROPIC_ENDPOINTS, *batch_endpoints.ENDPOINTS)
-        found = (*found, *make_endpoints(found, self.context.config.enable_metrics))
-        return (*found, *self._page_endpoints()) if self.context.config.enable_page else found
+    async def close_stores(self) -> None:
+        """Close what `on_loaded` has opened."""
+        for part in (self.batches.opened, self.responses.opened):
+            if part is not None:
+                await part.close()
 
-    def _page_endpoints(self) -> tuple[Endpoint, ...]:
-        context = self.context
-        replicas = context.client.replicas
+    def shell(self) -> ShellParts:
+        """Return what the application needs around the routes."""
+        return ShellParts(self.config, self.gateway, self.authenticator, self.metrics, self.bodies)
+
+    def routes(self) -> tuple[Route, ...]:
+        """Return every route."""
+        found = (
+            *bind(OPENAI_ENDPOINTS, self.context),
+            *bind(RESPONSES_ENDPOINTS, self.responses),
+            *bind(ANTHROPIC_ENDPOINTS, self.context),
+            *bind(BATCH_API_ENDPOINTS, self.batches),
+        )
+        described = make_endpoints(tuple(route.endpoint for route in found), self.config.enable_metrics)
+        found += bind(described, SystemParts(self.context, self.client, self.authenticator, self.metrics))
+        return (*found, *bind(self._page_endpoints(), self.context)) if self.config.enable_page else found
+
+    def _page_endpoints(self) -> tuple[Endpoint[ServerContext], ...]:
+        replicas, state = self.client.replicas, self.context.state
 
         def states() -> list[str]:
             return [one.state for one in replicas] if len(replicas) > 1 else []
 
-        views = [EngineView(one, self.gateway, context.metrics, lambda: context.phase, replicas=states) for one in replicas]
+        views = [EngineView(one, self.gateway, self.metrics, lambda: state.phase, replicas=states) for one in replicas]
         return page_endpoints([EngineFeed(one, view) for one, view in zip(replicas, views, strict=True)])
 
 
@@ -147,18 +186,19 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
     setup_log_format(config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_data_dir(config.data_dir)
-    sock = bind(config)
+    sock = listen(config)
 
     async def run() -> int:
         server = Server.of(config, engine_config)
-        on_end = server.context.metrics.on_end
+        on_end = server.metrics.on_end
         on_end.append(log_ended)
         tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, server.name)
         if tracing is not None:
             on_end.append(tracing.record_ended)
-        app = make_app(server.context, server.endpoints())
+        app = make_app(server.shell(), server.routes())
+        parts = LifecycleParts(config, server.context, server.client, server.gateway, server.metrics)
         try:
-            return await Lifecycle(server.context, app, sock, server.on_loaded).run()
+            return await Lifecycle(parts, app, sock, server.on_loaded, server.close_stores).run()
         finally:
             if tracing is not None:
                 await asyncio.to_thread(tracing.close)

@@ -32,7 +32,7 @@ _ERRORS = {
 }
 
 
-def schemas_of(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
+def schemas_of(endpoints: Sequence[Endpoint[Any]]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
     """Return the schema of each type of a body or an answer, and the components that they refer to."""
     found = [
         kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, *endpoint.other_answers.values()) if kind
@@ -42,7 +42,7 @@ def schemas_of(endpoints: Sequence[Endpoint]) -> tuple[dict[Any, dict[str, Any]]
     return dict(zip(types, schemas, strict=True)), components
 
 
-def describe(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+def describe(endpoint: Endpoint[Any], schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     """Return the operation of one endpoint, as openapi_extra."""
     has_body = endpoint.body is not None or endpoint.request_body is not None
     statuses = [
@@ -66,7 +66,7 @@ def describe(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[
     return operation
 
 
-def _success(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
+def _success(endpoint: Endpoint[Any], schemas: Mapping[Any, dict[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if endpoint.answer is not None:
         content["application/json"] = {"schema": schemas[endpoint.answer]}
@@ -77,7 +77,7 @@ def _success(endpoint: Endpoint, schemas: Mapping[Any, dict[str, Any]]) -> dict[
     return content
 
 
-def _error(endpoint: Endpoint, status: int) -> dict[str, Any]:
+def _error(endpoint: Endpoint[Any], status: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "description": _ERRORS[status],
         "content": {"application/json": {"schema": _error_schema(endpoint)}},
@@ -96,7 +96,7 @@ def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[
 
 
 def document(
-    title: str, version: str, endpoints: Iterable[Endpoint], maxima: Mapping[str, int] = MappingProxyType({})
+    title: str, version: str, endpoints: Iterable[Endpoint[Any]], maxima: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured."""
     listed = list(endpoints)
@@ -140,7 +140,7 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
     return [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
 
 
-def _error_schema(endpoint: Endpoint) -> dict[str, str]:
+def _error_schema(endpoint: Endpoint[Any]) -> dict[str, str]:
     return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
 
 

@@ -11,12 +11,8 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Receive, Send
 
-from quire.base.errors import QuireError
-from quire.base.logging import get_logger
 from quire.serving.answers import Answer, Download, FrameSink, Ready, Stream, Unary
-from quire.serving.errors import ApiError, from_quire_error
-
-logger = get_logger(__name__)
+from quire.serving.errors import ApiError, as_api_error
 
 COMMENT = b": keep-alive\n\n"
 STREAM_HEADERS = {
@@ -25,7 +21,6 @@ STREAM_HEADERS = {
     "x-accel-buffering": "no",
 }
 FRAMES_PER_TURN = 16  # then others get their turn
-INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
 
 
 class Connection(FrameSink, Protocol):
@@ -40,18 +35,6 @@ class Connection(FrameSink, Protocol):
 
 class ClientGoneError(Exception):
     """The client closed its connection before the answer was complete."""
-
-
-def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """Return what the client is told of an exception: its own mistakes in full, the server's by name, and in the log."""
-    if isinstance(error, ApiError):
-        # Who keeps the error in a variable would be kept by its traceback, and the body of the request with it, until the
-        # collector comes.
-        return error.with_traceback(None)
-    if isinstance(error, QuireError):
-        return from_quire_error(error)
-    logger.error("request %s failed", request_id, exc_info=error, extra={"request_id": request_id})
-    return ApiError(500, INTERNAL_ERROR, code="internal_error")
 
 
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 import quire
 from quire.serving.answers import Answer, Ready
+from quire.serving.auth import Authenticator
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.engine_client.client import EngineClient
+from quire.serving.engine_client.fleet import EngineFleet
 from quire.serving.errors import invalid
 from quire.serving.http.openapi import document
+from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
 
 
@@ -62,21 +66,31 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(context: ServerContext, call: Call) -> Answer:
+@dataclass(frozen=True, slots=True)
+class SystemParts:
+    """What the routes about the server itself work with."""
+
+    server: ServerContext
+    client: EngineClient | EngineFleet
+    authenticator: Authenticator
+    metrics: ServerMetrics
+
+
+async def health(parts: SystemParts, call: Call) -> Answer:
     """Whether the engine lives and moves; where it does not, and to those with a key, in the engine's own words."""
-    client = context.client
-    is_alive = client.state == "ready" and client.heartbeat_age_s < context.config.watchdog_timeout_s
+    client, state = parts.client, parts.server.state
+    is_alive = client.state == "ready" and client.heartbeat_age_s < parts.server.config.watchdog_timeout_s
     body = Health(
         status="ok" if is_alive else "unhealthy",
-        phase=context.phase,
+        phase=state.phase,
         engine=client.state,
         heartbeat_age_s=_rounded(client.heartbeat_age_s),
     )
-    may_know = context.authenticator.knows(call.request.headers)
+    may_know = parts.authenticator.knows(call.request.headers)
     if len(client.replicas) > 1:
         body.replicas = [_replica_health(number, one, may_know) for number, one in enumerate(client.replicas)]
     if may_know:
-        error = context.failure or client.last_error
+        error = state.failure or client.last_error
         shown = None if error is None else show_error(error)
         if is_alive:
             body.last_error = shown
@@ -96,30 +110,31 @@ def _rounded(seconds: float) -> float | None:
     return round(seconds, 3) if math.isfinite(seconds) else None
 
 
-async def ready(context: ServerContext, call: Call) -> Answer:
+async def ready(parts: SystemParts, call: Call) -> Answer:
     """Whether new requests would be taken: for load balancers."""
-    is_ready = context.phase == "serving" and context.client.state == "ready" and context.served is not None
+    phase, engine = parts.server.state.phase, parts.client.state
+    is_ready = phase == "serving" and engine == "ready" and parts.server.served is not None
     if is_ready:
         return _json(Readiness("ready"))
-    reason = context.phase if context.phase != "serving" else f"engine {context.client.state}"
+    reason = phase if phase != "serving" else f"engine {engine}"
     return _json(Readiness("not ready", reason), 503, {"retry-after": "1"})
 
 
-async def version(context: ServerContext, call: Call) -> Answer:
+async def version(parts: SystemParts, call: Call) -> Answer:
     """The version of quire."""
     return _json(Version(quire.__version__))
 
 
-async def metrics(context: ServerContext, call: Call) -> Answer:
+async def metrics(parts: SystemParts, call: Call) -> Answer:
     """All metrics in Prometheus' text format."""
     compat = call.query.get("compat")
     if compat not in (None, "vllm"):
         raise invalid(f"compat must be 'vllm' or absent, got {compat[:50]!r}", "compat")
-    body, media_type = context.metrics.render(compat=compat)
+    body, media_type = parts.metrics.render(compat=compat)
     return Ready(body, media_type=media_type)
 
 
-def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tuple[Endpoint, ...]:
+def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) -> tuple[Endpoint[SystemParts], ...]:
     """Return the endpoints of this module; the OpenAPI description covers `others` too."""
     compat = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
     found = [
@@ -159,9 +174,9 @@ def make_endpoints(others: tuple[Endpoint, ...], is_metrics_enabled: bool) -> tu
         )
     description: list[bytes] = []
 
-    async def openapi(context: ServerContext, call: Call) -> Answer:
+    async def openapi(parts: SystemParts, call: Call) -> Answer:
         if not description:
-            maxima = {"n": context.config.max_n, "best_of": context.config.max_n}
+            maxima = {"n": parts.server.config.max_n, "best_of": parts.server.config.max_n}
             description.append(
                 await asyncio.to_thread(lambda: msgspec.json.encode(document("quire", quire.__version__, listed, maxima)))
             )

@@ -1,11 +1,15 @@
-"""RequestRecord: what is measured of one request, from its admission to its end."""
+"""RequestRecord: what is measured of one request, from its admission to its end; and the line that it leaves in the log."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 
+from quire.base.logging import get_logger
 from quire.contracts.outputs import RequestMetrics
 from quire.serving.interfaces import AbortReason, Job
+
+_log = get_logger(__name__)
 
 _GIVEN_UP_BY_CLIENT = frozenset({"disconnect", "cancelled", "slow_reader"})
 
@@ -91,3 +95,41 @@ class RequestRecord:
         """Return whether every choice ended by itself, or was cut by the server once it had what was asked for."""
         allowed = {"stop", "length", "abort"} if self.abort_reason == "tool_cut" else {"stop", "length"}
         return self.error is None and bool(self.finish_reasons) and allowed.issuperset(self.finish_reasons)
+
+
+def log_ended(record: RequestRecord) -> None:
+    """Log the end of a request: register with ServerMetrics.on_end. Counts and times, nothing of what was asked or answered."""
+    if not _log.isEnabledFor(logging.INFO):
+        return
+    engine = record.engine
+    ttft, e2e = _round(record.ttft_s), _round(record.e2e_s)
+    _log.info(
+        "%s %s: %s, %d prompt and %d output tokens, first token after %s s, %s s in all",
+        record.job.request.request_id,
+        record.job.route,
+        record.abort_reason or "/".join(sorted(set(record.finish_reasons))),
+        record.num_prompt_tokens,
+        record.num_output_tokens,
+        "-" if ttft is None else ttft,
+        e2e,
+        extra={
+            "request_id": record.job.request.request_id,
+            "call_id": record.job.call_id,
+            "route": record.job.route,
+            "owner": record.job.owner.name,
+            "priority": record.job.priority,
+            "duration_s": e2e,
+            "queue_s": None if engine is None else _round(engine.time_in_queue_s),
+            "ttft_s": ttft,
+            "time_per_output_token_s": _round(record.time_per_output_token_s),
+            "num_prompt_tokens": record.num_prompt_tokens,
+            "num_cached_tokens": None if engine is None else engine.num_cached_tokens,
+            "num_output_tokens": record.num_output_tokens,
+            "finish_reasons": record.finish_reasons,
+            "abort_reason": record.abort_reason,
+        },
+    )
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

@@ -34,7 +34,6 @@ async def chat(context: ServerContext, body: ChatCompletionRequest, caller: Call
         caller.call_id,
         body,
         lambda: prepare_chat(served, head.id, chat_input(body), chat_options(body), caller.owner),
-        may_run_here=True,
     )
     shape = ChatShape(
         logprobs=LogprobWriter(served.tokenizer, body.top_logprobs or 0, bool(body.return_tokens_as_token_ids))

@@ -15,6 +15,7 @@ from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
+from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Endpoint
 from quire.serving.openai.chat import post_chat
 from quire.serving.openai.completions import post_completion
@@ -22,7 +23,7 @@ from quire.serving.openai.embeddings import post_embeddings
 from quire.serving.openai.models import get_model, list_models
 from quire.serving.openai.tokenize import post_detokenize, post_tokenize
 
-ENDPOINTS: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
     Endpoint(
         method="POST",
         path="/v1/chat/completions",

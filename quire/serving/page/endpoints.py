@@ -78,7 +78,7 @@ async def get_tokens(context: ServerContext, call: Call) -> Answer:
     return Ready(msgspec.json.encode(facts), headers=NO_STORE)
 
 
-def page_endpoints(feeds: Sequence[EngineFeed]) -> tuple[Endpoint, ...]:
+def page_endpoints(feeds: Sequence[EngineFeed]) -> tuple[Endpoint[ServerContext], ...]:
     """Return the routes of the page; feeds: of each engine."""
 
     async def get_events(context: ServerContext, call: Call) -> Answer:
@@ -122,11 +122,11 @@ _REPLICA = {"name": "replica", "in": "query", "required": False, "schema": {"typ
 _IDS = {"name": "ids", "in": "query", "required": True, "schema": {"type": "string", "pattern": r"^[0-9]+(,[0-9]+)*$"}}
 
 
-def _guarded(path: str, handler: Handler, summary: str, **options: Any) -> Endpoint:
+def _guarded(path: str, handler: Handler[ServerContext], summary: str, **options: Any) -> Endpoint[ServerContext]:
     return Endpoint(method="GET", path=path, handler=handler, summary=summary, tag="page", **options)
 
 
-def _sender_of(file: StaticFile) -> Handler:
+def _sender_of(file: StaticFile) -> Handler[ServerContext]:
     async def get_file(context: ServerContext, call: Call) -> Answer:
         return file.answer(call.request.headers.get("if-none-match", ""))
 

@@ -21,6 +21,7 @@ from quire.serving.core.sse import named_frame
 from quire.serving.core.streams import generation_events
 from quire.serving.endpoint import Call
 from quire.serving.errors import ApiError, invalid
+from quire.serving.interfaces import Gateway
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import Jobs, caller_of
 from quire.serving.openai.logprobs import LogprobWriter
@@ -37,11 +38,24 @@ from quire.serving.responses.requests import (
 from quire.serving.responses.store import ResponseStore, StoredResponse
 
 
-def open_store(context: ServerContext) -> ResponseStore:
-    """Return the store. Raises ApiError 503 while there is none."""
-    if context.responses is None:
-        raise ApiError(503, "the response store is not open yet", code="engine_unavailable", retry_after_s=1)
-    return context.responses
+@dataclass(slots=True)
+class ResponseRoutes:
+    """What the routes of the Responses API work with.
+
+    opened           None until the engine is loaded for the first time
+    keeps_responses  False: responses are never stored, and say so
+    """
+
+    server: ServerContext
+    opened: ResponseStore | None = None
+    keeps_responses: bool = True
+
+    @property
+    def store(self) -> ResponseStore:
+        """The store. Raises ApiError 503 while there is none."""
+        if self.opened is None:
+            raise ApiError(503, "the response store is not open yet", code="engine_unavailable", retry_after_s=1)
+        return self.opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +74,24 @@ class _Keeper:
         await self.store.put(self.owner, record)
 
 
-async def post_response(context: ServerContext, call: Call) -> Answer:
+async def post_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Continue a conversation, perhaps a stored one."""
+    context = routes.server
     context.check_accepting()
     body = await call.body(ResponsesRequest, max_bytes=context.max_chat_bytes)
     call.ignore(ignored_by_model(context.model, body))
-    return await respond(context, body, caller_of(call, bool(body.stream)))
+    return await respond(routes, body, caller_of(call, bool(body.stream)))
 
 
-async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller) -> Answer:
+async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller) -> Answer:
     """Return the answer to a request for a response. Raises ApiError and RequestError."""
+    context = routes.server
     served = context.check_model(body.model)
     owner = caller.owner.name
-    history = await stored_history(context, body, owner)
+    history = await stored_history(routes, body, owner)
     response_id = make_id("resp_")
 
-    is_kept = body.is_stored and context.keeps_responses
+    is_kept = body.is_stored and routes.keeps_responses
 
     def prepare() -> tuple[GenerationPlan, bytes]:
         chat = chat_input(served, body, history)
@@ -83,8 +99,8 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
         return plan, encode_json(stored_items(items_of(body))) if is_kept else b"[]"
 
     texts = (body, [(stored.items, stored.body) for stored in history])
-    plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare, may_run_here=True)
-    store = open_store(context) if is_kept else None
+    plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare)
+    store = routes.store if is_kept else None
     response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
     priority = priority_of(body.service_tier, caller.owner)
     response.store, response.service_tier = is_kept, tier_of(priority)
@@ -95,7 +111,7 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.stream:
         bypass = DirectSink()
-        frames = _frames(context, jobs, machine, keeper, bypass)
+        frames = _frames(context.gateway, jobs, machine, keeper, bypass)
         return Stream(frames, lambda error: named_frame(machine.fail(error)), bypass=bypass)
 
     async def work() -> Ready:
@@ -110,13 +126,13 @@ async def respond(context: ServerContext, body: ResponsesRequest, caller: Caller
     return Unary(work)
 
 
-async def stored_history(context: ServerContext, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
+async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
     """Return the responses that a request goes on from, the first one first. Raises ApiError."""
     if body.previous_response_id is None:
         return []
-    if not context.keeps_responses:
+    if not routes.keeps_responses:
         raise invalid("previous_response_id: no responses are stored here; send their items as input", "previous_response_id")
-    return await open_store(context).history(owner, body.previous_response_id)
+    return await routes.store.history(owner, body.previous_response_id)
 
 
 async def _encode(machine: ResponseMachine, encode: Callable[[], bytes]) -> bytes:
@@ -142,7 +158,7 @@ def _frame_of(events: Sequence[Event]) -> bytes:
 
 
 async def _frames(
-    context: ServerContext, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: DirectSink
+    gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: DirectSink
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a response, which is stored before the last of them: clients go on from it at once.
 
@@ -150,7 +166,7 @@ async def _frames(
     """
 
     try:
-        async with aclosing(generation_events(context.gateway, jobs, _EventFrames(bypass, machine))) as events_of_deltas:
+        async with aclosing(generation_events(gateway, jobs, _EventFrames(bypass, machine))) as events_of_deltas:
             async for events in events_of_deltas:
                 found = machine.feed(events)
                 has_whole = any(isinstance(event, TextDone) for event in found)

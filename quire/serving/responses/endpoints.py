@@ -9,38 +9,37 @@ import msgspec
 from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import DeletedResponse, InputTokenCount, ItemList, Response
 from quire.serving.answers import Answer, Ready
-from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
-from quire.serving.responses.create import open_store, post_response
+from quire.serving.responses.create import ResponseRoutes, post_response
 from quire.serving.responses.input_tokens import post_input_tokens
 from quire.serving.responses.store import StoredResponse
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 
-async def _stored(context: ServerContext, call: Call) -> StoredResponse:
-    return await open_store(context).get(call.owner.name, str(call.path_params["response_id"]))
+async def _stored(routes: ResponseRoutes, call: Call) -> StoredResponse:
+    return await routes.store.get(call.owner.name, str(call.path_params["response_id"]))
 
 
-async def get_response(context: ServerContext, call: Call) -> Answer:
+async def get_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Return a stored response."""
     if call.query.get("stream", "false") != "false":
         raise unsupported("stream", "a stored response is not streamed again; leave stream out")
-    return Ready((await _stored(context, call)).body)
+    return Ready((await _stored(routes, call)).body)
 
 
-async def delete_response(context: ServerContext, call: Call) -> Answer:
+async def delete_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Forget a stored response; conversations that went on from it cannot be continued."""
     response_id = str(call.path_params["response_id"])
-    await open_store(context).delete(call.owner.name, response_id)
+    await routes.store.delete(call.owner.name, response_id)
     return Ready(encode_json(DeletedResponse(response_id)))
 
 
-async def cancel_response(context: ServerContext, call: Call) -> Answer:
+async def cancel_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Refuse: only a response that is made in the background could be cancelled, and there are none."""
-    record = await _stored(context, call)
+    record = await _stored(routes, call)
     raise invalid(
         f"the response {record.id!r} was not made in the background and has ended; to cancel one, close its connection",
         "response_id",
@@ -48,14 +47,14 @@ async def cancel_response(context: ServerContext, call: Call) -> Answer:
     )
 
 
-async def compact_response(context: ServerContext, call: Call) -> Answer:
+async def compact_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Refuse: what a conversation is shortened to would have to be told back to the model in a form that it knows."""
     raise not_found("compaction is not supported here; send a shorter input", "unsupported_endpoint")
 
 
-async def list_input_items(context: ServerContext, call: Call) -> Answer:
+async def list_input_items(routes: ResponseRoutes, call: Call) -> Answer:
     """List the items of a response's own input."""
-    record = await _stored(context, call)
+    record = await _stored(routes, call)
     items: list[dict[str, Any]] = msgspec.json.decode(record.items)
     order, after = call.query.get("order", "desc"), call.query.get("after")
     if order not in ("asc", "desc"):
@@ -84,7 +83,7 @@ def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
-ENDPOINTS: tuple[Endpoint, ...] = (
+ENDPOINTS: tuple[Endpoint[ResponseRoutes], ...] = (
     Endpoint(
         method="POST",
         path="/v1/responses",

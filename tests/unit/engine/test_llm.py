@@ -289,6 +289,10 @@ def test_prompt_longer_than_the_pool_is_refused_with_the_numbers(tiny_model):
     assert caught.value.param == "prompt"
     with pytest.raises(RequestError, match="max_tokens"):
         run(llm, [[1] * 10], greedy(max_tokens=50))
+    with pytest.raises(RequestError, match="21 tokens"):
+        llm.generate([[1] * 3, [1] * 21], greedy(max_tokens=1))
+    assert not llm.llm_engine.has_unfinished_requests()
+    assert llm.llm_engine.stats.num_steps == 0
     assert run(llm, [[1] * 10], greedy(max_tokens=None)).outputs[0].finish_reason == "length"
     llm.close()
 

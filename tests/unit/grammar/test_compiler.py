@@ -19,8 +19,8 @@ import pytest
 pytest.importorskip("llguidance")
 
 from quire.base.errors import RequestError
+from quire.base.sandbox_server import SandboxServerError
 from quire.contracts.constraint import Constraint
-from quire.grammar.compile_server import CompileServerError
 from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.sandbox import SandboxedCompiler
@@ -483,10 +483,10 @@ def test_nursery_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabu
         (server,) = compiler.sandbox._servers.values()
         server._control.settimeout(0.2)
         os.kill(server._process.pid, signal.SIGSTOP)
-        with pytest.raises(CompileServerError):
+        with pytest.raises(SandboxServerError):
             server.fork()
         os.kill(server._process.pid, signal.SIGCONT)
-        with pytest.raises(CompileServerError, match="late"):
+        with pytest.raises(SandboxServerError, match="late"):
             server.fork()
         compiler.sandbox._idle.clear()
         assert accepts(compile_one(compiler, "regex", "b"), "b")
@@ -564,6 +564,7 @@ def test_process_that_was_being_started_ends_when_the_prober_is_closed(monkeypat
 
     def close_then_start(*args, **kwargs):
         closing.start()
+        wait_until(lambda: sandbox._is_closed)
         begun.append(start(*args, **kwargs))
         return begun[0]
 

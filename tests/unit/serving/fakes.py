@@ -18,7 +18,7 @@ from pathlib import Path
 import quire
 from quire.contracts.outputs import RequestMetrics
 from quire.serving.config import ServerConfig
-from quire.serving.context import ServerContext
+from quire.serving.context import ServerContext, ServerState
 from quire.serving.core.served_model import ServedModel, make_served_model
 from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, EngineInfo, RequestDelta, TokenLogprob
 from quire.serving.errors import ApiError
@@ -107,11 +107,8 @@ def make_context(gateway: Gateway, served: ServedModel | None = None, config: Se
     return ServerContext(
         config=config,
         gateway=gateway,
-        client=None,  # type: ignore[arg-type]
-        metrics=None,  # type: ignore[arg-type]
-        authenticator=None,  # type: ignore[arg-type]
         served=served or make_served(config=config),
-        phase="serving",
+        state=ServerState("serving"),
     )
 
 

@@ -13,17 +13,19 @@ from typing import Any
 import httpx2
 
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
+from quire.serving.auth import Authenticator
+from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
-from quire.serving.context import ServerContext
+from quire.serving.context import ServerContext, ServerState
 from quire.serving.core.served_model import ServedModel
+from quire.serving.endpoint import bind
 from quire.serving.errors import ApiError
-from quire.serving.http.app import make_app
-from quire.serving.http.auth import Authenticator
+from quire.serving.http.app import ShellParts, make_app
+from quire.serving.responses.create import ResponseRoutes
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
 from quire.serving.responses.store import ResponseStore
 from tests.unit.serving.fakes import FakeGateway
 
-ENDPOINTS = (*ANTHROPIC_ENDPOINTS, *RESPONSES_ENDPOINTS)
 BASE = "http://127.0.0.1"
 RANDOM = re.compile(r'\b(msg|rs|fc|fco|resp)_[A-Za-z0-9]{29}\b|call_[A-Za-z0-9]{24}|"(created_at|completed_at)":\d+')
 
@@ -45,8 +47,9 @@ class Metrics:
 class App:
     """A running application."""
 
-    context: ServerContext
     gateway: FakeGateway
+    responses: ResponseRoutes
+    parts: ShellParts
     transport: httpx2.ASGITransport
 
     def http(self, **options: Any) -> httpx2.AsyncClient:
@@ -66,21 +69,16 @@ async def running_app(
 ) -> AsyncIterator[App]:
     """Yield the application; responses are stored in `folder`, or in memory."""
     config = config or ServerConfig()
-    context = ServerContext(
-        config=config,
-        gateway=gateway,
-        client=None,  # type: ignore[arg-type]
-        metrics=Metrics(),  # type: ignore[arg-type]
-        authenticator=Authenticator(config),
-        served=served,
-        responses=ResponseStore(folder),
-        phase="serving",
-    )
+    context = ServerContext(config=config, gateway=gateway, served=served, state=ServerState("serving"))
+    responses = ResponseRoutes(context, ResponseStore(folder))
+    bodies = BodyRoom(config.max_held_body_bytes)
+    parts = ShellParts(config, gateway, Authenticator(config), Metrics(), bodies)  # type: ignore[arg-type]
+    routes = (*bind(ANTHROPIC_ENDPOINTS, context), *bind(RESPONSES_ENDPOINTS, responses))
     try:
-        yield App(context, gateway, httpx2.ASGITransport(make_app(context, ENDPOINTS)))  # type: ignore[arg-type]
+        yield App(gateway, responses, parts, httpx2.ASGITransport(make_app(parts, routes)))  # type: ignore[arg-type]
     finally:
-        assert context.responses is not None
-        await context.responses.close()
+        assert responses.opened is not None
+        await responses.opened.close()
 
 
 def fix(text: str) -> str:

@@ -20,6 +20,7 @@ from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling import Scheduler, SequenceUpdate, check_invariants
+from quire.engine.scheduling.admission import check_servable
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -339,6 +340,7 @@ class Driver:
         self.now = 0.0
 
     def add(self, request: Request) -> None:
+        check_servable(request, self.config)
         ids = self.scheduler.add(request, now=self.now)
         assert len(ids) == request.params.num_sequences
         self.requests[request.request_id] = request

@@ -58,14 +58,6 @@ def test_output_ends_with_length_at_the_tightest_limit(max_tokens, max_model_len
     assert (10 + len(output.tokens), output.reason) == (expected, "length")
 
 
-def test_refused_request_leaves_nothing_behind():
-    driver = Driver(CONFIG)
-    with pytest.raises(RequestError):
-        driver.scheduler.add(make_request("r", 30))
-    assert not driver.scheduler.has_unfinished
-    driver.add(make_request("r", 3))
-
-
 def test_request_is_refused_while_its_id_is_in_use():
     driver = Driver(CONFIG)
     driver.add(make_request("r", 3, max_tokens=2))

@@ -42,14 +42,18 @@ def record_of(endpoint):
     )
 
 
+def execute_in(app):
+    return make_execute(app.responses, app.parts.authenticator, app.parts.bodies.decoding)
+
+
 def run(endpoint, body, keeps_responses=True):
     """Return the answer to a line, the jobs of the gateway, and the responses that are stored."""
 
     async def work():
         gateway = FakeGateway(text_script(SERVED.tokenizer, "Hello"))
         async with running_app(gateway, SERVED) as app:
-            app.context.keeps_responses = keeps_responses
-            answer = await make_execute(app.context)(record_of(endpoint), json.dumps({"model": "demo", **body}).encode())
+            app.responses.keeps_responses = keeps_responses
+            answer = await execute_in(app)(record_of(endpoint), json.dumps({"model": "demo", **body}).encode())
             found = json.loads(answer.body)
             stored = 200 if keeps_responses else None
             if endpoint == "/v1/responses":
@@ -82,7 +86,7 @@ def test_line_of_the_output_tells_unknown_fields():
                 "messages": [{"role": "user", "content": "hi", "mood": 1}],
                 "chat_template_kwargs": {"x": 1},
             }
-            return await make_execute(app.context)(record_of("/v1/chat/completions"), json.dumps(body).encode())
+            return await execute_in(app)(record_of("/v1/chat/completions"), json.dumps(body).encode())
 
     answer = asyncio.run(work(ServerConfig()))
     line = json.loads(answer_line("a", answer))

@@ -28,7 +28,7 @@ UNKNOWN = HEAD + b"transfer-encoding: chunked\r\n\r\n"
 def with_files(test, **options):
     async def go():
         async with service_of(None, Worker()) as service, running(ENDPOINTS, **options) as (port, context):
-            context.batches = service
+            context.service = service
             context.metrics.rejected = lambda error: None
             await test(port, context)
 

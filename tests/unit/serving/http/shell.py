@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import uvicorn
 
+from quire.serving.auth import Authenticator
+from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Endpoint
-from quire.serving.http.app import make_app
-from quire.serving.http.auth import Authenticator
-from quire.serving.http.lifecycle import _Server, bind
+from quire.serving.endpoint import Endpoint, bind
+from quire.serving.http.app import ShellParts, make_app
+from quire.serving.http.lifecycle import _Server, listen
 from quire.serving.http.protocol import guarded_protocol
 
 
@@ -31,14 +32,22 @@ class Counts:
         self.ignored.append(name)
 
 
-def make_context(config):
-    return ServerContext(
-        config=config,
-        gateway=SimpleNamespace(),
-        client=SimpleNamespace(),
-        metrics=Counts(),
-        authenticator=Authenticator(config),
-    )
+class EveryPart(ServerContext):
+    """What the handlers of any package work with, so that a test need not say which its own work with."""
+
+    def __init__(self, config):
+        super().__init__(config=config, gateway=SimpleNamespace())
+        self.server = self
+        self.client = SimpleNamespace()
+        self.metrics = Counts()
+        self.authenticator = Authenticator(config)
+        self.bodies = BodyRoom(config.max_held_body_bytes)
+        self.service = None
+
+    def app(self, endpoints):
+        """Return the application with these endpoints."""
+        parts = ShellParts(self.config, self.gateway, self.authenticator, self.metrics, self.bodies)
+        return make_app(parts, bind(endpoints, self))
 
 
 def endpoint(path, handler, method="POST", **options):
@@ -49,11 +58,11 @@ def endpoint(path, handler, method="POST", **options):
 async def running(endpoints, **options):
     """Yield (port, context) of a running server."""
     config = ServerConfig(port=0, **options)
-    context = make_context(config)
-    sock = bind(config)
+    context = EveryPart(config)
+    sock = listen(config)
     server = _Server(
         uvicorn.Config(
-            make_app(context, endpoints),
+            context.app(endpoints),
             http=guarded_protocol(config, context.metrics.rejected),
             ws="none",
             lifespan="off",

@@ -14,7 +14,7 @@ from quire.serving.http.openapi import document
 
 @pytest.fixture(scope="module")
 def described():
-    return document("quire", "1", Server.of(ServerConfig(), EngineConfig(model="demo")).endpoints())
+    return document("quire", "1", [route.endpoint for route in Server.of(ServerConfig(), EngineConfig(model="demo")).routes()])
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_health_may_say_503_in_its_own_words_and_pages_304(operations):
 
 def test_limits_of_choices_are_those_of_the_server_when_it_has_its_own():
     server = Server.of(ServerConfig(max_n=7), EngineConfig(model="demo"))
-    endpoints = {endpoint.path: endpoint for endpoint in server.endpoints()}
-    answer = asyncio.run(endpoints["/openapi.json"].handler(server.context, None))
+    routes = {route.endpoint.path: route for route in server.routes()}
+    answer = asyncio.run(routes["/openapi.json"].answer(None))
     schemas = json.loads(answer.body)["components"]["schemas"]
     for kind, name in (("ChatCompletionRequest", "n"), ("CompletionRequest", "n"), ("CompletionRequest", "best_of")):
         kinds = schemas[kind]["properties"][name]["anyOf"]

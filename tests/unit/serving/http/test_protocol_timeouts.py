@@ -8,9 +8,8 @@ from uvicorn.server import ServerState
 
 from quire.serving.answers import Ready
 from quire.serving.config import ServerConfig
-from quire.serving.http.app import make_app
 from quire.serving.http.protocol import guarded_protocol
-from tests.unit.serving.http.shell import endpoint, make_context, post
+from tests.unit.serving.http.shell import EveryPart, endpoint, post
 from tests.unit.serving.request_queue.virtual_engine import run_virtual
 
 MIB = 1 << 20
@@ -61,7 +60,7 @@ def send_slowly(*pieces, until_s=200.0):
 
     async def go(loop):
         config = ServerConfig(port=0, head_timeout_s=HEAD_TIMEOUT_S, body_timeout_s=BODY_TIMEOUT_S)
-        app = make_app(make_context(config), [endpoint("/echo", echo)])
+        app = EveryPart(config).app([endpoint("/echo", echo)])
         settings = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, timeout_keep_alive=75)
         settings.load()
         protocol = guarded_protocol(config)(config=settings, server_state=ServerState(), app_state={}, _loop=loop)

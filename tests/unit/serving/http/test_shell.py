@@ -9,9 +9,9 @@ import pytest
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.base.errors import RequestError
 from quire.serving.answers import DirectSink, Download, Ready, Stream, Unary
+from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, overloaded
-from quire.serving.http.auth import hash_key
 from tests.unit.serving.http.shell import endpoint, exchange, post, running
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
-from quire.serving.http.auth import hash_key
 from quire.serving.http.system import health
 from tests.unit.serving.http.shell import endpoint, exchange, running
 from tests.unit.serving.http.test_shell import parse

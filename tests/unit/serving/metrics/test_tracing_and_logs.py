@@ -13,8 +13,8 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.contracts.outputs import RequestMetrics
 from quire.serving.engine_client.engine_log import EngineLog
-from quire.serving.metrics.log_format import JsonFormatter, log_ended, setup_log_format
-from quire.serving.metrics.request_record import RequestRecord
+from quire.serving.log_format import JsonFormatter, setup_log_format
+from quire.serving.metrics.request_record import RequestRecord, log_ended
 from quire.serving.metrics.tracing import RequestTracing
 from tests.unit.serving.request_queue.virtual_engine import make_job
 
@@ -184,8 +184,8 @@ def test_every_line_of_the_engine_is_one_object_when_some_are_written_below_pyth
 @pytest.mark.parametrize(
     ("code", "logger", "told"),
     [
-        ("raise ValueError('bad')", "quire.serving.metrics.log_format", "ValueError"),
-        ("threading.Thread(target=int, args=('x',)).start()", "quire.serving.metrics.log_format", "ValueError"),
+        ("raise ValueError('bad')", "quire.serving.log_format", "ValueError"),
+        ("threading.Thread(target=int, args=('x',)).start()", "quire.serving.log_format", "ValueError"),
         ("warnings.warn('old\\nthing')", "py.warnings", "old"),
         ("logging.getLogger('another').warning('a\\nb')", "another", "a\\nb"),
         ("logging.getLogger('quire.x').warning('once')", "quire.x", "once"),
@@ -194,7 +194,7 @@ def test_every_line_of_the_engine_is_one_object_when_some_are_written_below_pyth
 def test_every_line_is_one_object_when_others_write_to_the_log(code, logger, told):
     begin = (
         "import logging, threading, warnings; from quire.base.logging import setup_logging; setup_logging();"
-        "from quire.serving.metrics.log_format import setup_log_format; setup_log_format('json')\n"
+        "from quire.serving.log_format import setup_log_format; setup_log_format('json')\n"
     )
     done = subprocess.run([sys.executable, "-c", begin + code], capture_output=True, text=True, timeout=120)
     (line,) = done.stderr.splitlines()

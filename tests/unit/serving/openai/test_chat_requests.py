@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from quire.serving.engine_client.messages import ChoiceDelta
 from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, overloaded
 from quire.serving.interfaces import Tenant
 from quire.serving.openai.chat import ChatCompletionRequest, chat
+from quire.text.chat_template import ChatTemplate
 from tests.unit.serving.fakes import make_served
 from tests.unit.serving.openai.asking import CALLER, USER, ask_chat, chunks_of, finish
 from tests.unit.serving.openai.chatting import (
@@ -35,6 +37,20 @@ def test_special_tokens_are_asked_for_and_left_out_again_when_a_parser_reads():
     assert params_of(where).skip_special_tokens is False
     where = say("Yes<|endoftext|>No", served=TOOLED)
     assert whole(where, skip_special_tokens=False)["choices"][0]["message"]["content"] == "Yes<|endoftext|>No"
+
+
+def test_template_is_never_rendered_on_the_event_loop(monkeypatch):
+    """It waits for the process that renders."""
+    render, threads = ChatTemplate.render_hiding, []
+
+    def note(*args, **kwargs):
+        threads.append(threading.current_thread())
+        return render(*args, **kwargs)
+
+    monkeypatch.setattr(ChatTemplate, "render_hiding", note)
+    whole(say("Yes", served=TOOLED))
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_reasoning_effort_becomes_a_variable_of_the_template():

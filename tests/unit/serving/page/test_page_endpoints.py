@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
-from quire.serving.http.auth import hash_key
 from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.static_files import FOLDER, POLICY, read_static_files

@@ -148,12 +148,12 @@ def test_failed_store_fails_the_response():
             async def fail(owner, record):
                 raise ApiError(503, "the disk is full", code="storage_full")
 
-            store = app.context.responses
-            app.context.responses = type("Broken", (), {"put": staticmethod(fail), "history": store.history})()
+            store = app.responses.opened
+            app.responses.opened = type("Broken", (), {"put": staticmethod(fail), "history": store.history})()
             body = {"model": "demo", "input": "hi"}
             whole = await app.post("/v1/responses", body)
             streamed = await app.post("/v1/responses", {**body, "stream": True})
-            app.context.responses = store
+            app.responses.opened = store
         return whole, streamed
 
     whole, streamed = run(work())

@@ -1,4 +1,4 @@
-"""JSON logs, and the line that an ended request leaves in the log."""
+"""JSON logs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from types import TracebackType
 import msgspec
 
 from quire.base.logging import get_logger
-from quire.serving.metrics.request_record import RequestRecord
 
 _log = get_logger(__name__)
 
@@ -87,41 +86,3 @@ def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
     name = "?" if args.thread is None else args.thread.name
     error = args.exc_value or args.exc_type()
     _log.error("thread %s ended by an error", name, exc_info=(args.exc_type, error, args.exc_traceback))
-
-
-def log_ended(record: RequestRecord) -> None:
-    """Log the end of a request: register with ServerMetrics.on_end. Counts and times, nothing of what was asked or answered."""
-    if not _log.isEnabledFor(logging.INFO):
-        return
-    engine = record.engine
-    ttft, e2e = _round(record.ttft_s), _round(record.e2e_s)
-    _log.info(
-        "%s %s: %s, %d prompt and %d output tokens, first token after %s s, %s s in all",
-        record.job.request.request_id,
-        record.job.route,
-        record.abort_reason or "/".join(sorted(set(record.finish_reasons))),
-        record.num_prompt_tokens,
-        record.num_output_tokens,
-        "-" if ttft is None else ttft,
-        e2e,
-        extra={
-            "request_id": record.job.request.request_id,
-            "call_id": record.job.call_id,
-            "route": record.job.route,
-            "owner": record.job.owner.name,
-            "priority": record.job.priority,
-            "duration_s": e2e,
-            "queue_s": None if engine is None else _round(engine.time_in_queue_s),
-            "ttft_s": ttft,
-            "time_per_output_token_s": _round(record.time_per_output_token_s),
-            "num_prompt_tokens": record.num_prompt_tokens,
-            "num_cached_tokens": None if engine is None else engine.num_cached_tokens,
-            "num_output_tokens": record.num_output_tokens,
-            "finish_reasons": record.finish_reasons,
-            "abort_reason": record.abort_reason,
-        },
-    )
-
-
-def _round(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
-from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
+from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body
 from quire.serving.batch.offline import BatchFiles, BatchProgress, read_input, run_file
 from quire.serving.config import ServerConfig
 from quire.serving.http.main import Server
@@ -24,8 +24,8 @@ def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: Engin
 
     async def run() -> BatchProgress:
         server = Server.of(config, engine_config)
-        server.context.keeps_responses = False
-        client = server.context.client
+        server.responses.keeps_responses = False
+        client = server.client
         await client.start()
         try:
             await server.load_model()
@@ -40,7 +40,7 @@ def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: Engin
                 return await run_file(
                     files,
                     spans,
-                    make_execute(server.context),
+                    server.execute(),
                     server.gateway.batch_window,
                     is_overwriting=is_overwriting,
                     on_progress=show,
