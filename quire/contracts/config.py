@@ -51,6 +51,8 @@ class SchedulerConfig:
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
     rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
     num_pipeline_stages     steps that may be in flight at once, each of other sequences
+    computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that is
+                            off, as the KV of equal prefixes differs then
     """
 
     max_num_seqs: int
@@ -63,6 +65,7 @@ class SchedulerConfig:
     policy: Literal["fcfs", "priority"] = "fcfs"
     rope_switch_len: int | None = None
     num_pipeline_stages: int = 1
+    computes_whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -79,6 +82,8 @@ class SchedulerConfig:
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
         _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.computes_whole_prompts and self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching must be False where prompts are computed whole (computes_whole_prompts)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,6 +142,8 @@ class AttentionSpec:
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
     query_scaling  None: queries are the same at any position
+    is_causal      False: a token attends to all tokens of the sequence, or with a window to those less than `window` away on
+                   either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     """
@@ -165,6 +167,7 @@ class AttentionSpec:
     is_qk_norm_last: bool = False
     query_scaling: QueryScaling | None = None
     latent: LatentSpec | None = None
+    is_causal: bool = True
 
     @property
     def output_size(self) -> int:
@@ -295,6 +298,11 @@ class ModelSpec:
     final_softcap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token's hidden state depends only on the tokens before it: prompts may be cut, and their KV reused."""
+        return all(layer.attention.is_causal for layer in self.layers)
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

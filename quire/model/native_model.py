@@ -72,6 +72,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
+    if not spec.is_causal:
+        return "attention in both directions"
     if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     return None

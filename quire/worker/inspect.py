@@ -16,6 +16,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.parameters import parameter_shapes
+from quire.model.pooler import read_pooler_spec
 from quire.model.resolve import resolve_model
 from quire.model.stored_tensors import has_weights
 from quire.speculate.build import count_drafts
@@ -53,7 +54,10 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     if config.allow_missing_head:
         spec = tie_missing_head(folder, spec)
     shapes = parameter_shapes(spec)
+    pooler = read_pooler_spec(folder, spec, generates_without_head=config.allow_missing_head)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
+    if config.max_model_len is None and pooler.max_tokens is not None:
+        max_model_len = min(max_model_len, pooler.max_tokens)
     device = choose_device(config)
     if device is None:
         _check_deterministic(config, spec)
@@ -62,7 +66,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
-    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler)
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
     if config.tensor_parallel_size > 1:
