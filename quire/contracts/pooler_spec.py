@@ -113,3 +113,14 @@ class PoolerSpec:
             raise RequestError(f"pooling must be {self.pooling!r}, as the classifier was trained, got {pooling!r}", "pooling")
         if params.task == "score" and self.size != 1:
             raise RequestError(f"a score needs a classifier with 1 label, and this one has {self.size}: use /classify", "model")
+
+
+def prompt_before(spec: PoolerSpec, name: str | None) -> str:
+    """Return the text that is put before an input: the prompt of this name, or the checkpoint's default. Raises RequestError."""
+    chosen = spec.default_prompt if name is None else name
+    if chosen is None:
+        return ""
+    if chosen not in spec.prompts:
+        known = ", ".join(map(repr, spec.prompts)) or "none"
+        raise RequestError(f"prompt_name must be one of the model's prompts ({known}), got {chosen[:100]!r}", "prompt_name")
+    return spec.prompts[chosen]
