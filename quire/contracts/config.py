@@ -51,8 +51,8 @@ class SchedulerConfig:
     policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
     rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
     num_pipeline_stages     steps that may be in flight at once, each of other sequences
-    computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that is
-                            off, as the KV of equal prefixes differs then
+    computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that
+                            is off, as the KV of equal prefixes differs then
     """
 
     max_num_seqs: int

@@ -45,8 +45,8 @@ class PoolerSpec:
     pooling          which hidden states are pooled where a request does not say
     normalize        whether vectors have length 1 where a request does not say
     layers           applied to the pooled hidden state; of a classifier the last gives the logits
-    token_ids        of a classifier without a layer for it: the logit is that of the last token in the LM head, minus that of the
-                     first where there are two
+    token_ids        of a classifier without a layer for it: the logit is that of the last token in the LM head, minus that of
+                     the first where there are two
     size             of a vector, or the number of classes; None: the hidden size
     activation       of a classifier's logits
     labels           of the classes
@@ -72,7 +72,9 @@ class PoolerSpec:
     def check_generates(self) -> None:
         """Raise RequestError where the checkpoint is not for generating text."""
         if self.task != "generate":
-            routes = "/v1/embeddings or LLM.embed" if self.task == "embed" else "/classify, /v1/score, LLM.classify or LLM.score"
+            routes = (
+                "/v1/embeddings or LLM.embed" if self.task == "embed" else "/classify, /v1/score, LLM.classify or LLM.score"
+            )
             raise RequestError(f"the model is {_NAMES[self.task]} and does not generate text: use {routes}", "model")
 
     def resolve(self, params: PoolingParams, hidden_size: int) -> PoolingParams:
@@ -108,7 +110,7 @@ class PoolerSpec:
 
     def _check_classes(self, params: PoolingParams, pooling: Pooling) -> None:
         if params.dimensions is not None:
-            raise RequestError("dimensions is for embeddings, but the request asks for scores of classes: leave it out", "dimensions")
+            raise RequestError("dimensions is for embeddings, and the request asks for classes: leave it out", "dimensions")
         if pooling != self.pooling:
             raise RequestError(f"pooling must be {self.pooling!r}, as the classifier was trained, got {pooling!r}", "pooling")
         if params.task == "score" and self.size != 1:

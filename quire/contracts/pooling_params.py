@@ -67,4 +67,4 @@ class PoolingParams:
     @property
     def needs_every_token(self) -> bool:
         """Whether the hidden states of all prompt tokens are pooled: none of them may then come from the prefix cache."""
-        return self.pooling != "last"
+        return self.pooling not in (None, "last")

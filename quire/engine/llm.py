@@ -129,7 +129,7 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Return how well pairs of texts fit together, as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
+        """Return how well two texts fit together, as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
 
         A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt; of an embedding model the score
         is the cosine of the two embeddings.

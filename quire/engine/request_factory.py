@@ -196,7 +196,8 @@ class RequestFactory:
         limit = self._rules.max_model_len
         if num_tokens is not None and num_tokens > limit:
             raise RequestError(
-                f"truncate_prompt_tokens must be -1 or from 1 to {limit} (max_model_len), got {num_tokens}", "truncate_prompt_tokens"
+                f"truncate_prompt_tokens must be -1 or from 1 to {limit} (max_model_len), got {num_tokens}",
+                "truncate_prompt_tokens",
             )
         return limit if num_tokens == -1 else num_tokens
 

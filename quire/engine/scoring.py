@@ -48,8 +48,8 @@ def encode_pair(tokenizer: Tokenizer, first: str, second: str, limit: int | None
     rendered = tokenizer.encode_rendered(tokenizer.render_chat(messages, add_generation_prompt=True))
     if limit is not None and len(rendered) > limit:
         raise RequestError(
-            f"truncate_prompt_tokens: the pair has {len(rendered)} tokens in the model's template, which cannot be cut to {limit}: "
-            "shorten the texts",
+            f"truncate_prompt_tokens: the pair has {len(rendered)} tokens in the model's template, which cannot be cut to "
+            f"{limit}: shorten the texts",
             "truncate_prompt_tokens",
         )
     return rendered

@@ -208,7 +208,9 @@ def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, f
     unexpected = [
         name
         for name in stored
-        if name not in expected and not page.ignored.fullmatch(name) and not _is_needless_bias(name, stored)
+        if name not in expected
+        and not page.ignored.fullmatch(name)
+        and not _is_needless_bias(name, stored)
         and not (is_headless and _OTHER_HEAD.fullmatch(name))
     ]
     if missing or unexpected:

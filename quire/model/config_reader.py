@@ -92,7 +92,7 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
         raise config.error("num_hidden_layers", num_layers, f"at most {_MAX_LAYERS}")
     spec = FAMILIES.get(model_type).read_spec(config)
     if _is_bidirectional(whole, values, file):
-        spec = _attend_both_ways(spec, is_halved=model_type.startswith("gemma"))
+        spec = _attend_both_ways(spec, is_halved=values.get("use_bidirectional_attention") is True)
     if dtype == "auto":
         is_stated = any(part.get(key) is not None for part in (values, whole) for key in ("dtype", "torch_dtype"))
         dtype = spec.dtype if is_stated else _stored_dtype(folder)
@@ -110,13 +110,15 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
 
 def _is_bidirectional(whole: Mapping[str, object], values: Mapping[str, object], file: Path) -> bool:
     """Return whether config.json says that each token attends to all tokens: by an option, or by the name of its class."""
+    halves = "gemma3_text" in (whole.get("model_type"), values.get("model_type"))
     for key, neutral in (("is_causal", True), ("use_bidirectional_attention", False)):
         for part in (whole, values):
             value = part.get(key)
-            if value is not None and not isinstance(value, bool):
-                raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: True and False")
-            if value is not None and value is not neutral:
-                return True
+            if value is None or value is neutral:
+                continue
+            if not isinstance(value, bool) or (key == "use_bidirectional_attention" and not halves):
+                raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")
+            return True
     named = whole.get("architectures")
     names = named if isinstance(named, list) else []
     return whole.get("model_type") in BIDIRECTIONAL_TYPES or any("Bidirectional" in str(name) for name in names)

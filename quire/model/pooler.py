@@ -1,4 +1,4 @@
-"""Read what a checkpoint folder says about pooling: its class in config.json, and the files of sentence-transformers. No torch."""
+"""Read what a checkpoint says about pooling: its class in config.json, and the files of sentence-transformers. No torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def _read_token_classifier(config: Mapping[str, object], folder: Path) -> Pooler
     """Return the pooler of a generative reranker whose score is that of a token, or the difference of two (Qwen3-Reranker)."""
     tokens = config["classifier_from_token"]
     if not isinstance(tokens, list) or not 1 <= len(tokens) <= 2 or not all(isinstance(token, str) for token in tokens):
-        raise ModelFormatError(f'{folder}: classifier_from_token must be one or two tokens, such as ["no", "yes"], got {tokens!r}')
+        raise ModelFormatError(
+            f'{folder}: classifier_from_token must be one or two tokens, such as ["no", "yes"], got {tokens!r}'
+        )
     if read_quantization_config(folder) is not None:
         raise UnsupportedError(f"{folder}: classifier_from_token is not supported in a quantised checkpoint")
     known = _vocabulary(folder)
@@ -170,7 +172,8 @@ def _read_modules(folder: Path, default: PoolerSpec) -> PoolerSpec:
             found = replace(found, normalize=True)
         elif kind != "Transformer":
             raise UnsupportedError(
-                f"{folder}: the module {kind!r} in modules.json is not supported; supported: Transformer, Pooling, Dense, Normalize"
+                f"{folder}: the module {kind!r} in modules.json is not supported; supported: Transformer, "
+                "Pooling, Dense, Normalize"
             )
     return found
 
@@ -199,14 +202,16 @@ def _read_pooling(file: Path) -> Pooling:
     config = read_json_object(file)
     name = config.get("pooling_mode")
     modes = [key for key, value in config.items() if key.startswith("pooling_mode_") and value is True]
-    if isinstance(name, str):
-        chosen = _MODE_NAMES.get(name)
-    else:
-        chosen = _POOLING_MODES.get(modes[0]) if len(modes) == 1 else None
+    by_flag = _POOLING_MODES.get(modes[0]) if len(modes) == 1 else None
+    chosen = _MODE_NAMES.get(name) if isinstance(name, str) else by_flag
     if chosen is None:
-        raise UnsupportedError(f"{file}: pooling by {name or modes or 'nothing'} is not supported; supported: {', '.join(_MODE_NAMES)}")
+        raise UnsupportedError(
+            f"{file}: pooling by {name or modes or 'nothing'} is not supported; supported: {', '.join(_MODE_NAMES)}"
+        )
     if config.get("include_prompt") is False:
-        raise UnsupportedError(f"{file}: include_prompt false is not supported: the tokens of a prompt are pooled with the others")
+        raise UnsupportedError(
+            f"{file}: include_prompt false is not supported: the tokens of a prompt are pooled with the others"
+        )
     return chosen
 
 
@@ -236,7 +241,9 @@ def _read_prompts(folder: Path, found: PoolerSpec) -> PoolerSpec:
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ModelFormatError(f"{file}: prompts must be an object of texts, got {prompts!r}")
     if default is not None and default not in prompts:
-        raise ModelFormatError(f"{file}: default_prompt_name is {default!r}, which is not one of prompts ({', '.join(prompts)})")
+        raise ModelFormatError(
+            f"{file}: default_prompt_name is {default!r}, which is not one of prompts ({', '.join(prompts)})"
+        )
     return replace(found, prompts=dict(prompts), default_prompt=default)
 
 

@@ -78,7 +78,7 @@ class TokenizersBackend:
             return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]:
-        """Return the ids of one text or a pair with the checkpoint's special tokens, and of each token its text, None for those."""
+        """Return the ids of one text or a pair with special tokens, and of each token its text, None for those."""
         with self._encoding:
             encoding = self._tokenizer.encode(*texts, add_special_tokens=True)
             return encoding.ids, encoding.sequence_ids

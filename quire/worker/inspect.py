@@ -66,7 +66,9 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     name = "cpu" if device is None else "interpreter" if device.type == "cpu" else str(device)
-    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler)
+    report = ModelReport(
+        folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler
+    )
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
     if config.tensor_parallel_size > 1:

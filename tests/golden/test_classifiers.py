@@ -246,7 +246,10 @@ def test_generative_reranker_scores_by_the_logits_of_its_tokens(tmp_path, tied, 
 def test_generative_model_says_what_it_lacks_for_scores_and_classes(tmp_path):
     make(tmp_path, Qwen3ForCausalLM, Qwen3Config, head_dim=8)
     llm = LLM(str(tmp_path), block_size=BLOCK_SIZES[0], **ENGINE)
-    for task, message in (("score", r"scores need a classifier \(a ...ForSequenceClassification"), ("classify", "classes need")):
+    for task, message in (
+        ("score", r"scores need a classifier \(a ...ForSequenceClassification"),
+        ("classify", "classes need"),
+    ):
         with pytest.raises(RequestError, match="the model is a generative model without a classification head: " + message):
             llm.encode(PROMPTS[0], PoolingParams(task=task), use_tqdm=False)
     llm.close()

@@ -20,7 +20,8 @@ EncodingFormat = Annotated[
     Literal["float", "base64"], Meta(description="base64: of little-endian 32-bit floats. Default float.")
 ]
 Truncation = Annotated[
-    int, Meta(ge=-1, description="Keep so many tokens of a longer input; -1: as many as the model takes. Default: it is refused.")
+    int,
+    Meta(ge=-1, description="Keep so many tokens of a longer input; -1: as many as the model takes. Default: it is refused."),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The bodies of POST /classify, /pooling, /v1/score and /v1/rerank, with vLLM's names, and for rerank those of Jina and Cohere."""
+"""The bodies of POST /classify, /pooling, /v1/score and /v1/rerank: vLLM's names, and for rerank those of Jina and Cohere."""
 
 from __future__ import annotations
 

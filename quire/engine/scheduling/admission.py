@@ -33,8 +33,8 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
         )
     if config.computes_whole_prompts and num_prompt > config.max_num_batched_tokens:
         raise RequestError(
-            f"the prompt has {num_prompt} tokens, but a step has {config.max_num_batched_tokens} (max_num_batched_tokens), and this "
-            "model computes a prompt in one step, as its tokens attend in both directions: shorten the prompt, set "
+            f"the prompt has {num_prompt} tokens, but a step has {config.max_num_batched_tokens} (max_num_batched_tokens), and "
+            "this model computes a prompt in one step, as its tokens attend in both directions: shorten the prompt, set "
             "truncate_prompt_tokens, or raise max_num_batched_tokens",
             "prompt",
         )

@@ -135,7 +135,7 @@ class _ChunkPlace:
         return found
 
     def is_outside(self, queries: slice, first: int, window: int | None) -> Tensor:
-        """Return what some queries of a whole sequence, which attend in both directions, do not see of tokens from `first` on."""
+        """Return what some queries of a whole sequence do not see of tokens from `first` on: those outside of the window."""
         distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(first, self.context_len)
         return distance.abs() >= (self.context_len if window is None else window)
 

@@ -61,7 +61,9 @@ class PooledRequests:
         if self.limit is None:
             check_text_length(self._served, num_characters, field)
         elif num_characters > limit:
-            raise RequestError(f"{field} has {num_characters} characters, and a prompt may have {limit} here: shorten it", field)
+            raise RequestError(
+                f"{field} has {num_characters} characters, and a prompt may have {limit} here: shorten it", field
+            )
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if self.limit is None or not isinstance(prompt, str):

@@ -103,9 +103,7 @@ class _Scoring:
 async def _prepare(
     context: ServerContext, body: ScoreRequest | RerankRequest, caller: Caller, served: ServedModel, texts: _Texts, prefix: str
 ) -> _Scoring:
-    params = PoolingParams(
-        task="score", use_activation=body.use_activation, truncate_prompt_tokens=body.truncate_prompt_tokens
-    )
+    params = PoolingParams(task="score", use_activation=body.use_activation, truncate_prompt_tokens=body.truncate_prompt_tokens)
 
     def make() -> _Scoring:
         if served.info.pooler.task == "embed":
