@@ -21,20 +21,16 @@ _SCORES = (
 
 @dataclass(frozen=True, slots=True)
 class HeadLayerSpec:
-    """One layer between the pooled hidden state and the result, on the host.
+    """One linear layer between the pooled hidden state and the result, on the host.
 
-    kind        "dense": a linear layer; "norm": a LayerNorm
     weight      where its weight is stored: a file of the checkpoint folder ("" for the model's own weights) and a name
     bias        likewise; None: it has none
     activation  applied to what it gives
-    eps         of a norm
     """
 
-    kind: Literal["dense", "norm"]
     weight: tuple[str, str]
     bias: tuple[str, str] | None = None
     activation: Activation = "identity"
-    eps: float = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +114,7 @@ class PoolerSpec:
 
 
 def prompt_before(spec: PoolerSpec, name: str | None) -> str:
-    """Return the text that is put before an input: the prompt of this name, or the checkpoint's default. Raises RequestError."""
+    """Return the text put before an input: the prompt of this name, or the checkpoint's default. Raises RequestError."""
     chosen = spec.default_prompt if name is None else name
     if chosen is None:
         return ""

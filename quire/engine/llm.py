@@ -131,8 +131,8 @@ class LLM:
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Return how well two texts fit together, as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
 
-        A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt; of an embedding model the score
-        is the cosine of the two embeddings.
+        A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt. Of an embedding model the
+        score is the cosine of the two embeddings.
         Raises RequestError as embed does, and where the model is neither.
         """
         tokenizer = self.get_tokenizer()

@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
-_OTHER_HEAD = re.compile(r"(score|classifier|pooler|head)\.([\w.]+\.)?(weight|bias)")
+_OTHER_HEAD = re.compile(r"score\.weight")
 """What stands in the place of an LM head; `worker/pooling_head.py` reads it."""
 _DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 

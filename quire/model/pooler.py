@@ -14,7 +14,6 @@ from quire.contracts.model_spec import ModelSpec
 from quire.contracts.pooler_spec import Activation, HeadLayerSpec, PoolerSpec
 from quire.contracts.pooling_params import Pooling
 from quire.model.config_reader import is_base_model, read_json_object, read_quantization_config
-from quire.model.families.encoders import classifier_layers, classifier_pooling
 
 CLASSIFIER = "ForSequenceClassification"
 _POOLING_MODES: dict[str, Pooling] = {
@@ -49,7 +48,7 @@ def read_pooler_spec(folder: Path, spec: ModelSpec, *, generates_without_head: b
     config = read_json_object(folder / "config.json")
     is_bidirectional = not spec.is_causal
     if is_classifier(config):
-        found = _read_classifier(config, spec, folder)
+        found = _read_classifier(config, folder)
     elif config.get("classifier_from_token") is not None:
         found = _read_token_classifier(config, folder)
     elif (folder / "modules.json").is_file():
@@ -67,24 +66,29 @@ def is_classifier(config: Mapping[str, object]) -> bool:
     return isinstance(named, list) and any(isinstance(name, str) and name.endswith(CLASSIFIER) for name in named)
 
 
-def _default(config: Mapping[str, object], spec: ModelSpec, folder: Path, is_bidirectional: bool) -> PoolerSpec:
-    """Return how a checkpoint pools that says nothing, or in its config only with which tokens (llama-embed)."""
+def _stated_pooling(config: Mapping[str, object], default: Pooling) -> Pooling:
+    """Return what config.json says is pooled (llama-embed). Raises UnsupportedError."""
     stated = config.get("pooling")
-    pooling = _CONFIG_POOLINGS.get(stated, "last") if isinstance(stated, str) else ("mean" if not spec.is_causal else "last")
+    if stated is None:
+        return default
+    if not isinstance(stated, str) or stated not in _CONFIG_POOLINGS:
+        raise UnsupportedError(f"pooling {stated!r} is not supported; supported: {', '.join(_CONFIG_POOLINGS)}")
+    return _CONFIG_POOLINGS[stated]
+
+
+def _default(config: Mapping[str, object], spec: ModelSpec, folder: Path, is_bidirectional: bool) -> PoolerSpec:
+    """Return how a checkpoint pools that has no files of sentence-transformers."""
+    pooling = _stated_pooling(config, "last" if spec.is_causal else "mean")
     is_embedding = is_bidirectional or is_base_model(folder)
     return PoolerSpec(task="embed" if is_embedding else "generate", pooling=pooling)
 
 
-def _read_classifier(config: Mapping[str, object], spec: ModelSpec, folder: Path) -> PoolerSpec:
+def _read_classifier(config: Mapping[str, object], folder: Path) -> PoolerSpec:
     labels = _read_labels(config, folder)
-    if config.get("pooling") is None:
-        pooling = classifier_pooling(spec.model_type, config)
-    else:
-        pooling = _default(config, spec, folder, False).pooling
     return PoolerSpec(
         task="classify",
-        pooling=pooling,
-        layers=classifier_layers(spec.model_type, config),
+        pooling=_stated_pooling(config, "last"),
+        layers=(HeadLayerSpec(("", "score.weight")),),
         size=len(labels),
         labels=labels,
         activation=_read_activation(config, len(labels)),
@@ -227,7 +231,7 @@ def _read_dense(folder: Path, path: Path) -> tuple[HeadLayerSpec, int]:
     has_bias = config.get("bias") is not False
     activation = _activation_of(str(config.get("activation_function", "Tanh")), "activation_function")
     return (
-        HeadLayerSpec("dense", (stored, "linear.weight"), (stored, "linear.bias") if has_bias else None, activation),
+        HeadLayerSpec((stored, "linear.weight"), (stored, "linear.bias") if has_bias else None, activation),
         size,
     )
 

@@ -60,11 +60,8 @@ class _Layer:
 
     def apply(self, x: Vector) -> Vector:
         """Return the layer's output of one vector."""
-        if self.spec.kind == "norm":
-            x = (x - x.mean()) / math.sqrt(float(x.var()) + self.spec.eps) * self.weight
-        else:
-            # One vector at a time: its bits do not depend on the others of a step.
-            x = self.weight @ x
+        # One vector at a time: its bits do not depend on the others of a step.
+        x = self.weight @ x
         return _FUNCTIONS[self.spec.activation](x if self.bias is None else x + self.bias)
 
 
@@ -97,9 +94,12 @@ def load_pooling_head(report: ModelReport) -> PoolingHead | None:
     for layer in spec.layers:
         weight = _find(report.folder, own, layer.weight)
         bias = None if layer.bias is None else _find(report.folder, own, layer.bias)
-        rows = size if layer.kind == "norm" else weight.shape[0]
-        expected = (size,) if layer.kind == "norm" else (rows, size)
-        _check_shape(report.folder, layer.weight, weight, expected)
+        if weight.ndim != 2:
+            raise ModelFormatError(
+                f"{report.folder / layer.weight[0]}: {layer.weight[1]} has {weight.ndim} dimensions, expected 2"
+            )
+        rows = weight.shape[0]
+        _check_shape(report.folder, layer.weight, weight, (rows, size))
         if layer.bias is not None and bias is not None:
             _check_shape(report.folder, layer.bias, bias, (rows,))
         layers.append(_Layer(layer, weight, bias))
@@ -128,7 +128,7 @@ def _token_layer(spec: PoolerSpec, own: dict[str, Tensor], folder: Path) -> _Lay
         raise ModelFormatError(f"{folder} has no LM head with the tokens {list(spec.token_ids)} of classifier_from_token")
     rows = [head[token_id].double().numpy() for token_id in spec.token_ids]
     weight = rows[0] if len(rows) == 1 else rows[1] - rows[0]
-    return _Layer(HeadLayerSpec("dense", ("", "lm_head.weight")), weight[None], None)
+    return _Layer(HeadLayerSpec(("", "lm_head.weight")), weight[None], None)
 
 
 def _find(folder: Path, own: dict[str, Tensor], place: tuple[str, str]) -> Vector:
