@@ -9,7 +9,16 @@ if TYPE_CHECKING:
     from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
     from quire.contracts.config import EngineConfig
     from quire.contracts.constraint import GuidedDecodingParams, StructuredOutputsParams
-    from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
+    from quire.contracts.outputs import (
+        ClassificationOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringOutput,
+    )
     from quire.contracts.pooling_params import PoolingParams
     from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
     from quire.engine.async_llm import AsyncLLM
@@ -21,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AsyncLLM": "quire.engine.async_llm",
     "BeamSearchParams": "quire.contracts.sampling_params",
+    "ClassificationOutput": "quire.contracts.outputs",
     "CompletionOutput": "quire.contracts.outputs",
     "ConfigError": "quire.base.errors",
     "EmbeddingOutput": "quire.contracts.outputs",
@@ -30,11 +40,14 @@ _HOMES = {
     "LLM": "quire.engine.llm",
     "LLMEngine": "quire.engine.llm_engine",
     "ModelFormatError": "quire.base.errors",
+    "PoolingOutput": "quire.contracts.outputs",
     "PoolingParams": "quire.contracts.pooling_params",
+    "PoolingRequestOutput": "quire.contracts.outputs",
     "QuireError": "quire.base.errors",
     "RequestError": "quire.base.errors",
     "RequestOutput": "quire.contracts.outputs",
     "SamplingParams": "quire.contracts.sampling_params",
+    "ScoringOutput": "quire.contracts.outputs",
     "StructuredOutputsParams": "quire.contracts.constraint",
     "UnsupportedError": "quire.base.errors",
 }
@@ -43,6 +56,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "BeamSearchParams",
+    "ClassificationOutput",
     "CompletionOutput",
     "ConfigError",
     "EmbeddingOutput",
@@ -51,11 +65,14 @@ __all__ = [
     "GuidedDecodingParams",
     "LLMEngine",
     "ModelFormatError",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "QuireError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
     "StructuredOutputsParams",
     "UnsupportedError",
 ]

@@ -57,6 +57,8 @@ class SchedulerConfig:
     num_pipeline_stages     steps that may be in flight at once, each of other sequences
     num_state_checkpoints   recurrent states that the worker keeps for prefixes; None: the model has no recurrent state
     max_num_drafts          drafts of one sequence in a step; None: no limit. 0 with a recurrent state and nothing that drafts
+    computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that
+                            is off, as the KV of equal prefixes differs then
     """
 
     max_num_seqs: int
@@ -71,6 +73,7 @@ class SchedulerConfig:
     num_pipeline_stages: int = 1
     num_state_checkpoints: int | None = None
     max_num_drafts: int | None = None
+    computes_whole_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -92,6 +95,8 @@ class SchedulerConfig:
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
         _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.computes_whole_prompts and self.enable_prefix_caching:
+            raise ConfigError("enable_prefix_caching must be False where prompts are computed whole (computes_whole_prompts)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

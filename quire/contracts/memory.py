@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.contracts.pooler_spec import PoolerSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class ModelReport:
     packed_weight_bytes       of all weights as the kernels keep them, once they are loaded
     spared_weight_bytes       of these, what a step of greedy sequences does not read: it reads a smaller copy of the head
     device                    what runs it: "cpu", "cuda:N", or "interpreter"
+    pooler                    what it makes of its hidden states, and what it is for
     """
 
     folder: Path
@@ -95,6 +97,7 @@ class ModelReport:
     packed_weight_bytes: int | None = None
     spared_weight_bytes: int = 0
     device: str = "cpu"
+    pooler: PoolerSpec = field(default_factory=PoolerSpec)
 
     @property
     def num_parameters(self) -> int:

@@ -144,6 +144,8 @@ class AttentionSpec:
     is_qk_norm_last q and k are normalised after the rotation, head by head
     query_scaling  None: queries are the same at any position
     has_output_gate what the heads give is multiplied by the sigmoid of a further projection, before o (Qwen3-Next)
+    is_causal      False: a token attends to all tokens of the sequence, or with a window to those less than `window` away on
+                   either side
     latent         multi-head latent attention, absorbed: num_kv_heads is 1, and head_dim that of the cached row, in which the
                    rotated values stand first. Key and value are both that row
     """
@@ -168,6 +170,7 @@ class AttentionSpec:
     query_scaling: QueryScaling | None = None
     has_output_gate: bool = False
     latent: LatentSpec | None = None
+    is_causal: bool = True
 
     @property
     def output_size(self) -> int:
@@ -313,6 +316,11 @@ class ModelSpec:
     def has_recurrent_state(self) -> bool:
         """Whether sequences have a state of fixed size besides their KV."""
         return any(layer.mixer is not None for layer in self.layers)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token's hidden state depends only on the tokens before it: prompts may be cut, and their KV reused."""
+        return all(layer.attention.is_causal for layer in self.layers)
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from quire.contracts.request import FinishReason
+
+PooledT = TypeVar("PooledT")
 
 NOTHING_LEFT = "no token can follow: allowed_token_ids, bad_words and min_tokens exclude every token"
 NOTHING_FITS = (
@@ -133,6 +136,48 @@ class EmbeddingRequestOutput:
     outputs: EmbeddingOutput
     finished: bool = True
     metrics: RequestMetrics | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class ClassificationOutput:
+    """What a classifier says of one prompt: probs has a number for each class, logits where no activation was asked for."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """How well two texts fit together: of a classifier with one label, or the cosine of two embeddings."""
+
+    score: float
+
+
+@dataclass(slots=True)
+class PoolingOutput:
+    """What pooling gave of one prompt: a vector, or the scores of classes."""
+
+    data: list[float]
+
+
+@dataclass(slots=True)
+class PoolingRequestOutput(Generic[PooledT]):
+    """The output of `LLM.classify`, `LLM.score` or `LLM.encode` for one prompt, or one pair of texts.
+
+    outputs           without numbers where it failed, the score is then NaN
+    prompt_token_ids  of a pair those of the prompt made of both, or of one embedding after the other
+    error             what went wrong
+    """
+
+    request_id: str
+    outputs: PooledT
+    prompt_token_ids: list[int]
+    finished: bool = True
     error: str | None = None
 
 

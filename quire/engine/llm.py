@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -10,8 +11,17 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
-from quire.contracts.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
-from quire.contracts.pooling_params import PoolingParams
+from quire.contracts.outputs import (
+    BeamSearchOutput,
+    ClassificationOutput,
+    EmbeddingRequestOutput,
+    PooledT,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    ScoringOutput,
+)
+from quire.contracts.pooling_params import PoolingParams, PoolingTask
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import BeamSearchParams, SamplingParams
 from quire.engine.beam_search import BeamSearch
@@ -19,6 +29,7 @@ from quire.engine.config import make_config
 from quire.engine.llm_engine import EngineOutput, LLMEngine
 from quire.engine.replica_engine import ReplicaEngine
 from quire.engine.request_factory import PromptLike
+from quire.engine.scoring import cosine, encode_pair, make_pairs
 from quire.text.tokenizer import Tokenizer
 
 logger = get_logger(__name__)
@@ -77,6 +88,76 @@ class LLM:
         params_list = _as_params(params, len(prompt_list), PoolingParams, "pooling_params")
         pairs = zip(prompt_list, params_list, strict=True)
         return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+
+    def classify(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ClassificationOutput]]:
+        """Return what a classifier says of every prompt: `output.outputs.probs` has a number for each class.
+
+        pooling_params  with task "classify"; None: the checkpoint's activation function makes probabilities of the logits
+        Raises RequestError as embed does, and where the model is no classifier.
+        """
+        params = PoolingParams(task="classify") if pooling_params is None else pooling_params
+        return [
+            _pooled(output, ClassificationOutput(output.outputs.embedding))
+            for output in self.embed(prompts, _with_task(params, "classify"), use_tqdm)
+        ]
+
+    def encode(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the task of pooling_params gives of every prompt, as `output.outputs.data`: see embed and classify.
+
+        pooling_params  None: what the model is for
+        """
+        if pooling_params is None:
+            is_classifier = self.llm_engine.report.pooler.task == "classify"
+            pooling_params = PoolingParams(task="classify" if is_classifier else "embed")
+        outputs = self.embed(prompts, pooling_params, use_tqdm)
+        return [_pooled(output, PoolingOutput(output.outputs.embedding)) for output in outputs]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        """Return how well two texts fit together, as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
+
+        A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt. Of an embedding model the
+        score is the cosine of the two embeddings.
+        Raises RequestError as embed does, and where the model is neither.
+        """
+        tokenizer = self.get_tokenizer()
+        pairs = make_pairs(data_1, data_2, "data_1", "data_2")
+        params = PoolingParams(task="score") if pooling_params is None else replace(pooling_params, task="score")
+        pooler = self.llm_engine.report.pooler
+        if pooler.task == "embed":
+            return self._score_by_embeddings(pairs, replace(params, task="embed", normalize=True), use_tqdm)
+        limit = self.llm_engine.prompt_limit(params)
+        prompts: list[PromptLike] = [encode_pair(tokenizer, *pair, limit) for pair in pairs]
+        outputs = self.embed(prompts, params, use_tqdm)
+        return [_pooled(output, ScoringOutput((output.outputs.embedding or [math.nan])[0])) for output in outputs]
+
+    def _score_by_embeddings(
+        self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool
+    ) -> list[PoolingRequestOutput[ScoringOutput]]:
+        texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        found = dict(zip(texts, self.embed(list[PromptLike](texts), params, use_tqdm), strict=True))
+        scored: list[PoolingRequestOutput[ScoringOutput]] = []
+        for first, second in (tuple(found[text] for text in pair) for pair in pairs):
+            failed = first.error or second.error
+            score = math.nan if failed else cosine(first.outputs.embedding, second.outputs.embedding)
+            token_ids = first.prompt_token_ids + second.prompt_token_ids
+            scored.append(PoolingRequestOutput(first.request_id, ScoringOutput(score), token_ids, error=failed))
+        return scored
 
     def chat(
         self,
@@ -203,6 +284,16 @@ def _as_params(params: object, count: int, kind: type[Params], name: str) -> lis
     if len(items) != count:
         raise RequestError(f"{name} must be one for all or one per prompt: got {len(items)} for {count} prompts", name)
     return items
+
+
+def _with_task(params: PoolingParams | Sequence[PoolingParams], task: PoolingTask) -> PoolingParams | list[PoolingParams]:
+    if isinstance(params, PoolingParams):
+        return replace(params, task=task)
+    return [replace(one, task=task) if isinstance(one, PoolingParams) else one for one in params]
+
+
+def _pooled(output: EmbeddingRequestOutput, outputs: PooledT) -> PoolingRequestOutput[PooledT]:
+    return PoolingRequestOutput(output.request_id, outputs, output.prompt_token_ids, error=output.error)
 
 
 def _is_params(item: object) -> bool:

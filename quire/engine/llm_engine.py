@@ -129,7 +129,8 @@ class LLMEngine:
                 max_model_len=report.memory.max_model_len,
                 block_size=report.memory.kv.block_size,
                 num_kv_blocks=report.memory.num_kv_blocks,
-                enable_prefix_caching=config.enable_prefix_caching,
+                enable_prefix_caching=config.enable_prefix_caching and report.spec.is_causal,
+                computes_whole_prompts=not report.spec.is_causal,
                 long_prefill_token_threshold=config.long_prefill_token_threshold,
                 policy=config.scheduling_policy,
                 rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
@@ -143,7 +144,7 @@ class LLMEngine:
         self._steps = StepLoop(
             self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False, windows=self.windows
         )
-        self._factory = RequestFactory(RequestRules.of(report.spec, config), tokenizer)
+        self._factory = RequestFactory(RequestRules.of(report, config), tokenizer)
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
         self._compiling = CompilingRequests()
@@ -166,6 +167,10 @@ class LLMEngine:
     def last_step(self) -> StepRecord | None:
         """The last step that was committed; None where none is recorded."""
         return self._steps.last_step
+
+    def prompt_limit(self, params: PoolingParams) -> int | None:
+        """Return how many tokens of a prompt truncate_prompt_tokens keeps, None: all. Raises RequestError."""
+        return self._factory.prompt_limit(params.truncate_prompt_tokens)
 
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""

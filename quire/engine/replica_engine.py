@@ -110,13 +110,17 @@ class ReplicaEngine:
         except BaseException:
             self._close_replicas()
             raise
-        self._factory = RequestFactory(RequestRules.of(self.report.spec, self.config), self.tokenizer)
+        self._factory = RequestFactory(RequestRules.of(self.report, self.config), self.tokenizer)
         self.grammars = GrammarCompiler(self._read_vocabulary)
 
     @property
     def pids(self) -> list[int]:
         """The ids of the replicas' processes."""
         return [replica.process.pid for replica in self._replicas]
+
+    def prompt_limit(self, params: PoolingParams) -> int | None:
+        """Return how many tokens of a prompt truncate_prompt_tokens keeps, None: all. Raises RequestError."""
+        return self._factory.prompt_limit(params.truncate_prompt_tokens)
 
     def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
         """Tokenise and validate; raises RequestError."""

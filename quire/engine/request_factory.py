@@ -10,10 +10,12 @@ from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.base.seeds import mix_seed
 from quire.contracts.config import EngineConfig
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.memory import ModelReport
+from quire.contracts.pooler_spec import PoolerSpec
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.text.text_pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
 
 PromptLike = str | list[int] | tuple[int, ...] | dict[str, Any]
@@ -38,10 +40,13 @@ class RequestRules:
     seed: int
     max_logprobs: int
     scheduling_policy: str
+    max_model_len: int
+    pooler: PoolerSpec
 
     @classmethod
-    def of(cls, spec: ModelSpec, config: EngineConfig) -> Self:
+    def of(cls, report: ModelReport, config: EngineConfig) -> Self:
         """Return the rules of a model in an engine."""
+        spec = report.spec
         return cls(
             vocab_size=spec.vocab_size,
             hidden_size=spec.hidden_size,
@@ -49,6 +54,8 @@ class RequestRules:
             seed=config.seed,
             max_logprobs=config.max_logprobs,
             scheduling_policy=config.scheduling_policy,
+            max_model_len=report.memory.max_model_len,
+            pooler=report.pooler,
         )
 
 
@@ -69,6 +76,7 @@ class RequestFactory:
             return self._make_pooling(request_id, prompt, params)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}", "sampling_params")
+        self._rules.pooler.check_generates()
         text, token_ids, cache_salt = self._read_prompt(prompt)
         self._check_params(params)
         seed = mix_seed(self._rules.seed, index) if params.seed is None else params.seed % 2**64
@@ -93,8 +101,9 @@ class RequestFactory:
         self._check_params(request.params)
 
     def _make_pooling(self, request_id: str, prompt: PromptLike, params: PoolingParams) -> Request:
-        text, token_ids, cache_salt = self._read_prompt(prompt)
-        self._check_pooling(params)
+        params = self._rules.pooler.resolve(params, self._rules.hidden_size)
+        self._check_priority(params.priority)
+        text, token_ids, cache_salt = self._read_prompt(prompt, self.prompt_limit(params.truncate_prompt_tokens))
         return Request(
             request_id=RequestId(request_id),
             prompt_token_ids=token_ids,
@@ -106,12 +115,12 @@ class RequestFactory:
             cache_salt=cache_salt,
         )
 
-    def _read_prompt(self, prompt: PromptLike) -> tuple[str | None, tuple[int, ...], str]:
+    def _read_prompt(self, prompt: PromptLike, limit: int | None = None) -> tuple[str | None, tuple[int, ...], str]:
         text, cache_salt = None, ""
         if isinstance(prompt, dict):
             text, prompt, cache_salt = self._read_dict(prompt)
         if isinstance(prompt, str):
-            token_ids = tuple(self._need_tokenizer("prompt").encode(prompt))
+            token_ids = tuple(encode_texts(self._need_tokenizer("prompt"), (prompt,), limit))
             self._check_token_ids(token_ids, "prompt")
             return prompt, token_ids, cache_salt
         if not isinstance(prompt, list | tuple):
@@ -119,7 +128,7 @@ class RequestFactory:
                 f"a prompt must be a string, a list of token ids or a dict, got {type(prompt).__name__}", "prompt"
             )
         self._check_token_ids(prompt, "prompt_token_ids")
-        return text, tuple(prompt), cache_salt
+        return text, tuple(prompt[:limit]), cache_salt
 
     def _read_dict(self, prompt: dict[str, Any]) -> tuple[str | None, Any, str]:
         """Return the text to hand back, what to take as the prompt, and the salt."""
@@ -175,14 +184,22 @@ class RequestFactory:
             self._need_tokenizer(params.constraint.param)
 
     def _check_pooling(self, params: PoolingParams | None) -> None:
+        """Check the pooling of a request that was made elsewhere."""
         if params is None:
+            self._rules.pooler.check_generates()
             return
-        size = self._rules.hidden_size
-        if params.dimensions is not None and params.dimensions > size:
-            raise RequestError(
-                f"dimensions must be from 1 to {size}, the hidden size of the model, got {params.dimensions}", "dimensions"
-            )
+        self._rules.pooler.resolve(params, self._rules.hidden_size)
         self._check_priority(params.priority)
+
+    def prompt_limit(self, num_tokens: int | None) -> int | None:
+        """Return how many tokens of a prompt are kept, None: all. Raises RequestError."""
+        limit = self._rules.max_model_len
+        if num_tokens is not None and num_tokens > limit:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or from 1 to {limit} (max_model_len), got {num_tokens}",
+                "truncate_prompt_tokens",
+            )
+        return limit if num_tokens == -1 else num_tokens
 
     def _check_priority(self, priority: int) -> None:
         if priority != 0 and self._rules.scheduling_policy != "priority":

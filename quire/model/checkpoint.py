@@ -30,6 +30,8 @@ logger = get_logger(__name__)
 
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
+_OTHER_HEAD = re.compile(r"score\.weight")
+"""What stands in the place of an LM head; `worker/pooling_head.py` reads it."""
 _DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 
 _GO_ON = (
@@ -151,9 +153,7 @@ def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spe
         sources[_HEAD] = Source.of(_HEAD)
         shapes[_HEAD] = shapes[_EMBED]
     elif not is_tied and is_base_model(folder):
-        logger.warning(
-            "%s holds a base model without an LM head: it is there for embeddings, text from it means nothing", folder
-        )
+        logger.info("%s holds a model without an LM head: it is there for embeddings or scores, and generates no text", folder)
         del sources[_HEAD]
     elif not is_tied:
         if folder.is_file():  # GGUF: only architectures whose head llama.cpp requires are untied without one
@@ -204,10 +204,14 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
 
 def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, folder: Path) -> None:
     missing = [name for name in expected if name not in stored]
+    is_headless = is_base_model(folder)
     unexpected = [
         name
         for name in stored
-        if name not in expected and not page.ignored.fullmatch(name) and not _is_needless_bias(name, stored)
+        if name not in expected
+        and not page.ignored.fullmatch(name)
+        and not _is_needless_bias(name, stored)
+        and not (is_headless and _OTHER_HEAD.fullmatch(name))
     ]
     if missing or unexpected:
         parts = [

@@ -14,9 +14,10 @@ from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.gguf_file import is_gguf
 from quire.base.logging import get_logger
 from quire.base.shared_reads import read_once
-from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, Dtype, LayerSpec, ModelSpec
 from quire.model.families import FAMILIES, find_family
 from quire.model.families.config_view import ConfigView
+from quire.model.families.page import BIDIRECTIONAL_TYPES
 from quire.model.families.wrappers import is_wrapped
 from quire.model.gguf_config import read_gguf_config
 from quire.quant.config import QuantizationConfig, read_quantization
@@ -26,12 +27,10 @@ logger = get_logger(__name__)
 _NEUTRAL: dict[str, object] = {
     "add_cross_attention": False,
     "alibi": False,
-    "is_causal": True,
     "is_encoder_decoder": False,
     "pretraining_tp": 1,
     "pruned_heads": {},
     "reorder_and_upcast_attn": False,
-    "use_bidirectional_attention": False,
 }
 """Options that change results and are not implemented, each with the one value (beside null) that is accepted."""
 
@@ -43,6 +42,8 @@ _HARMLESS = {
     *("_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "cache_implementation", "dtype"),
     *("embd_pdrop", "eos_token_id", "id2label", "initializer_range", "label2id", "max_length", "output_attentions"),
     *("output_hidden_states", "output_router_logits", "pad_token_id", "resid_pdrop", "return_dict", "router_aux_loss_coef"),
+    *("num_labels", "problem_type", "pooling", "classifier_from_token", "is_causal", "use_bidirectional_attention"),
+    *("sentence_transformers", "sbert_ce_default_activation_function"),
     *("router_jitter_noise", "task_specific_params", "torch_dtype", "transformers_version", "use_cache", *_NEUTRAL),
     *_QUANTIZATION_KEYS,
 }
@@ -90,6 +91,8 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
     if isinstance(num_layers, int) and num_layers > _MAX_LAYERS:
         raise config.error("num_hidden_layers", num_layers, f"at most {_MAX_LAYERS}")
     spec = FAMILIES.get(model_type).read_spec(config)
+    if _is_bidirectional(whole, values, file):
+        spec = _attend_both_ways(spec, is_halved=values.get("use_bidirectional_attention") is True)
     if dtype == "auto":
         is_stated = any(part.get(key) is not None for part in (values, whole) for key in ("dtype", "torch_dtype"))
         dtype = spec.dtype if is_stated else stored_dtype(folder)
@@ -105,6 +108,38 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
     return spec
 
 
+def _is_bidirectional(whole: Mapping[str, object], values: Mapping[str, object], file: Path) -> bool:
+    """Return whether config.json says that each token attends to all tokens: by an option, or by the name of its class."""
+    halves = "gemma3_text" in (whole.get("model_type"), values.get("model_type"))
+    for key, neutral in (("is_causal", True), ("use_bidirectional_attention", False)):
+        for part in (whole, values):
+            value = part.get(key)
+            if value is None or value is neutral:
+                continue
+            if not isinstance(value, bool) or (key == "use_bidirectional_attention" and not halves):
+                raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")
+            return True
+    named = whole.get("architectures")
+    names = named if isinstance(named, list) else []
+    return whole.get("model_type") in BIDIRECTIONAL_TYPES or any("Bidirectional" in str(name) for name in names)
+
+
+def _attend_both_ways(spec: ModelSpec, is_halved: bool) -> ModelSpec:
+    """Return the spec of a decoder whose layers attend in both directions, as transformers runs them.
+
+    is_halved  a window counts both sides (Gemma 3); otherwise it reaches that far on either side
+    """
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        window = layer.attention.window
+        if window is not None:
+            window = window // 2 + 1 if is_halved else window + 1
+        return replace(layer, attention=replace(layer.attention, is_causal=False, window=window))
+
+    changed = {layer: change(layer) for layer in spec.layers}
+    return replace(spec, layers=tuple(changed[layer] for layer in spec.layers))
+
+
 def _read_config(folder: Path) -> tuple[Path, dict[str, object]]:
     """Return config.json and what it holds; of a GGUF file, what its metadata say in the same keys."""
     if is_gguf(folder):
@@ -118,7 +153,10 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, object]]:
 
 
 def is_base_model(folder: Path) -> bool:
-    """Return whether config.json names the class of a base model ("LlamaModel"), which has no LM head. False for GGUF files."""
+    """Return whether config.json names a class without an LM head: a base model ("LlamaModel"), or a classifier of sequences.
+
+    False for GGUF files.
+    """
     if folder.is_file():
         return False
     named = _read_config(folder)[1].get("architectures")
@@ -131,7 +169,9 @@ def is_multimodal(folder: Path) -> bool:
 
 
 def _is_base_class(name: object) -> bool:
-    return isinstance(name, str) and name.endswith("Model") and not name.endswith("LMHeadModel")
+    if not isinstance(name, str):
+        return False
+    return name.endswith("ForSequenceClassification") or (name.endswith("Model") and not name.endswith("LMHeadModel"))
 
 
 def stored_dtype(folder: Path) -> Dtype:

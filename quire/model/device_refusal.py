@@ -17,6 +17,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "xielu in a mixture of experts"
     if isinstance(layer.mlp, MoeSpec) and layer.mlp.weighs_inputs:
         return "a mixture whose weights multiply the experts' inputs"
+    if not layer.attention.is_causal:
+        return "attention in both directions"
     if layer.attention.latent is not None:
         return "multi-head latent attention"
     if layer.mixer is not None:

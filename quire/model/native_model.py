@@ -78,6 +78,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "layers with a recurrent state"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
+    if not spec.is_causal:
+        return "attention in both directions"
     if spec.has_head_bias and spec.is_tied:
         return "a bias of a head that is the embedding"
     return None

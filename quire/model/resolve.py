@@ -22,6 +22,7 @@ MEDUSA_FILE = "medusa_lm_head.pt"
 """What a repository of Medusa heads alone holds."""
 
 _CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_MODULE_FILES = ["[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin"]
 _MAX_LISTED = 20
 _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 
@@ -113,6 +114,8 @@ def _download_folder(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
 
     folder = fetch("*.safetensors")
+    if (folder / "modules.json").is_file():  # of sentence-transformers: 1_Pooling and so on
+        snapshot_download(model, revision=revision, allow_patterns=_MODULE_FILES)
     if any(folder.glob("*.safetensors")):
         return folder
     folder = fetch("*.bin")

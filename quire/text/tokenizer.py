@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
@@ -36,6 +36,13 @@ class TokenizerBackend(Protocol):
     def bytes_of(self, token_id: int) -> bytes: ...
 
     def new_stream(self) -> TokenStream: ...
+
+
+@runtime_checkable
+class PartsEncoder(Protocol):
+    """A backend that knows how the checkpoint puts two texts together."""
+
+    def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]: ...
 
 
 class Tokenizer:
@@ -68,6 +75,23 @@ class Tokenizer:
             raise RequestError(f"prompt must be a string, got a {type(text).__name__}", "prompt")
         self._check_text(text)
         return self._backend.encode(text, add_special_tokens)
+
+    def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """Return the ids of one text or a pair of them in one prompt, and of each token its text, None for special ones.
+
+        Where the checkpoint does not say how texts are put together, they follow each other. Raises RequestError.
+        """
+        for text in texts:
+            self._check_text(text)
+        if isinstance(self._backend, PartsEncoder):
+            return self._backend.encode_parts(texts)
+        plain = [self._backend.encode(text, False) for text in texts]
+        whole, joined = self._backend.encode(texts[0], True), [token_id for part in plain for token_id in part]
+        starts = range(len(whole) - len(plain[0]) + 1)
+        start = next((start for start in starts if whole[start : start + len(plain[0])] == plain[0]), 0)
+        before, after = whole[:start], whole[start + len(plain[0]) :]
+        of_texts: list[int | None] = [index for index, part in enumerate(plain) for _ in part]
+        return [*before, *joined, *after], [*[None] * len(before), *of_texts, *[None] * len(after)]
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the ids of a text that continues an output: without the space that the tokenizer puts before a text.

@@ -77,6 +77,12 @@ class TokenizersBackend:
         with self._encoding:
             return _encode(self._tokenizer, text, add_special_tokens)
 
+    def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]:
+        """Return the ids of one text or a pair with special tokens, and of each token its text, None for those."""
+        with self._encoding:
+            encoding = self._tokenizer.encode(*texts, add_special_tokens=True)
+            return encoding.ids, encoding.sequence_ids
+
     def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
         """Return the ids of a text in which the added tokens `hidden` are ordinary text.
 

@@ -25,6 +25,7 @@ from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_toke
 from quire.worker.parallel_build import build_leader
 from quire.worker.pipeline_build import build_pipeline
 from quire.worker.pipelined_driver import PipelinedStepDriver
+from quire.worker.pooling_head import load_pooling_head
 from quire.worker.step_driver import EngineRunner, StepDriver
 
 logger = get_logger(__name__)
@@ -39,12 +40,16 @@ def build_runner(config: EngineConfig) -> tuple[EngineRunner, ModelReport]:
     config = settle_drafts(config)
     report = inspect_model(config)
     try:
+        head = load_pooling_head(report)
         device = choose_device(config)
         if device is None:
-            return _build_on_cpu(config, report)
-        from quire.worker.device.build import build_device_runner  # needs Triton
+            runner, built = _build_on_cpu(config, report)
+        else:
+            from quire.worker.device.build import build_device_runner  # needs Triton
 
-        return build_device_runner(config, device, report, max_num_batched_tokens(config, report.device))
+            runner, built = build_device_runner(config, device, report, max_num_batched_tokens(config, report.device))
+        runner.use_pooling_head(head)
+        return runner, replace(built, pooler=report.pooler)
     except ModelFormatError:
         refuse_head(config, report.folder)
         raise

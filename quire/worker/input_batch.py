@@ -16,6 +16,7 @@ from quire.model.token_runs import BlockTable, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
+from quire.worker.pooling_head import PoolingHead
 from quire.worker.step_executor import Moves, StateChange, StepTokens, TableEntry, needs_host_sampling
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
@@ -97,7 +98,9 @@ class StepInput(NamedTuple):
                 continue
             start, end = self.tokens.starts[index], self.tokens.starts[index + 1]
             is_complete = self.tokens.ends[index] == len(row.token_ids)
-            if row.pooler.params.needs_every_token:
+            if row.pooler.params.pooling == "cls":  # of models that compute prompts whole
+                found.append(PooledRun(row, row.pooler, start, start + 1, is_complete))
+            elif row.pooler.params.needs_every_token:
                 found.append(PooledRun(row, row.pooler, start, end, is_complete))
             elif is_complete:
                 found.append(PooledRun(row, row.pooler, end - 1, end, is_complete))
@@ -132,6 +135,7 @@ class InputBatch:
         self._constrained: set[SequenceId] = set()  # those with a grammar
         self._tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
+        self.pooling_head: PoolingHead | None = None
         self._sources: list[int] = []
         self._targets: list[int] = []
         self._move_starts: list[int] = []  # of each sequence's first one
@@ -176,7 +180,7 @@ class InputBatch:
             self._tables[batch_slot],
             sampling,
             is_host_sampled,
-            None if pooling is None else Pooler(pooling),
+            None if pooling is None else Pooler(pooling, self.pooling_head),
         )
         self._rows[start.sequence_id] = row
         if row.wants_prompt:

@@ -10,12 +10,14 @@ from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
+from quire.contracts.pooler_spec import PoolerSpec
 from quire.model.build import effective_max_model_len, runs_natively
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.parameters import parameter_shapes
+from quire.model.pooler import read_pooler_spec
 from quire.model.resolve import resolve_model
 from quire.model.stored_tensors import has_weights, open_tensors
 from quire.model.transformers_backend.probe import read_transformers_model
@@ -46,7 +48,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     # The revision is the model's; a tokenizer from elsewhere has its own history.
     tokenizer = config.model if config.tokenizer is None or config.skip_tokenizer_init else config.tokenizer
     tokenizer_folder = folder if tokenizer == config.model else resolve_model(tokenizer, None)
-    measured = None
+    measured, pooler = None, PoolerSpec()
     try:
         if config.model_impl == "transformers":
             info = read_transformers_model(folder, config.dtype)
@@ -58,7 +60,11 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     except (ModelFormatError, UnsupportedError):
         refuse_head(config, folder)
         raise
+    if spec.implementation == "quire":
+        pooler = read_pooler_spec(folder, spec, generates_without_head=config.allow_missing_head)
     max_model_len = effective_max_model_len(spec, config.max_model_len)
+    if config.max_model_len is None and pooler.max_tokens is not None:
+        max_model_len = min(max_model_len, pooler.max_tokens)
     device = choose_device(config)
     gpu = library_device(config)
     if device is None:
@@ -68,7 +74,9 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
-    report = ModelReport(folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
+    report = ModelReport(
+        folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler
+    )
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
     if config.tensor_parallel_size > 1:

@@ -8,16 +8,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quire.contracts.pooling_params import PoolingParams
+from quire.worker.pooling_head import PoolingHead
 
 _MIN_LENGTH = 1e-12
 """Vectors shorter than this are divided by it instead: one of zeros stays so."""
 
 
 class Pooler:
-    """What has been pooled of one sequence; begins anew when the sequence does, after a preemption."""
+    """What has been pooled of one sequence; begins anew when the sequence does, after a preemption.
 
-    def __init__(self, params: PoolingParams) -> None:
+    params  as PoolerSpec.resolve returns them
+    head    applied to the pooled hidden state; None: the checkpoint has none
+    """
+
+    def __init__(self, params: PoolingParams, head: PoolingHead | None = None) -> None:
         self.params = params
+        self._head = head
         self._sum: NDArray[np.float64] | None = None
         self._num_tokens = 0
 
@@ -34,11 +40,22 @@ class Pooler:
         self._num_tokens += len(hidden)
 
     def result(self) -> tuple[float, ...] | None:
-        """Return the vector, f32 values, or None where it is not finite. At least one token must have been taken in."""
+        """Return the vector, or the scores of classes, f32 values; None where they are not finite. At least one token must have
+        been taken in."""
         if self._sum is None or not np.isfinite(self._sum).all():
             return None
-        vector = (self._sum / self._num_tokens)[: self.params.dimensions]
-        if self.params.normalize:
+        vector = self._sum / self._num_tokens
+        if self._head is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                vector = self._head.apply(vector)
+            if not np.isfinite(vector).all():
+                return None
+        if self.params.task != "embed":
+            if self._head is not None and self.params.use_activation is not False:
+                vector = self._head.activate(vector)
+            return tuple(vector.astype(np.float32).tolist())
+        vector = vector[: self.params.dimensions]
+        if self.params.normalize is not False:
             # fsum is exact: the length does not depend on an order of summation.
             vector = vector / max(math.sqrt(math.fsum(np.square(vector))), _MIN_LENGTH)
         return tuple(vector.astype(np.float32).tolist())

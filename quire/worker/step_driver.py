@@ -24,6 +24,7 @@ from quire.speculate.verifier import Verification, verify, verify_sampled
 from quire.worker.drafting import candidates_of, known_tokens, last_tokens, propose_drafts
 from quire.worker.grammar_masks import PENDING_WAIT_S, GrammarMasks, StepMasks
 from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, PooledRun, Row, StepInput
+from quire.worker.pooling_head import PoolingHead
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
 from quire.worker.sampled_results import (
     PromptLogprobs,
@@ -49,6 +50,10 @@ class EngineRunner(Runner, Protocol):
 
     def use_speculator(self, speculator: Speculator) -> None:
         """Draft with another speculator from now on. No sequence may be running."""
+        ...
+
+    def use_pooling_head(self, head: PoolingHead | None) -> None:
+        """Apply a head to pooled hidden states from now on."""
         ...
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
@@ -198,6 +203,10 @@ class StepDriver:
         speculator.drafts_forced = self._speculator.drafts_forced
         self._speculator = speculator
         self._executor.keep_inputs(speculator.aux_hidden_state_layers)
+
+    def use_pooling_head(self, head: PoolingHead | None) -> None:
+        """See EngineRunner."""
+        self._batch.pooling_head = head
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""

@@ -16,17 +16,30 @@ MAX_INPUTS = 2048
 MAX_INPUT_TOKENS = 300_000
 
 
+EncodingFormat = Annotated[
+    Literal["float", "base64"], Meta(description="base64: of little-endian 32-bit floats. Default float.")
+]
+Truncation = Annotated[
+    int,
+    Meta(ge=-1, description="Keep so many tokens of a longer input; -1: as many as the model takes. Default: it is refused."),
+]
+
+
 class EmbeddingRequest(Body, kw_only=True):
     """Texts to be turned into vectors."""
 
     model: Name
     input: PromptField
-    encoding_format: (
-        Annotated[Literal["float", "base64"], Meta(description="base64: of little-endian 32-bit floats. Default float.")] | None
-    ) = None
+    encoding_format: EncodingFormat | None = None
     dimensions: Annotated[int, Meta(ge=1, le=1 << 20, description="Cut the vectors to so many.")] | None = None
-    normalize: Annotated[bool, Meta(description="Scale to length 1. Default true.")] | None = None
-    pooling: Annotated[Literal["last", "mean"], Meta(description="Default: the last token.")] | None = None
+    normalize: Annotated[bool, Meta(description="Scale to length 1. Default: as the model says, or true.")] | None = None
+    pooling: (
+        Annotated[Literal["last", "mean", "cls"], Meta(description="Default: as the model says, or the last token.")] | None
+    ) = None
+    truncate_prompt_tokens: Truncation | None = None
+    prompt_name: (
+        Annotated[str, Meta(description="The name of a text of the model that is put before inputs that are texts.")] | None
+    ) = None
     add_special_tokens: bool | None = None
     cache_salt: Salt | None = None
     user: str | None = None
@@ -34,7 +47,6 @@ class EmbeddingRequest(Body, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            "truncate_prompt_tokens": unless(-1, reason="is not supported; shorten the input"),
             "chat_template_kwargs": unless({}, reason="is not supported; put it into the input"),
             "messages": always("is not supported; send input"),
             "embed_dtype": unless("float32", reason="vectors are float32"),
@@ -42,7 +54,7 @@ class EmbeddingRequest(Body, kw_only=True):
             "use_activation": unless(True, reason="is not supported; use normalize"),
             **{
                 name: always("is not supported; put it into the input")
-                for name in ("instruction", "input_type", "prompt_name", "chat_template")
+                for name in ("instruction", "input_type", "chat_template")
             },
         }
 

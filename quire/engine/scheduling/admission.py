@@ -31,6 +31,13 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but {pool}: shorten the prompt or raise num_kv_blocks", "prompt"
         )
+    if config.computes_whole_prompts and num_prompt > config.max_num_batched_tokens:
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, but a step has {config.max_num_batched_tokens} (max_num_batched_tokens), and "
+            "this model computes a prompt in one step, as its tokens attend in both directions: shorten the prompt, set "
+            "truncate_prompt_tokens, or raise max_num_batched_tokens",
+            "prompt",
+        )
     max_tokens = request.params.max_tokens
     if request.pooling is not None or max_tokens is None:
         return

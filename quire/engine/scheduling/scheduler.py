@@ -28,7 +28,8 @@ costs next to nothing then. Otherwise, or when choice 0 ends before, they wait l
 A sequence that outgrows the short variant of its rope (longrope, dynamic) loses its blocks, too, and is computed again with the
 long variant, as transformers does it; see ModelSpec.rope_switch_len.
 
-A request with pooling params is a sequence like any other, which ends when its prompt is computed.
+A request with pooling params is a sequence like any other, which ends when its prompt is computed. Where tokens attend in both
+directions (computes_whole_prompts), a prompt is computed in one step, and not found in the prefix cache.
 
 While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
 preempts nobody. Who turns out to have ended meanwhile has computed a token for nothing, in blocks that are its own until then.
@@ -265,6 +266,8 @@ class Scheduler:
 
     def _chunk(self, draft: StepPlanBuilder, num_left: int) -> int:
         """Return how many of its uncomputed tokens a sequence may compute in this step, 0 when the budget is spent."""
+        if self.config.computes_whole_prompts:
+            return num_left if num_left <= draft.num_tokens_left else 0
         return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.num_tokens_left)
 
     def _schedule_running(
@@ -289,6 +292,8 @@ class Scheduler:
             sequence = self.waiting.first
             if sequence.request.is_background is not is_background:
                 return
+            if self.config.computes_whole_prompts and sequence.num_uncomputed_tokens > draft.num_tokens_left:
+                return  # it is not cut: it waits for a step with room for all of it
             num_cached = self.kv.admit(sequence) if len(self.running) < self.config.max_num_seqs else None
             if num_cached is None:
                 victim = find_victim(sequence, self.running)

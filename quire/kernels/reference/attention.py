@@ -83,7 +83,9 @@ def move_kv(k_cache: Tensor, v_cache: Tensor, sources: Tensor, targets: Tensor) 
 def attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, step: AttentionMetadata, spec: AttentionSpec, sinks: Tensor | None = None
 ) -> Tensor:
-    """Attend every query to its sequence's cached keys, itself included, causally.
+    """Attend every query to its sequence's cached keys, itself included; causally, unless the spec says otherwise.
+
+    Where attention is not causal, the step has whole sequences.
 
     q                 [T, H, D]; H = num_heads, a multiple of K
     k_cache, v_cache  [num_blocks, K, block_size, D], q's dtype; this step's KV is already stored
@@ -135,6 +137,11 @@ class _ChunkPlace:
             depths = self.paths.depths[begin - self.tree_start : last - self.tree_start]
             found[begin - first :] = self.tree_start - 1 + depths
         return found
+
+    def is_outside(self, queries: slice, first: int, window: int | None) -> Tensor:
+        """Return what some queries of a whole sequence do not see of tokens from `first` on: those outside of the window."""
+        distance = torch.arange(queries.start, queries.stop)[:, None] - torch.arange(first, self.context_len)
+        return distance.abs() >= (self.context_len if window is None else window)
 
     def is_hidden(self, queries: slice, first: int, last: int, window: int | None) -> Tensor:
         """Return what some queries of the chunk, the last of them just before `last`, do not see of tokens [first, last)."""
@@ -233,18 +240,23 @@ def _attend_chunk(
     for begin in range(0, num_queries, num_rows):
         end = min(begin + num_rows, num_queries)
         first_position = context_len - num_queries + begin
-        stop = context_len - num_queries + end
+        stop = context_len - num_queries + end if spec.is_causal else context_len
         first_block = 0
         if spec.window is not None:
-            first_block = max(0, int(place.positions(first_position, stop).min()) + 1 - spec.window) // block_size
+            nearest = first_position if not spec.is_causal else int(place.positions(first_position, stop).min())
+            first_block = max(0, nearest + 1 - spec.window) // block_size
         blocks = place.block_table[first_block : -(-stop // block_size)]
         start = first_block * block_size
         k = k_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         v = v_cache[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)[:, : stop - start]
         queries = q[begin:end].view(end - begin, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
         scores = _cap((queries @ k.transpose(-1, -2)[:, None]) * spec.scale, spec)
-        is_hidden = place.is_hidden(slice(begin, end), start, stop, spec.window).to(scores.device)
-        weights = _softmax(scores.masked_fill(is_hidden, -torch.inf), spec, sinks)
+        rows = slice(begin, end)
+        if spec.is_causal:
+            is_hidden = place.is_hidden(rows, start, stop, spec.window)
+        else:
+            is_hidden = place.is_outside(rows, start, spec.window)
+        weights = _softmax(scores.masked_fill(is_hidden.to(scores.device), -torch.inf), spec, sinks)
         out[begin:end] = (weights @ v[:, None]).permute(2, 0, 1, 3).reshape(end - begin, num_heads, head_dim)
     return out
 

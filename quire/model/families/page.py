@@ -17,7 +17,10 @@ from quire.model.families.wrappers import PREFIXES, WRAPPERS, unwrap
 _NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*|medusa_head\..*")
 """A table that old checkpoints carry and every program computes by itself; a layer and heads that only draft (model/heads)."""
 
-_HEAD = re.compile("(ForCausalLM|LMHeadModel)$")
+_HEAD = re.compile("(ForCausalLM|LMHeadModel|ForMaskedLM)$")
+_OTHER_HEADS = ("Model", "ForSequenceClassification", "TextModel", "TextForSequenceClassification")
+BIDIRECTIONAL_TYPES = {"llama_bidirec": "llama", "llama_bidirectional": "llama"}
+"""Model types of a family whose tokens attend in both directions (llama-embed-nemotron) -> the family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,7 @@ class FamilyPage:
     """A model family.
 
     architectures  the classes in config.json whose results the page reproduces; a class that is one of them without its head,
-                   as embedding models are often stored, is accepted too
+                   as embedding models are often stored, or with one that classifies sequences, is accepted too
     read_spec      config.json -> ModelSpec, in the checkpoint's dtype
     find_sources   (spec, stored names without prefix) -> where each canonical parameter comes from; the stored names serve
                    only to choose between layouts that are both in use
@@ -65,10 +68,13 @@ def find_family(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]
         raise ModelFormatError(f"architectures must be a list of strings, got {architectures!r}")
     if model_type is None:
         model_type = next((t for t in (*WRAPPERS, *FAMILIES) if set(_architectures(t)) & set(names)), None)
+    model_type = BIDIRECTIONAL_TYPES.get(model_type, model_type) if model_type is not None else None
     if model_type is None or (model_type not in FAMILIES and model_type not in WRAPPERS):
         raise _unknown_type(model_type, names)
     known = _architectures(model_type)
-    if names and not set(names) & {*known, *(_HEAD.sub("Model", name) for name in known)}:
+    stems = [_HEAD.sub("", name) for name in known]
+    with_other_heads = {f"{stem}{kind}{head}" for stem in stems for kind in ("", "Bidirectional") for head in _OTHER_HEADS}
+    if names and not set(names) & {*known, *with_other_heads}:
         raise UnsupportedError(
             f"architectures {names} of model_type {model_type!r} are not supported; supported: {', '.join(known)}"
         )

@@ -40,6 +40,7 @@ def prepare_chat(
     served: ServedModel, request_id: str, chat: ChatInput, options: GenerationOptions, owner: Tenant
 ) -> GenerationPlan:
     """Return the plan of a conversation. Raises RequestError with the field at fault."""
+    served.info.pooler.check_generates()
     need_tokenizer(served)
     check_text_length(served, count_shown_characters(chat), chat.param)
     rendered = render_chat(served, chat)
@@ -104,6 +105,7 @@ def prepare_prompts(
     add_special_tokens: bool = True,
 ) -> list[GenerationPlan]:
     """Return a plan per prompt. Raises RequestError with the field at fault."""
+    served.info.pooler.check_generates()
     sampling = dict(options.sampling)
     hides_output = sampling.get("max_tokens") == 0
     if hides_output:

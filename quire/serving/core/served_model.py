@@ -122,6 +122,8 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
         seed=info.seed,
         max_logprobs=info.max_logprobs,
         scheduling_policy=info.scheduling_policy,
+        max_model_len=info.max_model_len,
+        pooler=info.pooler,
     )
     return ServedModel(
         info=info,

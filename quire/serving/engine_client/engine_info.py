@@ -49,6 +49,7 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         peak_flops_per_s=flops_per_s,
         load_time_s=load_time_s,
         pid=os.getpid(),
+        pooler=report.pooler,
     )
 
 

@@ -17,6 +17,7 @@ from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.contracts.constraint import Constraint
 from quire.contracts.outputs import RequestMetrics
+from quire.contracts.pooler_spec import PoolerSpec
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
@@ -222,6 +223,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention                the layers by their windows
     peak_bytes_per_s         what the machine reads, and peak_flops_per_s its operations, measured at the start; None: unknown
     load_time_s              seconds that loading took
+    pooler                   what the model makes of its hidden states, and what it is for
     """
 
     model: str
@@ -253,6 +255,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     peak_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
+    pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
     protocol_version: int = PROTOCOL_VERSION
 
 

@@ -18,6 +18,7 @@ _OPERATIONS = {
     "/v1/messages": "chat",
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
+    "/pooling": "embeddings",
 }
 Attributes = dict[str, str | int | float | list[str]]
 

@@ -14,13 +14,17 @@ from quire.api.openai.answers import (
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.embeddings import EmbeddingRequest
+from quire.api.openai.pooled_answers import Classifications, PooledList, Ranking, Scores
+from quire.api.openai.pooling import ClassifyRequest, PoolingRequest, RerankRequest, ScoreRequest
 from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Endpoint
 from quire.serving.openai.chat import post_chat
+from quire.serving.openai.classify import post_classify, post_pooling
 from quire.serving.openai.completions import post_completion
 from quire.serving.openai.embeddings import post_embeddings
 from quire.serving.openai.models import get_model, list_models
+from quire.serving.openai.scoring import post_rerank, post_score
 from quire.serving.openai.tokenize import post_detokenize, post_tokenize
 
 ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
@@ -54,6 +58,52 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         tag="openai",
         body=EmbeddingRequest,
         answer=Embeddings,
+        headers=JOB_HEADERS,
+    ),
+    *(
+        Endpoint(
+            method="POST",
+            path=path,
+            handler=post_score,
+            summary="Score pairs of texts",
+            tag="pooling",
+            body=ScoreRequest,
+            answer=Scores,
+            headers=JOB_HEADERS,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *(
+        Endpoint(
+            method="POST",
+            path=path,
+            handler=post_rerank,
+            summary="Order documents by a query",
+            tag="pooling",
+            body=RerankRequest,
+            answer=Ranking,
+            headers=JOB_HEADERS,
+        )
+        for path in ("/v1/rerank", "/rerank", "/v2/rerank")
+    ),
+    Endpoint(
+        method="POST",
+        path="/classify",
+        handler=post_classify,
+        summary="Classify texts",
+        tag="pooling",
+        body=ClassifyRequest,
+        answer=Classifications,
+        headers=JOB_HEADERS,
+    ),
+    Endpoint(
+        method="POST",
+        path="/pooling",
+        handler=post_pooling,
+        summary="Pool hidden states as the model is made for it",
+        tag="pooling",
+        body=PoolingRequest,
+        answer=PooledList,
         headers=JOB_HEADERS,
     ),
     Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai", answer=ModelList),

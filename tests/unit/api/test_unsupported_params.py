@@ -130,7 +130,7 @@ def test_value_that_changes_the_answer_in_its_own_server_is_refused(kind, field)
 @pytest.mark.parametrize(
     ("kind", "body", "neutral", "changing"),
     [
-        (EmbeddingRequest, {"model": "m", "input": "x"}, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 5}),
+        (EmbeddingRequest, {"model": "m", "input": "x"}, {"embed_dtype": "float32"}, {"embed_dtype": "float16"}),
         (EmbeddingRequest, {"model": "m", "input": "x"}, {"chat_template_kwargs": {}}, {"chat_template_kwargs": {"a": 1}}),
         (TokenizeRequest, {"prompt": "x"}, {"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 5}),
         (TokenizeRequest, {"prompt": "x"}, {"documents": []}, {"documents": [{}]}),

@@ -4,9 +4,9 @@ from quire.base.errors import RequestError
 from quire.contracts.pooling_params import PoolingParams
 
 
-def test_defaults_are_the_last_token_normalised_and_whole():
+def test_defaults_leave_pooling_and_length_to_the_checkpoint():
     params = PoolingParams()
-    assert (params.pooling, params.normalize, params.dimensions, params.priority) == ("last", True, None, 0)
+    assert (params.pooling, params.normalize, params.dimensions, params.priority) == (None, None, None, 0)
     assert not params.needs_every_token
     assert PoolingParams(pooling="mean").needs_every_token
 
@@ -14,11 +14,13 @@ def test_defaults_are_the_last_token_normalised_and_whole():
 @pytest.mark.parametrize(
     "name, value",
     [
-        ("pooling", "cls"),
-        ("pooling", None),
+        ("task", "token_embed"),
+        ("pooling", "max"),
         ("pooling", ["last"]),
         ("normalize", 1),
-        ("normalize", None),
+        ("use_activation", "yes"),
+        ("truncate_prompt_tokens", 0),
+        ("truncate_prompt_tokens", -2),
         ("dimensions", 0),
         ("dimensions", -3),
         ("dimensions", 2.0),
