@@ -49,6 +49,7 @@ from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import check_servable, new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.pipelined import StepLimits, find_preemptible, share_of_step
@@ -75,7 +76,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.kv = KvAllocator(config.num_kv_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching)
+        num_pages = config.num_host_pages
+        self.kv = KvAllocator(
+            config.num_kv_blocks,
+            config.block_size,
+            enable_prefix_caching=config.enable_prefix_caching,
+            host_tier=HostTier(num_pages, config.max_page_saves, config.kv_save) if num_pages > 0 else None,
+        )
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
         self._sequences: dict[SequenceId, Sequence] = {}
@@ -206,7 +213,7 @@ class Scheduler:
         ended = self._ended
         if limits is not None:  # the worker keeps the rows of a step until it is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
-        plan = draft.build(next(self._step_ids), tuple(ended))
+        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended)))
         self.in_flight.begin(plan)
         self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
         for start in plan.starts:
@@ -223,6 +230,7 @@ class Scheduler:
         """
         for block_ids in self.in_flight.end(plan, result):
             self.kv.free(block_ids)
+        self.kv.end_page_moves(plan, result.is_failed)
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []
@@ -424,6 +432,8 @@ class Scheduler:
                 self.in_flight.retire(last, self.kv.detach(sequence))
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+        if self.kv.host_tier is not None:
+            self.kv.host_tier.let_go(sequence.request.request_id)
         sequence.status = SequenceStatus.FINISHED
         self._forget_row(sequence)
         del self._sequences[sequence.sequence_id]

@@ -170,4 +170,5 @@ def _describe(error: Exception) -> str:
 
 def _failed(plan: StepPlan, reason: str) -> StepResult:
     """Return the result of a step that failed as a whole."""
-    return StepResult(plan.step_id, {}, {}, {}, dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}"))
+    errors = dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}")
+    return StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True)
