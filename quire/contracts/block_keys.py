@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-
 _KEY_BYTES = 16
 
 

@@ -40,12 +40,16 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.build import build_runner
 from quire.worker.inspect import inspect_model, settle_drafts
 from quire.worker.memory import max_num_batched_tokens
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
 
 _COMPILE_WAIT_S = 0.005
 """How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
+
+_MAX_SAVED_BYTES = 64 << 20
+"""What one step copies to the host tier at most."""
 
 EngineOutput = RequestOutput | EmbeddingRequestOutput
 """What a step hands out; the latter for requests with PoolingParams."""
@@ -134,6 +138,9 @@ class LLMEngine:
                 policy=config.scheduling_policy,
                 rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
                 num_pipeline_stages=config.pipeline_parallel_size,
+                num_host_pages=num_host_pages(config, report),
+                max_page_saves=max(1, _MAX_SAVED_BYTES // report.memory.kv.bytes_per_block),
+                kv_save=config.kv_save,
             )
         )
         _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)

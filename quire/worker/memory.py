@@ -134,6 +134,7 @@ def plan_memory(
     available = available_memory_bytes()
     if config.host_memory_bytes is not None:
         available = min(available, config.host_memory_bytes)
+    available = max(0, available - config.host_tier_bytes)
     given = given_blocks(config, kv)
     wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
     most = max(1, min(wanted, int(available * _KV_SHARE) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given

@@ -82,7 +82,10 @@ class HostTier:
 
     def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
         """Take note that a published block is about to be given away; save its page in the next plan if that is worth it."""
-        if self._loads.pop(block_id, None) is not None or key in self._slots:
+        slot = self._loads.pop(block_id, None)
+        if slot is not None:
+            self.unpin([slot])
+        if key in self._slots:
             return
         if self._kv_save == "none" or (self._kv_save == "reused" and not is_reused and not self._comes_again(key)):
             return
