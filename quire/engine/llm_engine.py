@@ -22,6 +22,7 @@ from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StageTimes, StepPlan, StepResult
 from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
+from quire.engine.disk_tier import open_disk_tier
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.launched import exit_if_worker
@@ -152,6 +153,8 @@ class LLMEngine:
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
         self._compiling = CompilingRequests()
+        self._disk = open_disk_tier(config, report, runner.host_slab, self.scheduler)
+        self._step_started_s = 0.0
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
@@ -220,11 +223,19 @@ class LLMEngine:
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with self.interrupts.deferred():
             if compilation is None:
-                self.scheduler.add(request, time.monotonic())
+                self._add(request)
             else:
                 self.check_servable(request)
                 self._compiling.add(request, compilation)
             self._streams[request.request_id] = stream
+
+    def _add(self, request: Request) -> None:
+        """Hand a request to the scheduler, or keep it aside while pages are read from the disk tier for it."""
+        if self._disk is not None:
+            self.check_servable(request)
+            if self._disk.begin(request):
+                return
+        self.scheduler.add(request, time.monotonic())
 
     def start_compilation(self, request: Request) -> Compilation | None:
         """Begin to compile what limits the output of a request, None where nothing does; `submit` does so, too.
@@ -243,7 +254,17 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has anything left to do."""
-        return self.scheduler.has_unfinished or bool(self._undelivered) or bool(self._compiling) or not self._steps.is_drained
+        return (
+            self.scheduler.has_unfinished
+            or bool(self._undelivered)
+            or bool(self._compiling)
+            or self._is_loading
+            or not self._steps.is_drained
+        )
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._disk is not None and bool(self._disk)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -265,7 +286,32 @@ class LLMEngine:
 
     def _step(self) -> None:
         self._admit_compiled()
+        self._admit_loaded()
+        self._step_started_s = time.monotonic()
         self._steps.run()
+
+    def _admit_loaded(self) -> None:
+        """Hand the requests to the scheduler whose pages were read from the disk tier, or are not worth waiting for."""
+        if self._disk is None:
+            return
+        if self._disk and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
+            self._disk.wait(_COMPILE_WAIT_S)
+        for request in self._disk.take_ready(time.monotonic()):
+            try:
+                self.scheduler.add(request, time.monotonic())
+            except RequestError as error:
+                self._refuse(request.request_id, error)
+
+    def save_pages(self) -> bool:
+        """Save cached KV blocks that no tier has, while there is nothing else to do; return whether there may be more."""
+        if self.scheduler.kv.host_tier is None or self.config.kv_save == "none" or self.has_unfinished_requests():
+            return False
+        if self._disk is not None:
+            self._disk.take_ready(time.monotonic())
+            if self._disk.is_behind:
+                return False
+        with self.interrupts.deferred():
+            return self._steps.save_pages()
 
     def _admit_compiled(self) -> None:
         """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""
@@ -275,7 +321,7 @@ class LLMEngine:
             self._compiling.wait(_COMPILE_WAIT_S)
         for request, compilation in self._compiling.take_done():
             try:
-                self.scheduler.add(replace(request, grammar=compilation.result()), time.monotonic())
+                self._add(replace(request, grammar=compilation.result()))
             except RequestError as error:
                 self._refuse(request.request_id, error)
 
@@ -294,6 +340,8 @@ class LLMEngine:
         for num_drafts, num_accepted in result.verified.values():
             self.stats.note_verified(num_drafts, num_accepted)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
+        if self._disk is not None:
+            self._disk.note_step(plan, result, now - self._step_started_s)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
         touched: dict[str, OutputStream | EmbeddingStream] = {}
@@ -333,7 +381,8 @@ class LLMEngine:
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
             stream = self._streams.get(request_id)
-            if stream is not None and self._compiling.remove(request_id):
+            is_aside = self._compiling.remove(request_id) or (self._disk is not None and self._disk.remove(request_id))
+            if stream is not None and is_aside:
                 left += self._end_compiling(stream)
             elif stream is not None:
                 left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
@@ -383,9 +432,14 @@ class LLMEngine:
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._undelivered.clear()
+        if not self._is_closed and self._disk is not None:
+            while self.save_pages() or self._disk.wait_written():
+                pass
         if not self._is_closed:
             self._is_closed = True
             self._steps.drain()
+            if self._disk is not None:
+                self._disk.close()
             self.grammars.close()
             self._runner.close()
 

@@ -117,6 +117,12 @@ class KvAllocator:
         tier.unpin(slots)
         tier.let_go(sequence.request.request_id)
 
+    def missing_keys(self, sequence: Sequence) -> list[int]:
+        """Return the keys of its blocks that may come from a cache, after those that the pool and the host tier have."""
+        contents = self._cacheable(sequence)
+        rest = [content.key for content in contents[len(self.index.match(contents)) :]]
+        return rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :]
+
     def with_page_moves(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the pages that it saves and loads."""
         if self.host_tier is None or not self.host_tier.has_moves:

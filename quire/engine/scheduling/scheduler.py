@@ -164,6 +164,24 @@ class Scheduler:
             raise InvariantError(f"step {step.step_id} must be committed before the next is scheduled")
         return self._plan(_NOTHING, now)
 
+    def schedule_saves(self, now: float = 0.0) -> StepPlan | None:
+        """Return a step that computes nothing, and saves cached blocks that no tier has; None where there are none."""
+        tier = self.kv.host_tier
+        if tier is None or len(self.in_flight) > 0:
+            return None
+        self.kv.save_cached(min(self.config.max_page_saves, tier.num_slots))
+        if not tier.has_moves:
+            return None
+        plan = self.kv.with_page_moves(StepPlanBuilder(0).build(next(self._step_ids), tuple(self._ended)))
+        self._ended = []
+        self.in_flight.begin(plan)
+        return plan
+
+    def missing_keys(self, request: Request) -> list[int]:
+        """Return the keys of the blocks of a request that may be cached, after those that the pool and the host tier have."""
+        sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
+        return self.kv.missing_keys(sequence)
+
     def schedule_ahead(self, now: float = 0.0) -> StepPlan | None:
         """Return the step behind the one in flight; None where that must be committed first.
 
