@@ -121,3 +121,16 @@ def test_host_tier_is_refused_on_a_gpu():
     config = EngineConfig(model="demo", kv_host_bytes=64 << 20, device="cpu")
     with pytest.raises(ConfigError, match="kv_host_bytes is 67108864, but the model runs on cuda:0"):
         check_tiers(config, replace(inspect_model(config), device="cuda:0"))
+
+
+@needs_native
+def test_pages_are_found_on_disk_after_a_restart(tmp_path):
+    options = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
+    with make_llm(enable_prefix_caching=False) as cold:
+        expected, _ = run(cold, [PREFIX])
+    with make_llm(**options) as llm:
+        assert run(llm, [PREFIX])[0] == expected
+    with make_llm(**options) as llm:
+        found, cached = run(llm, [PREFIX])
+    assert found == expected
+    assert cached[0] >= 64
