@@ -69,6 +69,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-kv-blocks", type=int, help="size of the KV pool in blocks")
     group.add_argument("--kv-cache-memory-bytes", type=int, help="size of the KV pool in bytes")
     group.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help="reuse KV of equal prefixes")
+    group.add_argument("--kv-host-bytes", type=int, help="size of the host tier: KV blocks that leave the pool are kept there")
+    group.add_argument("--kv-disk-dir", metavar="DIR", help="folder of the disk tier of KV blocks; it outlives the server")
+    group.add_argument("--kv-disk-bytes", type=int, help="the most that the folder of the disk tier may hold")
+    group.add_argument("--kv-save", choices=("reused", "all", "none"), help="which KV blocks the tiers keep")
     group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
     group.add_argument(

@@ -6,16 +6,18 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
+_KEY_BYTES = 16
+
 
 def root_key(root: str) -> int:
     """Return the key from which the chains under `root` start."""
-    return int.from_bytes(blake2b(root.encode("utf-8", "surrogatepass"), digest_size=8).digest())
+    return int.from_bytes(blake2b(root.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest())
 
 
 def block_key(parent_key: int, token_ids: Sequence[int]) -> int:
-    """Return the 64-bit key of a full block that follows the block of parent_key."""
-    content = parent_key.to_bytes(8) + array("q", token_ids).tobytes()
-    return int.from_bytes(blake2b(content, digest_size=8).digest())
+    """Return the 128-bit key of a full block that follows the block of parent_key."""
+    content = parent_key.to_bytes(_KEY_BYTES) + array("q", token_ids).tobytes()
+    return int.from_bytes(blake2b(content, digest_size=_KEY_BYTES).digest())
 
 
 def block_keys(root: str, token_ids: Sequence[int], block_size: int) -> list[int]:

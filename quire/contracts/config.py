@@ -16,6 +16,10 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+_KV_SAVES = ("reused", "all", "none")
+KvSave = Literal["reused", "all", "none"]
+STAGING_BYTES = 256 << 20
+"""Size of the host tier where only a disk tier is asked for, whose pages pass through it."""
 ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
 """Values of attention_backend that name what a user has to install."""
 
@@ -59,6 +63,9 @@ class SchedulerConfig:
     max_num_drafts          drafts of one sequence in a step; None: no limit. 0 with a recurrent state and nothing that drafts
     computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that
                             is off, as the KV of equal prefixes differs then
+    num_host_pages          pages (full KV blocks) that the host tier holds; 0: there is none
+    max_page_saves          pages that one step may save; more are dropped
+    kv_save                 see EngineConfig
     """
 
     max_num_seqs: int
@@ -74,6 +81,9 @@ class SchedulerConfig:
     num_state_checkpoints: int | None = None
     max_num_drafts: int | None = None
     computes_whole_prompts: bool = False
+    num_host_pages: int = 0
+    max_page_saves: int = 1024
+    kv_save: KvSave = "reused"
 
     def __post_init__(self) -> None:
         for name in (
@@ -83,6 +93,7 @@ class SchedulerConfig:
             "block_size",
             "num_kv_blocks",
             "num_pipeline_stages",
+            "max_page_saves",
         ):
             value = getattr(self, name)
             _require(_is_int(value, 1), name, value, "an integer >= 1")
@@ -91,6 +102,8 @@ class SchedulerConfig:
             _require(value is None or _is_int(value, 0), name, value, "None or an integer >= 0")
         has_states = self.num_state_checkpoints is not None
         _require(not has_states or self.num_pipeline_stages == 1, "num_pipeline_stages", self.num_pipeline_stages, "1 here")
+        _require(_is_int(self.num_host_pages, 0), "num_host_pages", self.num_host_pages, "an integer >= 0")
+        _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
         threshold = self.long_prefill_token_threshold
         _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
         _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
@@ -125,6 +138,13 @@ class EngineConfig:
     num_kv_blocks           size of the KV pool in blocks; None: from kv_cache_memory_bytes
     kv_cache_memory_bytes   size of the KV pool in bytes; None: what the memory plan finds
     enable_prefix_caching   reuse the KV of equal prefixes
+    kv_host_bytes           size of the host tier: full KV blocks that leave the pool are kept there, and loaded when a prompt
+                            begins with their tokens again. None: no host tier, or 256 MiB where there is a disk tier
+    kv_disk_dir             a folder for the disk tier, which several engines may share, and which outlives them; None: no disk
+                            tier
+    kv_disk_bytes           the most that the folder may hold; needed with kv_disk_dir
+    kv_save                 which blocks the tiers keep: "reused": those that were asked for at least twice, and those that the
+                            engine has time for while it is idle; "all"; "none": tiers are only read
     scheduling_policy       "fcfs" or "priority"
     complete_json_within_max_tokens  complete outputs that are JSON before max_tokens is reached, where possible; otherwise
                             max_tokens cuts them and finish_reason is "length". A request may override it with fit_max_tokens
@@ -179,6 +199,10 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     kv_cache_memory_bytes: int | None = None
     enable_prefix_caching: bool = True
+    kv_host_bytes: int | None = None
+    kv_disk_dir: str | None = None
+    kv_disk_bytes: int | None = None
+    kv_save: KvSave = "reused"
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     complete_json_within_max_tokens: bool = False
@@ -236,13 +260,16 @@ class EngineConfig:
             "num_threads",
             "block_size",
             "host_memory_bytes",
+            "kv_host_bytes",
+            "kv_disk_bytes",
         ):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
         check_num_threads("num_threads", self.num_threads)
         self._check_replicas()
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
-        for name in ("tokenizer", "revision", "tile_table"):
+        self._check_tiers()
+        for name in ("tokenizer", "revision", "tile_table", "kv_disk_dir"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold
@@ -299,6 +326,20 @@ class EngineConfig:
                 f"speculative_config: method {refused[0]!r} reads inside of the model, which model_impl 'transformers' does "
                 f"not allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
             )
+
+    @property
+    def host_tier_bytes(self) -> int:
+        """Size of the host tier; 0: there is none."""
+        return self.kv_host_bytes or (0 if self.kv_disk_dir is None else STAGING_BYTES)
+
+    def _check_tiers(self) -> None:
+        _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
+        if (self.kv_disk_dir is None) != (self.kv_disk_bytes is None):
+            missing = "kv_disk_bytes" if self.kv_disk_bytes is None else "kv_disk_dir"
+            raise ConfigError(f"a disk tier needs kv_disk_dir and kv_disk_bytes: {missing} is missing")
+        if self.host_tier_bytes and not self.enable_prefix_caching:
+            name = "kv_disk_dir" if self.kv_host_bytes is None else "kv_host_bytes"
+            raise ConfigError(f"{name} needs enable_prefix_caching: the tiers hold blocks of the prefix cache")
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size

@@ -56,6 +56,8 @@ class StepPlan:
                           blocks have room for them
     state_saves           sequence -> (number of its tokens, checkpoint) of recurrent states to keep: the state after so many
                           tokens, of which this step computes the last. Starts read their checkpoints before any is written
+    page_saves            (block, slot of the host tier): blocks to copy there as they stand before the step, before all else
+    page_loads            (slot of the host tier, block): pages to copy into blocks after page_saves and before block_copies
     """
 
     step_id: int
@@ -67,6 +69,8 @@ class StepPlan:
     ended: tuple[SequenceId, ...] = ()
     num_draft_slots: dict[SequenceId, int] | None = None
     state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] | None = None
+    page_saves: tuple[tuple[BlockId, int], ...] = ()
+    page_loads: tuple[tuple[int, BlockId], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -106,6 +110,7 @@ class StepResult:
                      Their last known token counts as not computed. They are left out of plans until mask_ready names them
     mask_ready       sequences that were in mask_pending of an earlier step, and are to be in plans again
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
+    is_failed        the step failed as a whole: whether its pages were saved and loaded is not known
     """
 
     step_id: int
@@ -120,6 +125,7 @@ class StepResult:
     mask_pending: frozenset[SequenceId] = frozenset()
     mask_ready: tuple[SequenceId, ...] = ()
     error_params: dict[SequenceId, str] = field(default_factory=lambda: {})
+    is_failed: bool = False
 
 
 class Runner(Protocol):

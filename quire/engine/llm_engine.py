@@ -22,6 +22,7 @@ from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StageTimes, StepPlan, StepResult
 from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
+from quire.engine.disk_tier import open_disk_tier
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.launched import exit_if_worker
@@ -40,12 +41,16 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 from quire.worker.build import build_runner
 from quire.worker.inspect import inspect_model, settle_drafts
 from quire.worker.memory import max_num_batched_tokens, max_state_drafts
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
 
 _COMPILE_WAIT_S = 0.005
 """How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
+
+_MAX_SAVED_BYTES = 64 << 20
+"""What one step copies to the host tier at most."""
 
 EngineOutput = RequestOutput | EmbeddingRequestOutput
 """What a step hands out; the latter for requests with PoolingParams."""
@@ -137,6 +142,9 @@ class LLMEngine:
                 num_pipeline_stages=config.pipeline_parallel_size,
                 num_state_checkpoints=report.memory.num_state_checkpoints if report.spec.has_recurrent_state else None,
                 max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
+                num_host_pages=num_host_pages(config, report),
+                max_page_saves=max(1, _MAX_SAVED_BYTES // report.memory.kv.bytes_per_block),
+                kv_save=config.kv_save,
             )
         )
         _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)
@@ -148,6 +156,8 @@ class LLMEngine:
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
         self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
         self._compiling = CompilingRequests()
+        self._disk = open_disk_tier(config, report, runner.host_slab, self.scheduler)
+        self._step_started_s = 0.0
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
@@ -217,10 +227,18 @@ class LLMEngine:
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
         with self.interrupts.deferred():
             if compilation is None:
-                self.scheduler.add(request, time.monotonic())
+                self._add(request)
             else:
                 self._compiling.add(request, compilation)
             self._streams[request.request_id] = stream
+
+    def _add(self, request: Request) -> None:
+        """Hand a request to the scheduler, or keep it aside while pages are read from the disk tier for it."""
+        if self._disk is not None:
+            self.check_servable(request)
+            if self._disk.begin(request):
+                return
+        self.scheduler.add(request, time.monotonic())
 
     def start_compilation(self, request: Request) -> Compilation | None:
         """Begin to compile what limits the output of a request, None where nothing does; `submit` does so, too.
@@ -239,7 +257,17 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether step has anything left to do."""
-        return self.scheduler.has_unfinished or bool(self._undelivered) or bool(self._compiling) or not self._steps.is_drained
+        return (
+            self.scheduler.has_unfinished
+            or bool(self._undelivered)
+            or bool(self._compiling)
+            or self._is_loading
+            or not self._steps.is_drained
+        )
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._disk is not None and bool(self._disk)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -261,7 +289,32 @@ class LLMEngine:
 
     def _step(self) -> None:
         self._admit_compiled()
+        self._admit_loaded()
+        self._step_started_s = time.monotonic()
         self._steps.run()
+
+    def _admit_loaded(self) -> None:
+        """Hand the requests to the scheduler whose pages were read from the disk tier, or are not worth waiting for."""
+        if self._disk is None:
+            return
+        if self._disk and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
+            self._disk.wait(_COMPILE_WAIT_S)
+        for request in self._disk.take_ready(time.monotonic()):
+            try:
+                self.scheduler.add(request, time.monotonic())
+            except RequestError as error:
+                self._refuse(request.request_id, error)
+
+    def save_pages(self) -> bool:
+        """Save cached KV blocks that no tier has, while there is nothing else to do; return whether there may be more."""
+        if self.scheduler.kv.host_tier is None or self.config.kv_save == "none" or self.has_unfinished_requests():
+            return False
+        if self._disk is not None:
+            self._disk.take_ready(time.monotonic())
+            if self._disk.is_behind:
+                return False
+        with self.interrupts.deferred():
+            return self._steps.save_pages()
 
     def _admit_compiled(self) -> None:
         """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""
@@ -271,7 +324,7 @@ class LLMEngine:
             self._compiling.wait(_COMPILE_WAIT_S)
         for request, compilation in self._compiling.take_done():
             try:
-                self.scheduler.add(replace(request, grammar=compilation.result()), time.monotonic())
+                self._add(replace(request, grammar=compilation.result()))
             except RequestError as error:
                 self._refuse(request.request_id, error)
 
@@ -290,6 +343,8 @@ class LLMEngine:
         for num_drafts, num_accepted in result.verified.values():
             self.stats.note_verified(num_drafts, num_accepted)
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
+        if self._disk is not None:
+            self._disk.note_step(plan, result, now - self._step_started_s)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
         touched: dict[str, OutputStream | EmbeddingStream] = {}
@@ -329,7 +384,8 @@ class LLMEngine:
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
             stream = self._streams.get(request_id)
-            if stream is not None and self._compiling.remove(request_id):
+            is_aside = self._compiling.remove(request_id) or (self._disk is not None and self._disk.remove(request_id))
+            if stream is not None and is_aside:
                 left += self._end_compiling(stream)
             elif stream is not None:
                 left += self._collect(self.scheduler.abort(stream.request.request_id), time.monotonic())
@@ -379,9 +435,14 @@ class LLMEngine:
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._undelivered.clear()
+        if not self._is_closed and self._disk is not None:
+            while self.save_pages() or self._disk.wait_written():
+                pass
         if not self._is_closed:
             self._is_closed = True
             self._steps.drain()
+            if self._disk is not None:
+                self._disk.close()
             self.grammars.close()
             self._runner.close()
 

@@ -27,6 +27,8 @@ class FilledBlocks:
     def apply(self, plan: StepPlan) -> None:
         """Take in which blocks got other tokens, and copy those that the plan copies."""
         filled = self.counts
+        for _, block_id in plan.page_loads:  # pages have the target's keys and values only
+            filled[block_id] = 0
         kept = [filled[source] for source, _ in plan.block_copies]
         for start in plan.starts:
             for index in range(-(-start.num_computed_tokens // self._block_size), len(start.block_ids)):

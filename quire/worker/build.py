@@ -27,6 +27,7 @@ from quire.worker.pipeline_build import build_pipeline
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.pooling_head import load_pooling_head
 from quire.worker.step_driver import EngineRunner, StepDriver
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
@@ -70,10 +71,11 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
         if config.speculative_config is not None:
             speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
+        executor.open_host_tier(num_host_pages(config, report))
     except BaseException:
         executor.close()
         raise
-    return StepDriver(executor, speculator), report
+    return StepDriver(executor, speculator, page_mover=executor), report
 
 
 def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelinedStepDriver, ModelReport]:

@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvariantError
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
+from quire.kv.tiers.host_slab import HostSlab
 from quire.model.build import Model
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
@@ -57,6 +59,7 @@ class CpuStepExecutor:
         # The native decoder uses no torch operations, so it needs no inference mode.
         self._inference = None if isinstance(decoder, NativeDecoder) else torch.inference_mode()
         self._keeps_all, self._logit_rows = False, list[int]()  # of the last step
+        self.host_slab: HostSlab | None = None
 
     @property
     def target(self) -> Target:
@@ -67,6 +70,17 @@ class CpuStepExecutor:
         """Take the first memory pages of the pool, and of draft_pools, which have the same block ids, from the system."""
         self._pages = PageSupply(self._kv, *draft_pools)
         self._pages.start()
+
+    def open_host_tier(self, num_pages: int) -> None:
+        """Make the slab of the host tier, if it has any pages."""
+        if num_pages > 0:
+            self.host_slab = HostSlab(self._kv, num_pages)
+
+    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover."""
+        if self.host_slab is None:
+            raise InvariantError("a step saves or loads pages, but there is no host tier")
+        self.host_slab.move(saves, loads)
 
     def step_scope(self) -> AbstractContextManager[object]:
         """See StepExecutor. Memory pages are taken from the system only outside of it."""
@@ -166,6 +180,7 @@ class CpuStepExecutor:
     def close(self) -> None:
         """See StepExecutor."""
         self._pages.close()
+        self.host_slab = None
         del self._decoder, self._kv
 
 

@@ -146,6 +146,8 @@ def plan_memory(
     share = _KV_SHARE if gpu is None else 1.0
     if gpu is None and config.host_memory_bytes is not None:
         available = min(available, config.host_memory_bytes)
+    if gpu is None:
+        available = max(0, available - config.host_tier_bytes)
     num_states, num_checkpoints = count_states(config, kv)
     num_weight_and_state_bytes = num_weight_bytes + num_states * kv.bytes_per_state
     given = given_blocks(config, kv)

@@ -34,6 +34,7 @@ from quire.worker.device.device_select import check_rank_devices
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
 from quire.worker.parallel_launch import config_fields, fingerprint, launched_group, start_workers
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
@@ -50,6 +51,7 @@ class RankConfig:
     options            see config_fields
     checks_first       ranks are compared before they load weights, not after: where a launcher has started all of them
     allow_missing_head as in EngineConfig
+    num_host_pages     pages of the host tier, of which each rank has its part
     """
 
     folder: str
@@ -68,6 +70,7 @@ class RankConfig:
     needed_bytes: tuple[int, ...]
     options: dict[str, str]
     checks_first: bool
+    num_host_pages: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -184,6 +187,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
             options=config_fields(config),
             checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
+            num_host_pages=num_host_pages(config, report),
         )
         workers = start_workers(config, rank_config.to_json(), LaunchOptions(pass_fds=(rows_file,)))
     except BaseException:

@@ -26,6 +26,7 @@ from quire.worker.parallel_messages import (
     StepCall,
     encode_changes,
     encode_one_token,
+    encode_page_moves,
     encode_rows,
     encode_step,
 )
@@ -83,6 +84,12 @@ class LeaderExecutor(CpuStepExecutor):
                 *encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all, changes))
             )
             return super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
+
+    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover: every rank copies its part."""
+        with self._group():
+            self._send(encode_page_moves(saves, loads))
+        super().move_pages(saves, loads)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor."""

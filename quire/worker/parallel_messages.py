@@ -28,6 +28,7 @@ class Call(IntEnum):
     MOVE_TOKENS = 3
     LOGITS = 4
     ONE_TOKEN = 5
+    MOVE_PAGES = 6
 
 
 class Changes(NamedTuple):
@@ -117,6 +118,17 @@ def decode_step(message: RingMessage) -> StepCall:
 def encode_rows(call: Call, *rows: Sequence[int]) -> Encoded:
     """Return the message of a call whose arguments are lists of numbers of 64 bits."""
     return [call], [np.array(values, dtype=np.int64) for values in rows]
+
+
+def encode_page_moves(saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> Encoded:
+    """Return the message of pages to copy, see PageMover."""
+    return [Call.MOVE_PAGES], [_int32([number for pair in pairs for number in pair]) for pairs in (saves, loads)]
+
+
+def decode_page_moves(message: RingMessage) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return what encode_page_moves was given."""
+    saves, loads = (array.reshape(-1, 2).tolist() for array in message.arrays)
+    return [(block_id, slot) for block_id, slot in saves], [(slot, block_id) for slot, block_id in loads]
 
 
 def encode_one_token(call: OneTokenCall) -> Encoded:

@@ -23,7 +23,7 @@ from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, num_threads_of
 from quire.worker.parallel_launch import own_fingerprint
-from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_step
+from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_page_moves, decode_step
 from quire.worker.step_executor import Moves
 
 
@@ -43,6 +43,7 @@ def main(context: WorkerContext) -> None:
     decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange)
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())
+    executor.open_host_tier(config.num_host_pages)
     if not config.checks_first:
         _check_alike(context, config, folder)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
@@ -74,6 +75,8 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
         elif call is Call.MOVE_TOKENS:
             sources, targets = (array.tolist() for array in message.arrays)
             executor.move_tokens(Moves(sources, targets, []))
+        elif call is Call.MOVE_PAGES:
+            executor.move_pages(*decode_page_moves(message))
         elif call is Call.LOGITS:
             decoder.logits_of(message.arrays[0].tolist())
         elif call is Call.ONE_TOKEN:

@@ -17,6 +17,7 @@ from quire.base.ids import SequenceId
 from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.step import Runner, StageTimes, StepPlan, StepResult
+from quire.kv.tiers.host_slab import HostSlab
 from quire.sampling.sampler import Sampled, sample
 from quire.speculate.proposer import DraftInput
 from quire.speculate.speculator import Speculator
@@ -35,7 +36,7 @@ from quire.worker.sampled_results import (
     take_matches,
     take_sampled,
 )
-from quire.worker.step_executor import SlotSampling, StepExecutor
+from quire.worker.step_executor import PageMover, SlotSampling, StepExecutor
 
 _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
@@ -71,6 +72,11 @@ class EngineRunner(Runner, Protocol):
     @property
     def stage_times(self) -> StageTimes | None:
         """How long each pipeline stage has computed; None without stages."""
+        ...
+
+    @property
+    def host_slab(self) -> HostSlab | None:
+        """The memory of the host tier in this process; None: there is no host tier."""
         ...
 
 
@@ -168,11 +174,17 @@ class StepDriver:
     executor         runs the steps
     speculator       drafts, also with other models; at least what grammars force is always drafted, and verified
     draft_executors  run the steps of draft models and draft heads, and are closed with the driver
+    page_mover       the executor, where there is a host tier
     """
 
     def __init__(
-        self, executor: StepExecutor, speculator: Speculator | None = None, draft_executors: Sequence[ClosedWith] = ()
+        self,
+        executor: StepExecutor,
+        speculator: Speculator | None = None,
+        draft_executors: Sequence[ClosedWith] = (),
+        page_mover: PageMover | None = None,
     ) -> None:
+        self._page_mover = page_mover
         self._executor, self._draft_executors = executor, draft_executors
         self._speculator = Speculator(None, None, executor.vocab_size) if speculator is None else speculator
         self._batch = InputBatch(
@@ -226,6 +238,8 @@ class StepDriver:
         for start in plan.starts:
             row = batch.row(start.sequence_id)
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
+        if self._page_mover is not None and (plan.page_saves or plan.page_loads):
+            self._page_mover.move_pages(plan.page_saves, plan.page_loads)
         if entries or plan.block_copies:
             executor.begin_step(entries, plan.block_copies)
         is_napping = speculator.naps(plan)
@@ -398,8 +412,14 @@ class StepDriver:
         """See EngineRunner."""
         return None
 
+    @property
+    def host_slab(self) -> HostSlab | None:
+        """See EngineRunner."""
+        return None if self._page_mover is None else self._page_mover.host_slab
+
     def close(self) -> None:
         """Release the weights and the KV pool."""
+        self._page_mover = None
         self._masks.close()
         for executor in (self._executor, *self._draft_executors):
             executor.close()

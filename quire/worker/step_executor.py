@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
+from quire.kv.tiers.host_slab import HostSlab
 from quire.model.token_runs import TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.sampler import Draw
@@ -115,6 +116,16 @@ def needs_host_sampling(row: SamplingRow, has_sampler: bool) -> bool:
         return not row.is_plain
     is_drawn = row.is_greedy or row.params.typical_p >= 1
     return not is_drawn or row.edits_logits or row.matcher is not None or row.needs_logprob
+
+
+class PageMover(Protocol):
+    """An executor with a host tier. host_slab: that of this process; None: there is no host tier."""
+
+    host_slab: HostSlab | None
+
+    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to slots of the host tier, (block, slot), and then slots to blocks, (slot, block); before begin_step."""
+        ...
 
 
 class StepExecutor(Protocol):

@@ -19,6 +19,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_queues(scheduler)
     _check_pool(scheduler)
     _check_index(scheduler)
+    problem = None if scheduler.kv.host_tier is None else scheduler.kv.host_tier.find_problem()
+    _require(problem is None, f"the host tier {problem}")
     for sequence in scheduler.iter_sequences():
         _check_sequence(sequence, scheduler)
     if scheduler.kv.states is not None:

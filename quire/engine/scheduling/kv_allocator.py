@@ -6,12 +6,14 @@ One rule keeps shared KV intact: a sequence writes only into blocks that it alon
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.block_keys import block_key, root_key
+from quire.contracts.step import StepPlan
 from quire.engine.scheduling.block_pool import BlockPool
+from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
 from quire.engine.scheduling.sequence import Sequence
 from quire.engine.scheduling.sequence_queue import SequenceQueue
@@ -50,12 +52,21 @@ def content_root(sequence: Sequence) -> str:
 class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences.
 
-    states  checkpoints of recurrent states; None: the model has no recurrent state
+    states     checkpoints of recurrent states; None: the model has no recurrent state
+    host_tier  where blocks go that are replaced; None: there is none. Not beside recurrent states
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, num_state_checkpoints: int | None = None
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        num_state_checkpoints: int | None = None,
+        host_tier: HostTier | None = None,
     ) -> None:
+        assert host_tier is None or num_state_checkpoints is None, "a page has no recurrent state"
+        self.host_tier = host_tier
         self.states: StateCheckpoints | None = None
         if num_state_checkpoints is not None:
             self.states = StateCheckpoints(num_state_checkpoints, block_size, is_caching=enable_prefix_caching)
@@ -79,7 +90,8 @@ class KvAllocator:
 
         None, and no change, when too few blocks are free. Sets its block table and num_computed_tokens.
         """
-        hits = self._match(sequence)
+        contents = self._cacheable(sequence)
+        hits = self.index.match(contents)
         if self.states is not None:
             hits = self.states.cut(sequence, hits)
         hit_ids = [entry.block_id for entry in hits]
@@ -89,13 +101,73 @@ class KvAllocator:
             return None
         self._num_cached_blocks -= num_revived
         self.pool.share(hit_ids)  # before allocate, which could otherwise hand out the hits themselves
-        sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
+        tier = self.host_tier
+        if tier is None:
+            sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
+        else:
+            self._allocate_and_load(sequence, hits, contents[len(hits) :], num_new, tier)
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.last_entry = hits[-1] if hits else None
         if self.states is not None:
             self.states.start_from(sequence, hits)
         return sequence.num_computed_tokens
+
+    def _allocate_and_load(
+        self, sequence: Sequence, hits: list[PrefixEntry], contents: list[BlockContent], num_new: int, tier: HostTier
+    ) -> None:
+        """Give a sequence its blocks, and load the pages of the host tier that follow its hits, to which they are added.
+
+        Loaded blocks are published at once: the loads of a step come before everything that reads them.
+        """
+        for entry in hits:
+            entry.is_reused = True
+        slots = tier.match(content.key for content in contents)
+        tier.pin(slots)  # before allocate, which saves what it replaces
+        new_ids = self._allocate(num_new)
+        sequence.block_ids = [*(entry.block_id for entry in hits), *new_ids]
+        for slot, content, block_id in zip(slots, contents, new_ids, strict=False):
+            entry = self.index.publish(hits[-1] if hits else None, content, block_id)
+            if entry is None or entry.block_id != block_id:
+                break  # another content has the key
+            entry.is_reused = True
+            tier.load(slot, block_id)
+            hits.append(entry)
+        tier.unpin(slots)
+        tier.let_go(sequence.request.request_id)
+
+    def missing_keys(self, sequence: Sequence) -> list[int]:
+        """Return the keys of its blocks that may come from a cache, after those that the pool and the host tier have."""
+        contents = self._cacheable(sequence)
+        rest = [content.key for content in contents[len(self.index.match(contents)) :]]
+        return rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :]
+
+    def with_page_moves(self, plan: StepPlan) -> StepPlan:
+        """Return a plan with the pages that it saves and loads."""
+        if self.host_tier is None or not self.host_tier.has_moves:
+            return plan
+        saves, loads = self.host_tier.take_moves()
+        return replace(plan, page_saves=saves, page_loads=loads)
+
+    def end_page_moves(self, plan: StepPlan, is_failed: bool) -> None:
+        """Take in that a plan was executed; where it has failed, its pages and the blocks that it loaded count as unknown."""
+        tier = self.host_tier
+        if tier is None:
+            return
+        tier.unpin(slot for slot, _ in plan.page_loads)
+        if is_failed:
+            tier.drop_slots(slot for _, slot in plan.page_saves)
+            for _, block_id in plan.page_loads:
+                self.index.drop(block_id)
+
+    def save_cached(self, max_blocks: int) -> None:
+        """Save the pages of up to max_blocks published blocks that no tier has, in the order in which they came."""
+        tier = self.host_tier
+        if tier is None:
+            return
+        unsaved = [entry for key, _, entry in self.index.iter_entries() if not entry.is_saved and key not in tier]
+        for entry in unsaved[:max_blocks]:
+            entry.is_saved = tier.save(entry.block_id, entry.content.key)
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Return whether `admit` finds enough blocks for a sequence, of whose tokens none is cached."""
@@ -204,10 +276,11 @@ class KvAllocator:
                 return
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
 
-    def _match(self, sequence: Sequence) -> list[PrefixEntry]:
+    def _cacheable(self, sequence: Sequence) -> list[BlockContent]:
+        """Return the blocks at the start of a sequence that may come from a cache."""
         if not self._is_caching:
             return []
-        return self.index.match(self._contents(sequence, sequence.max_cached_tokens // self.block_size))
+        return self._contents(sequence, sequence.max_cached_tokens // self.block_size)
 
     def _contents(self, sequence: Sequence, num_blocks: int) -> list[BlockContent]:
         contents, size = sequence.block_contents, self.block_size
@@ -229,6 +302,10 @@ class KvAllocator:
     def _reuse(self, block_id: BlockId) -> None:
         """Forget the content of a block that was free until now."""
         self._num_cached_blocks -= block_id in self.index
+        if self.host_tier is not None:
+            entry = self.index.entry_of(block_id)
+            if entry is not None:
+                self.host_tier.offer(block_id, entry.content.key, entry.is_reused)
         self.index.drop(block_id)
 
     def _note_drop(self, block_id: BlockId) -> None:

@@ -31,12 +31,16 @@ class PrefixEntry:
 
     parent   the entry of the block before it; None for the first block
     is_live  until its block is reused; an entry whose parent is not live can no longer be found
+    is_reused  another sequence has found it, or it was loaded from a tier; known only where there are tiers
+    is_saved   its page was saved while the engine was idle
     """
 
     content: BlockContent
     parent: PrefixEntry | None
     block_id: BlockId
     is_live: bool = True
+    is_reused: bool = False
+    is_saved: bool = False
 
     def holds(self, parent: PrefixEntry | None, content: BlockContent) -> bool:
         """Return whether this is `content` after `parent`."""

@@ -50,6 +50,7 @@ from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import new_sequence
 from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
 from quire.engine.scheduling.pipelined import StepLimits, find_preemptible, share_of_step
@@ -76,11 +77,13 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
+        num_pages = config.num_host_pages
         self.kv = KvAllocator(
             config.num_kv_blocks,
             config.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             num_state_checkpoints=config.num_state_checkpoints,
+            host_tier=HostTier(num_pages, config.max_page_saves, config.kv_save) if num_pages > 0 else None,
         )
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
@@ -163,6 +166,24 @@ class Scheduler:
             raise InvariantError(f"step {step.step_id} must be committed before the next is scheduled")
         return self._plan(_NOTHING, now)
 
+    def schedule_saves(self, now: float = 0.0) -> StepPlan | None:
+        """Return a step that computes nothing, and saves cached blocks that no tier has; None where there are none."""
+        tier = self.kv.host_tier
+        if tier is None or len(self.in_flight) > 0:
+            return None
+        self.kv.save_cached(min(self.config.max_page_saves, tier.num_slots))
+        if not tier.has_moves:
+            return None
+        plan = self.kv.with_page_moves(StepPlanBuilder(0).build(next(self._step_ids), tuple(self._ended)))
+        self._ended = []
+        self.in_flight.begin(plan)
+        return plan
+
+    def missing_keys(self, request: Request) -> list[int]:
+        """Return the keys of the blocks of a request that may be cached, after those that the pool and the host tier have."""
+        sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
+        return self.kv.missing_keys(sequence)
+
     def schedule_ahead(self, now: float = 0.0) -> StepPlan | None:
         """Return the step behind the one in flight; None where that must be committed first.
 
@@ -212,7 +233,7 @@ class Scheduler:
         ended = self._ended
         if limits is not None:  # the worker keeps the rows of a step until it is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
-        plan = draft.build(next(self._step_ids), tuple(ended), self.kv.states)
+        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv.states))
         self.in_flight.begin(plan)
         self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
         for start in plan.starts:
@@ -229,6 +250,7 @@ class Scheduler:
         """
         for block_ids in self.in_flight.end(plan, result):
             self.kv.free(block_ids)
+        self.kv.end_page_moves(plan, result.is_failed)
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []
@@ -436,6 +458,8 @@ class Scheduler:
                 self.in_flight.retire(last, self.kv.detach(sequence))
         elif sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
+        if self.kv.host_tier is not None:
+            self.kv.host_tier.let_go(sequence.request.request_id)
         sequence.status = SequenceStatus.FINISHED
         self._forget_row(sequence)
         del self._sequences[sequence.sequence_id]

@@ -109,6 +109,16 @@ class StepLoop:
             if len(self._steps) == num_steps:
                 return
 
+    def save_pages(self) -> bool:
+        """Make a step that saves cached blocks to the tiers, where nothing is in flight; return whether there were any."""
+        if self._steps:
+            return False
+        self._launch(self._scheduler.schedule_saves)
+        if not self._steps:
+            return False
+        self._finish(self._steps[0])
+        return True
+
     def drain(self) -> None:
         """Commit what is in flight, and launch nothing; what is on a lost device has failed."""
         while self._steps:
@@ -170,4 +180,5 @@ def _describe(error: Exception) -> str:
 
 def _failed(plan: StepPlan, reason: str) -> StepResult:
     """Return the result of a step that failed as a whole."""
-    return StepResult(plan.step_id, {}, {}, {}, dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}"))
+    errors = dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}")
+    return StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True)

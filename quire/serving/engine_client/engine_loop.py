@@ -74,7 +74,7 @@ class EngineLoop:
         engine = self._engine
         while True:
             self._tell()
-            wait_s = 0.0 if engine.has_unfinished_requests() else self._idle_s()
+            wait_s = 0.0 if engine.has_unfinished_requests() or engine.save_pages() else self._idle_s()
             for command in self._port.receive(wait_s):
                 if isinstance(command, Stop):
                     return

@@ -136,6 +136,7 @@ class FakeWorker:
         self.rope_switch_len = config.rope_switch_len
         self.num_blocks = config.num_kv_blocks
         self.kv = [[-1] * config.block_size for _ in range(config.num_kv_blocks)]
+        self.pages: dict[int, list[int]] = {}  # the slots of the host tier
         self.rows: dict[SequenceId, Row] = {}
         self.next_step_id = 0
         self.max_sampled = max_sampled
@@ -155,6 +156,7 @@ class FakeWorker:
         self.next_step_id += 1
         self.plans.append(plan)
         self._apply(plan)
+        self._move_pages(plan)
         self._copy(plan)
         holders = Counter(block for row in self.rows.values() for block in row.table)
         prompt_logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = {}
@@ -241,6 +243,16 @@ class FakeWorker:
                 self.states[slot] = row.chain[position - 1]
                 slots.append(slot)
         assert len(set(slots)) == len(slots), "two states are kept in one slot"
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        targets = {block_id for _, block_id in plan.page_loads}
+        assert len(targets) == len(plan.page_loads)
+        assert len({slot for _, slot in plan.page_saves}) == len(plan.page_saves)
+        for block_id, slot in plan.page_saves:
+            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
+            self.pages[slot] = list(self.kv[block_id])
+        for slot, block_id in plan.page_loads:
+            self.kv[block_id] = list(self.pages[slot])
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
         """Write the KV of drafts behind the last known token: right ones, and then garbage."""

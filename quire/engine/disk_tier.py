@@ -1,0 +1,313 @@
+"""DiskTier: reads pages from the disk tier for requests that are kept aside, and writes the pages that were saved.
+
+A request whose prompt goes on in the disk tier is not handed to the scheduler: it holds no blocks and no seat. A thread looks
+its pages up, and reads them into slots of the host tier that are reserved for them. When they are there, or the deadline has
+passed, the request is handed over, and its admission finds the pages in the host tier. A page that cannot be read is a miss.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quire.base.errors import ConfigError
+from quire.base.ids import RequestId
+from quire.base.logging import get_logger
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import ModelReport
+from quire.contracts.request import Request
+from quire.contracts.step import StepPlan, StepResult
+from quire.engine.scheduling.host_tier import HostTier
+from quire.engine.scheduling.scheduler import Scheduler
+from quire.kv.tiers.disk_store import DiskStore
+from quire.kv.tiers.host_slab import HostSlab
+from quire.worker.tiers import tier_fingerprint
+
+logger = get_logger(__name__)
+
+_MAX_SHARE = 0.8
+"""Pages are read only if that takes less than this share of the time that computing their tokens takes."""
+_PATIENCE = 1.5
+"""A request waits so many times as long as reading was expected to take, but not less than _MIN_WAIT_S."""
+_MIN_WAIT_S = 0.1
+_FADING = 0.2
+_PAUSE_S = 60.0
+"""After a failed write nothing is written for so long."""
+_RETRY = 1.05
+"""Each refused load lets the expected rate rise by this much, so that a disk that was slow once is tried again."""
+_CLOSE_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """What is read for a request. found, done and is_read are written by the thread.
+
+    found  the keys that the store has, of those asked for; None: it was not asked yet
+    slots  reserved for them, in order
+    done   pages that were read, from the first on
+    """
+
+    request: Request
+    keys: list[int]
+    found: list[int] | None = None
+    slots: list[int] = field(default_factory=list[int])
+    done: int = 0
+    is_read: bool = False
+    is_cancelled: bool = False
+    deadline_s: float = float("inf")
+
+
+@dataclass(slots=True)
+class DiskTierStats:
+    """Counts since the engine was made.
+
+    num_read         pages read from the disk tier
+    num_written      pages written to it
+    num_not_written  pages that were saved to the host tier, but not written, because writing fell behind or has failed
+    num_declined     requests whose pages were there, but slower to read than to compute
+    num_late         requests that were handed over before all their pages were read
+    """
+
+    num_read: int = 0
+    num_written: int = 0
+    num_not_written: int = 0
+    num_declined: int = 0
+    num_late: int = 0
+
+
+class DiskTier:
+    """Owned by the engine's thread; the store belongs to a thread of its own."""
+
+    def __init__(self, store: DiskStore, slab: HostSlab, scheduler: Scheduler, tier: HostTier) -> None:
+        self._store, self._slab, self._scheduler, self._tier = store, slab, scheduler, tier
+        self._loads: dict[RequestId, _Load] = {}
+        self._abandoned: list[_Load] = []
+        self._written: deque[Sequence[int]] = deque()  # slots to unpin
+        self._num_writing = 0
+        self._jobs: deque[Callable[[], None]] = deque()  # look-ups and reads, which come before writes
+        self._writes: deque[list[tuple[int, int]]] = deque()
+        self._wake, self._is_news = threading.Condition(), threading.Event()
+        self._is_closing = self._is_broken = False
+        self._paused_until_s = 0.0
+        self._bytes_per_s: float | None = None
+        self._tokens_per_s: float | None = None
+        self.stats = DiskTierStats()
+        self._thread = threading.Thread(target=self._run, name="kv-disk-tier", daemon=True)
+        self._thread.start()
+
+    def __bool__(self) -> bool:
+        return bool(self._loads)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether as many pages wait to be written as may."""
+        return self._num_writing >= self._max_writing
+
+    @property
+    def _max_writing(self) -> int:
+        return max(1, self._tier.num_slots // 2)
+
+    def begin(self, request: Request) -> bool:
+        """Look for a request's pages; return whether it is kept aside until `take_ready` returns it."""
+        if self._is_broken:
+            return False
+        keys = self._scheduler.missing_keys(request)
+        if not keys:
+            return False
+        load = _Load(request, keys)
+        self._loads[request.request_id] = load
+        self._submit(lambda: self._find(load))
+        return True
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until something is found or read, or the time is over."""
+        if self._is_news.wait(timeout_s):
+            self._is_news.clear()
+
+    def take_ready(self, now: float) -> list[Request]:
+        """Return the requests that need not wait any more; their pages are held in the host tier until they are admitted."""
+        while self._written:
+            slots = self._written.popleft()
+            self._num_writing -= len(slots)
+            self._tier.unpin(slots)
+        for load in [load for load in self._abandoned if load.is_read]:
+            self._abandoned.remove(load)
+            self._tier.unpin(load.slots)
+        ready = [load for load in self._loads.values() if self._is_ready(load, now)]
+        for load in ready:
+            del self._loads[load.request.request_id]
+        return [load.request for load in ready]
+
+    def remove(self, request_id: str) -> bool:
+        """Forget a request; return whether it waited here."""
+        load = self._loads.pop(RequestId(request_id), None)
+        if load is None:
+            return False
+        self._let_go(load, 0)
+        return True
+
+    def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
+        """Write the pages that a step has saved, and take in how fast it computed."""
+        block_size = self._scheduler.config.block_size
+        if plan.num_tokens >= 2 * block_size and duration_s > 0 and not result.is_failed:
+            self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
+        if result.is_failed or not plan.page_saves:
+            return
+        pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]
+        room = 0 if time.monotonic() < self._paused_until_s or self._is_broken else self._max_writing - self._num_writing
+        self.stats.num_not_written += max(0, len(pages) - room)
+        pages = pages[: max(0, room)]
+        if pages:
+            self._tier.pin([slot for _, slot in pages])
+            self._num_writing += len(pages)
+            with self._wake:
+                self._writes.append(pages)
+                self._wake.notify()
+
+    def wait_written(self) -> bool:
+        """Wait a moment until something more was written; return whether something was left to write."""
+        if self._num_writing == 0 or self._is_broken or time.monotonic() < self._paused_until_s:
+            return False
+        self.wait(0.05)
+        self.take_ready(time.monotonic())
+        return True
+
+    def close(self) -> None:
+        """End the thread; what is not written yet is dropped."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
+        self._thread.join(_CLOSE_S)
+
+    def _is_ready(self, load: _Load, now: float) -> bool:
+        """Move a load on; return whether its request need not wait for it any more."""
+        if load.found is None:
+            return False
+        if not load.slots:
+            if not load.found or not self._pays(len(load.found)):
+                return True
+            load.slots = self._tier.reserve(len(load.found))
+            if not load.slots:
+                return True
+            expected_s = len(load.slots) * self._slab.page_bytes / self._bytes_per_s if self._bytes_per_s else 1.0
+            load.deadline_s = now + max(_MIN_WAIT_S, _PATIENCE * expected_s)
+            self._submit(lambda: self._read(load))
+            return False
+        if not load.is_read and now < load.deadline_s:
+            return False
+        done = load.done
+        for slot, key in zip(load.slots[:done], load.found, strict=False):
+            self._tier.install(slot, key)
+        self.stats.num_read += done
+        self.stats.num_late += not load.is_read
+        self._tier.hold(load.request.request_id, load.slots[:done])
+        self._let_go(load, done)
+        return True
+
+    def _let_go(self, load: _Load, first: int) -> None:
+        """Give back the slots of a load from `first` on, when nothing is read into them any more."""
+        load.is_cancelled = True
+        load.slots = load.slots[first:]
+        if load.is_read:
+            self._tier.unpin(load.slots)
+        elif load.slots:
+            self._abandoned.append(load)
+
+    def _pays(self, num_pages: int) -> bool:
+        """Return whether reading pages is expected to be faster than computing their tokens."""
+        if self._bytes_per_s is None or self._tokens_per_s is None:
+            return True
+        num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
+        read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
+        if read_s < _MAX_SHARE * num_pages * self._scheduler.config.block_size / self._tokens_per_s:
+            return True
+        self._bytes_per_s *= _RETRY
+        self.stats.num_declined += 1
+        return False
+
+    def _submit(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._is_closing or self._jobs or self._writes)
+                if self._is_closing:
+                    break
+                job = self._jobs.popleft() if self._jobs else None
+                pages = self._writes.popleft() if job is None else []
+            if job is not None:
+                job()
+            else:
+                self._write(pages)
+            self._is_news.set()
+        self._store.close()
+
+    def _find(self, load: _Load) -> None:
+        found: list[int] = []
+        try:
+            found = [] if load.is_cancelled or self._is_broken else self._store.find(load.keys)
+        except (OSError, sqlite3.Error) as error:
+            self._break(error)
+        finally:
+            load.found = found
+
+    def _read(self, load: _Load) -> None:
+        started_s = time.monotonic()
+        slots, keys = load.slots, load.found or []
+        try:
+            for slot, key in zip(slots, keys, strict=False):
+                if load.is_cancelled or not self._store.read(key, self._slab.page(slot)):
+                    break
+                load.done += 1
+            self._store.touch(keys[: load.done])
+        except (OSError, sqlite3.Error) as error:
+            self._break(error)
+        finally:
+            duration_s = time.monotonic() - started_s
+            if load.done and duration_s > 0:
+                self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
+            load.is_read = True
+
+    def _write(self, pages: list[tuple[int, int]]) -> None:
+        try:
+            if time.monotonic() < self._paused_until_s or self._is_broken:
+                self.stats.num_not_written += len(pages)
+            else:
+                self.stats.num_written += self._store.write([(key, self._slab.page(slot)) for key, slot in pages])
+        except (OSError, sqlite3.Error) as error:
+            self._paused_until_s = time.monotonic() + _PAUSE_S
+            self.stats.num_not_written += len(pages)
+            logger.warning("the disk tier %s is not written for %d s: %s", self._store.folder, _PAUSE_S, error)
+        finally:
+            self._written.append([slot for _, slot in pages])
+
+    def _break(self, error: Exception) -> None:
+        if not self._is_broken:
+            logger.warning("the disk tier %s cannot be read, and is not used any more: %s", self._store.folder, error)
+        self._is_broken = True
+
+
+def open_disk_tier(config: EngineConfig, report: ModelReport, slab: HostSlab | None, scheduler: Scheduler) -> DiskTier | None:
+    """Return the disk tier that a configuration asks for; None, with a message in the log, where it cannot be used."""
+    tier = scheduler.kv.host_tier
+    if config.kv_disk_dir is None or config.kv_disk_bytes is None or slab is None or tier is None:
+        return None
+    try:
+        folder = Path(config.kv_disk_dir).expanduser()
+        store = DiskStore(folder, config.kv_disk_bytes, tier_fingerprint(config, report), slab.page_bytes)
+    except (ConfigError, OSError, sqlite3.Error) as error:
+        logger.warning("the engine runs without the disk tier: %s", error)
+        return None
+    return DiskTier(store, slab, scheduler, tier)
+
+
+def _blend(before: float | None, value: float) -> float:
+    return value if before is None else before + _FADING * (value - before)

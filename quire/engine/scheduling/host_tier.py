@@ -1,0 +1,222 @@
+"""HostTier: which page is in which slot of the host tier, and which pages the next step saves and loads.
+
+A page is the KV of one full block. Its key is the key of the block: the hash of its tokens and of all tokens before them. The
+bytes are in the worker, which copies them between blocks and slots as the plans say; here are only the books.
+
+A save copies a block as it stands before the step, and all saves of a step come before its loads. So a slot that the step loads
+from is never given to a save of the same step; and a block that the step loads into and gives away again needs no save.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quire.base.errors import InvariantError
+from quire.base.ids import BlockId, RequestId
+from quire.contracts.config import KvSave
+
+_MAX_SEEN_KEYS = 1 << 16
+"""Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
+
+
+@dataclass(slots=True)
+class HostTierStats:
+    """Counts since the engine was made.
+
+    num_saved        pages copied to the host tier
+    num_loaded       pages copied from it into blocks
+    num_not_saved    pages worth saving that were dropped, because a step may save only so many or every slot was in use
+    num_host_hits    pages that admissions found in the host tier
+    num_disk_hits    those that were read from the disk tier for them
+    """
+
+    num_saved: int = 0
+    num_loaded: int = 0
+    num_not_saved: int = 0
+    num_host_hits: int = 0
+    num_disk_hits: int = 0
+
+
+class HostTier:
+    """The slots of the host tier in least-recently-used order; owned by the KvAllocator of one scheduler.
+
+    num_slots  pages that fit
+    max_saves  pages that one step saves at most
+    kv_save    see EngineConfig
+    """
+
+    def __init__(self, num_slots: int, max_saves: int, kv_save: KvSave) -> None:
+        self.num_slots, self._max_saves, self._kv_save = num_slots, max_saves, kv_save
+        self._slots: OrderedDict[int, int] = OrderedDict()  # key -> slot, the least recently used first
+        self._keys: list[int | None] = [None] * num_slots
+        self._num_pins = [0] * num_slots
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._from_disk: set[int] = set()  # slots whose page was read from the disk tier and not used yet
+        self._held: dict[RequestId, list[int]] = {}
+        self._saves: dict[int, BlockId] = {}
+        self._loads: dict[BlockId, int] = {}
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self.stats = HostTierStats()
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._slots
+
+    def key_of(self, slot: int) -> int | None:
+        """Return the key of the page in a slot; None: it is free, or a page is being read into it."""
+        return self._keys[slot]
+
+    def match(self, keys: Iterable[int]) -> list[int]:
+        """Return the slots of the pages that a chain of keys begins with."""
+        slots: list[int] = []
+        for key in keys:
+            slot = self._slots.get(key)
+            if slot is None:
+                break
+            slots.append(slot)
+        return slots
+
+    def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
+        """Take note that a published block is about to be given away; save its page in the next plan if that is worth it."""
+        slot = self._loads.pop(block_id, None)
+        if slot is not None:
+            self.unpin([slot])
+        if key in self._slots:
+            return
+        if self._kv_save == "none" or (self._kv_save == "reused" and not is_reused and not self._comes_again(key)):
+            return
+        self.save(block_id, key)
+
+    def save(self, block_id: BlockId, key: int) -> bool:
+        """Save the page of a block in the next plan; return whether there was room."""
+        slot = self._take_slot() if len(self._saves) < self._max_saves else None
+        if slot is None:
+            self.stats.num_not_saved += 1
+            return False
+        self._saves[slot] = block_id
+        self._enter(key, slot)
+        return True
+
+    def _comes_again(self, key: int) -> bool:
+        if key in self._seen:
+            del self._seen[key]
+            return True
+        self._seen[key] = None
+        if len(self._seen) > _MAX_SEEN_KEYS:
+            self._seen.popitem(last=False)
+        return False
+
+    def pin(self, slots: Sequence[int]) -> None:
+        """Keep pages until `unpin`."""
+        for slot in slots:
+            self._num_pins[slot] += 1
+
+    def unpin(self, slots: Iterable[int]) -> None:
+        """Allow pages to be replaced again; one without a key, whose reading has failed, frees its slot."""
+        for slot in slots:
+            if self._num_pins[slot] == 0:
+                raise InvariantError(f"slot {slot} of the host tier is unpinned, but nobody has pinned it")
+            self._num_pins[slot] -= 1
+            if self._num_pins[slot] == 0 and self._keys[slot] is None:
+                self._free.append(slot)
+
+    def load(self, slot: int, block_id: BlockId) -> None:
+        """Load a page into a block in the next plan. The slot must be pinned until then."""
+        self._loads[block_id] = slot
+        key = self._keys[slot]
+        if key is not None:
+            self._slots.move_to_end(key)
+        if slot in self._from_disk:
+            self._from_disk.remove(slot)
+            self.stats.num_disk_hits += 1
+        else:
+            self.stats.num_host_hits += 1
+        self.pin([slot])
+
+    def take_moves(self) -> tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
+        """Return the page_saves and page_loads of a plan, and forget them."""
+        saves = tuple((block_id, slot) for slot, block_id in self._saves.items())
+        loads = tuple((slot, block_id) for block_id, slot in self._loads.items())
+        self._saves.clear()
+        self._loads.clear()
+        self.stats.num_saved += len(saves)
+        self.stats.num_loaded += len(loads)
+        return saves, loads
+
+    @property
+    def has_moves(self) -> bool:
+        """Whether the next plan saves or loads a page."""
+        return bool(self._saves or self._loads)
+
+    def reserve(self, num_slots: int) -> list[int]:
+        """Return up to num_slots slots without a page, pinned, to be filled from the disk tier."""
+        slots: list[int] = []
+        while len(slots) < num_slots and (slot := self._take_slot()) is not None:
+            self._num_pins[slot] = 1
+            slots.append(slot)
+        return slots
+
+    def install(self, slot: int, key: int) -> None:
+        """Enter the page that was read into a reserved slot, which stays pinned; an equal page that came meanwhile stays."""
+        if key not in self._slots:
+            self._enter(key, slot)
+            self._from_disk.add(slot)
+
+    def hold(self, request_id: RequestId, slots: list[int]) -> None:
+        """Keep pinned slots for a request until it is admitted or has ended, see `let_go`."""
+        self._held.setdefault(request_id, []).extend(slots)
+
+    def let_go(self, request_id: RequestId) -> None:
+        """Unpin what is held for a request."""
+        if self._held:
+            self.unpin(self._held.pop(request_id, ()))
+
+    def drop_slots(self, slots: Iterable[int]) -> None:
+        """Forget the pages in slots whose content is not known, because the step that saved them has failed."""
+        for slot in slots:
+            key = self._keys[slot]
+            if key is not None:
+                self._forget(key, slot)
+                if self._num_pins[slot] == 0:
+                    self._free.append(slot)
+
+    def find_problem(self) -> str | None:
+        """Return what contradicts itself in the books, for check_invariants; O(slots)."""
+        if any(self._keys[slot] != key for key, slot in self._slots.items()):
+            return "finds a page in a slot that has another one"
+        if sum(key is not None for key in self._keys) != len(self._slots):
+            return "has a page in two slots"
+        if any(self._keys[slot] is not None or self._num_pins[slot] for slot in self._free) or min(self._num_pins) < 0:
+            return "has a free slot in use"
+        num_lost = sum(k is None and p == 0 for k, p in zip(self._keys, self._num_pins, strict=True)) - len(self._free)
+        return None if num_lost == 0 else f"has lost {num_lost} slots"
+
+    @property
+    def num_pinned(self) -> int:
+        """Slots that are in use by a load, a reading or a writing."""
+        return sum(num_pins > 0 for num_pins in self._num_pins)
+
+    def _take_slot(self) -> int | None:
+        """Return a slot without a page: a free one, or that of the page which was not used for the longest time."""
+        if self._free:
+            return self._free.pop()
+        for key, slot in self._slots.items():
+            # A slot that the next plan saves into may be taken again: then it has the later page only.
+            if self._num_pins[slot] == 0:
+                self._forget(key, slot)
+                return slot
+        return None
+
+    def _enter(self, key: int, slot: int) -> None:
+        self._slots[key] = slot
+        self._keys[slot] = key
+
+    def _forget(self, key: int, slot: int) -> None:
+        del self._slots[key]
+        self._keys[slot] = None
+        self._from_disk.discard(slot)
+        self._saves.pop(slot, None)

@@ -1,0 +1,354 @@
+"""DiskStore: pages in a folder, which several processes may share and which outlives them.
+
+The folder has one file of fixed slots for each fingerprint (model, KV format, kernels), and an SQLite index of them all. A slot
+is a header and the bytes of one page. Fixed slots make the size bound exact: a file grows by a slot only in a transaction that
+has summed up the slots of all files.
+
+What the index says is never trusted: a page counts only if its header has the key that was asked for, and the checksum that its
+bytes have. So a torn page, a flipped byte, or a slot that another process has given to another page meanwhile is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import stat
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quire.base.errors import ConfigError
+
+VERSION = 1
+MIN_DISK_BYTES = 32 << 20
+INDEX_NAME = "index.sqlite"
+_MAGIC = b"quireKV1"
+_HEADER = struct.Struct("<8s16sQL28x")  # magic, key, bytes of the page, checksum of key and page
+_ALIGNMENT = 4096
+_OLD_S = 3600.0
+"""A file of another fingerprint may be deleted when nobody has used it for so long."""
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, fingerprint TEXT NOT NULL,
+    slot_bytes INTEGER NOT NULL, num_slots INTEGER NOT NULL, used_s REAL NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS slots (file INTEGER NOT NULL, slot INTEGER NOT NULL, key BLOB, writer TEXT, used_s REAL NOT NULL,
+    PRIMARY KEY (file, slot)) STRICT, WITHOUT ROWID;
+CREATE UNIQUE INDEX IF NOT EXISTS by_key ON slots (file, key);
+CREATE INDEX IF NOT EXISTS by_use ON slots (file, used_s)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStats:
+    """One file of the folder: what its pages are of, the pages in it, and the bytes of all its slots."""
+
+    name: str
+    fingerprint: dict[str, Any]
+    num_pages: int
+    num_bytes: int
+
+
+class DiskStore:
+    """The pages of one fingerprint in a folder. One thread at a time uses it.
+
+    num_damaged  pages that were found in the index, and had other bytes than their checksum says
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, fingerprint: Mapping[str, Any], page_bytes: int) -> None:
+        """Open a folder, or make it. Raises ConfigError for one that cannot be used, OSError and sqlite3.Error."""
+        if max_bytes < MIN_DISK_BYTES:
+            raise ConfigError(f"kv_disk_bytes must be at least {MIN_DISK_BYTES}, got {max_bytes}")
+        self.folder, self.page_bytes, self.num_damaged = folder, page_bytes, 0
+        self._slot_bytes = -(-(_HEADER.size + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+        # The rest is for the index: its rows, and the log that SQLite keeps beside it.
+        self._max_slot_bytes = max_bytes - (8 << 20) - max_bytes // 64
+        self._writer = own_incarnation()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_folder(folder)
+        self._db = open_index(folder)
+        try:
+            text = json.dumps(dict(fingerprint), sort_keys=True)
+            self._name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".pages"
+            self._remove_leftovers()
+            self._register(text)
+            self._descriptor = os.open(folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._descriptor)
+        self._db.close()
+
+    def find(self, keys: Sequence[int]) -> list[int]:
+        """Return the keys, from the first on, whose pages the index has."""
+        found: list[int] = []
+        for key in keys:
+            if self._slot_of(key) is None:
+                break
+            found.append(key)
+        return found
+
+    def has(self, key: int) -> bool:
+        """Return whether the index has a page."""
+        return self._slot_of(key) is not None
+
+    def read(self, key: int, into: Any) -> bool:
+        """Read a page into a writable buffer of page_bytes; False, and anything in the buffer, where it is not there."""
+        slot = self._slot_of(key)
+        if slot is None:
+            return False
+        data = os.pread(self._descriptor, _HEADER.size + self.page_bytes, slot * self._slot_bytes)
+        if not is_page(data, key, self.page_bytes):
+            self.num_damaged += 1
+            with _transaction(self._db):
+                self._db.execute("DELETE FROM slots WHERE file=? AND slot=? AND key=?", (self._file, slot, _key_bytes(key)))
+                self._db.execute("INSERT OR IGNORE INTO slots VALUES (?, ?, NULL, NULL, 0)", (self._file, slot))
+            return False
+        memoryview(into).cast("B")[:] = memoryview(data)[_HEADER.size :]
+        return True
+
+    def touch(self, keys: Sequence[int]) -> None:
+        """Count pages as used now."""
+        now = time.time()
+        with _transaction(self._db):
+            self._db.execute("UPDATE files SET used_s=? WHERE id=?", (now, self._file))
+            for key in keys:
+                self._db.execute("UPDATE slots SET used_s=? WHERE file=? AND key=?", (now, self._file, _key_bytes(key)))
+
+    def write(self, pages: Sequence[tuple[int, Any]]) -> int:
+        """Write pages, (key, buffer), in place of those that were not used for the longest time; return how many.
+
+        Raises OSError, for example where the disk is full: the pages are not entered then.
+        """
+        new = [(key, page) for key, page in dict(pages).items() if not self.has(key)]
+        with _transaction(self._db):
+            slots = [slot for _ in new if (slot := self._take_slot()) is not None]
+        try:
+            for slot, (key, page) in zip(slots, new, strict=False):
+                self._write_slot(slot, key, page)
+        except BaseException:
+            with _transaction(self._db):
+                self._free(slots)
+            raise
+        now, num_written = time.time(), 0
+        with _transaction(self._db):
+            for slot, (key, _) in zip(slots, new, strict=False):
+                cursor = self._db.execute(
+                    "UPDATE OR IGNORE slots SET key=?, writer=NULL, used_s=? WHERE file=? AND slot=? AND writer=?",
+                    (_key_bytes(key), now, self._file, slot, self._writer),
+                )
+                num_written += cursor.rowcount
+                if cursor.rowcount == 0:  # another process was faster
+                    self._free([slot])
+        return num_written
+
+    def _write_slot(self, slot: int, key: int, page: Any) -> None:
+        data = memoryview(page).cast("B")
+        if len(data) != self.page_bytes:
+            raise ValueError(f"a page has {self.page_bytes} bytes, got {len(data)}")
+        header = _HEADER.pack(_MAGIC, _key_bytes(key), self.page_bytes, zlib.crc32(data, zlib.crc32(_key_bytes(key))))
+        buffers, offset = [header, data], slot * self._slot_bytes
+        num_bytes = os.pwritev(self._descriptor, buffers, offset)
+        if num_bytes != len(header) + len(data):
+            raise OSError(f"only {num_bytes} of {len(header) + len(data)} bytes of a page were written to {self._name}")
+
+    def _slot_of(self, key: int) -> int | None:
+        row = self._db.execute("SELECT slot FROM slots WHERE file=? AND key=?", (self._file, _key_bytes(key))).fetchone()
+        # A damaged index may say anything.
+        return row[0] if row is not None and 0 <= row[0] < self._max_slot_bytes // self._slot_bytes else None
+
+    def _take_slot(self) -> int | None:
+        """Return a slot to write, marked as being written by this process; inside of a transaction."""
+        db, file = self._db, self._file
+        row = db.execute("SELECT slot FROM slots WHERE file=? AND key IS NULL AND writer IS NULL LIMIT 1", (file,)).fetchone()
+        if row is None:
+            row = self._grow() or self._grow_after_deleting()
+        if row is None:
+            query = "SELECT slot FROM slots WHERE file=? AND key IS NOT NULL ORDER BY used_s LIMIT 1"
+            row = db.execute(query, (file,)).fetchone()
+        if row is None:
+            return None
+        if not 0 <= row[0] < self._max_slot_bytes // self._slot_bytes:
+            raise sqlite3.DatabaseError(f"the index in {self.folder} has slot {row[0]}, which does not exist")
+        values = (file, row[0], self._writer, time.time())
+        db.execute("INSERT OR REPLACE INTO slots VALUES (?, ?, NULL, ?, ?)", values)
+        return row[0]
+
+    def _grow(self) -> tuple[int] | None:
+        total = self._db.execute("SELECT coalesce(sum(slot_bytes * num_slots), 0) FROM files").fetchone()[0]
+        if total + self._slot_bytes > self._max_slot_bytes:
+            return None
+        query = "UPDATE files SET num_slots=num_slots+1 WHERE id=? RETURNING num_slots-1"
+        return self._db.execute(query, (self._file,)).fetchone()
+
+    def _grow_after_deleting(self) -> tuple[int] | None:
+        """Delete the file of another fingerprint that nobody has used for a while, and grow."""
+        query = "SELECT id, name FROM files WHERE id != ? AND used_s < ? ORDER BY used_s LIMIT 1"
+        row = self._db.execute(query, (self._file, time.time() - _OLD_S)).fetchone()
+        if row is None:
+            return None
+        (self.folder / row[1]).unlink(missing_ok=True)
+        self._db.execute("DELETE FROM slots WHERE file=?", (row[0],))
+        self._db.execute("DELETE FROM files WHERE id=?", (row[0],))
+        return self._grow()
+
+    def _free(self, slots: Sequence[int]) -> None:
+        query = "UPDATE slots SET key=NULL, writer=NULL WHERE file=? AND slot=? AND writer=?"
+        for slot in slots:
+            self._db.execute(query, (self._file, slot, self._writer))
+
+    def _remove_leftovers(self) -> None:
+        """Free the slots of writers that are gone, and delete files that the index does not know."""
+        with _transaction(self._db):
+            writers = self._db.execute("SELECT DISTINCT writer FROM slots WHERE writer IS NOT NULL").fetchall()
+            for (writer,) in writers:
+                if not is_alive(writer):
+                    self._db.execute("UPDATE slots SET writer=NULL WHERE writer=?", (writer,))
+            known = {name for (name,) in self._db.execute("SELECT name FROM files")}
+            for path in self.folder.glob("*.pages"):
+                if path.name not in known:
+                    path.unlink()
+
+    def _register(self, fingerprint: str) -> None:
+        with _transaction(self._db):
+            values = (self._name, fingerprint, self._slot_bytes, time.time())
+            self._db.execute("INSERT OR IGNORE INTO files VALUES (NULL, ?, ?, ?, 0, ?)", values)
+            query = "UPDATE files SET used_s=? WHERE name=? RETURNING id"
+            self._file: int = self._db.execute(query, (time.time(), self._name)).fetchone()[0]
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError unless a folder belongs to this user, and nobody else may read it: pages are prompts."""
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"kv_disk_dir {folder} is no folder")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"kv_disk_dir {folder} belongs to user {status.st_uid}, this is user {os.geteuid()}: give another one"
+        )
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(f"kv_disk_dir {folder} has mode {mode:o}, so others may read what is in it: chmod it to 700")
+
+
+def open_index(folder: Path) -> sqlite3.Connection:
+    """Return a connection to the index of a folder. Raises ConfigError for one of another version, OSError, sqlite3.Error."""
+    os.close(os.open(folder / INDEX_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    db = sqlite3.connect(folder / INDEX_NAME, isolation_level=None, check_same_thread=False, timeout=10)
+    try:
+        for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=250", "journal_size_limit=1048576"):
+            db.execute(f"PRAGMA {pragma}")
+        found = db.execute("PRAGMA user_version").fetchone()[0]
+        if found not in (0, VERSION):
+            raise ConfigError(
+                f"kv_disk_dir {folder} was written by another version of quire (format {found}, this one writes {VERSION}): "
+                "give another folder, or empty it with `quire cache clear`"
+            )
+        problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if problem != "ok":
+            raise ConfigError(f"the index in kv_disk_dir {folder} is damaged: empty the folder with `quire cache clear`")
+        with _transaction(db):
+            for statement in _SCHEMA.split(";"):
+                db.execute(statement)
+            db.execute(f"PRAGMA user_version={VERSION}")
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def file_stats(folder: Path) -> list[FileStats]:
+    """Return what is in a folder. Raises ConfigError, OSError and sqlite3.Error."""
+    check_folder(folder)
+    db = open_index(folder)
+    try:
+        query = (
+            "SELECT name, fingerprint, (SELECT count(*) FROM slots WHERE file=id AND key IS NOT NULL), slot_bytes * num_slots "
+            "FROM files ORDER BY used_s DESC"
+        )
+        return [FileStats(name, json.loads(text), pages, size) for name, text, pages, size in db.execute(query)]
+    finally:
+        db.close()
+
+
+def verify_pages(folder: Path, is_removed: bool = True) -> tuple[int, int]:
+    """Read every page of a folder; return how many there are and how many of them are damaged, which are removed."""
+    check_folder(folder)
+    db, num_pages, damaged = open_index(folder), 0, list[tuple[int, int, bytes]]()
+    try:
+        for file, name, slot_bytes in db.execute("SELECT id, name, slot_bytes FROM files").fetchall():
+            rows = db.execute("SELECT slot, key FROM slots WHERE file=? AND key IS NOT NULL", (file,)).fetchall()
+            num_pages += len(rows)
+            with open(folder / name, "rb") as pages:
+                for slot, key in rows:
+                    data = os.pread(pages.fileno(), slot_bytes, slot * slot_bytes)
+                    if not is_page(data, int.from_bytes(key), None):
+                        damaged.append((file, slot, key))
+        if is_removed and damaged:
+            with _transaction(db):
+                db.executemany("UPDATE slots SET key=NULL WHERE file=? AND slot=? AND key=?", damaged)
+    finally:
+        db.close()
+    return num_pages, len(damaged)
+
+
+def clear_folder(folder: Path) -> int:
+    """Delete the pages and the index in a folder, of any version; return the bytes that they had. No engine may use it."""
+    check_folder(folder)
+    num_bytes = 0
+    for path in (*folder.glob("*.pages"), *folder.glob(f"{INDEX_NAME}*")):
+        num_bytes += path.stat().st_blocks * 512
+        path.unlink()
+    return num_bytes
+
+
+def is_page(data: bytes, key: int, page_bytes: int | None) -> bool:
+    """Return whether the bytes of a slot begin with the page of a key; page_bytes: None: of any size."""
+    if len(data) < _HEADER.size:
+        return False
+    magic, found_key, num_bytes, checksum = _HEADER.unpack_from(data)
+    if magic != _MAGIC or found_key != _key_bytes(key) or (page_bytes is not None and num_bytes != page_bytes):
+        return False
+    page = memoryview(data)[_HEADER.size : _HEADER.size + num_bytes]
+    return len(page) == num_bytes and zlib.crc32(page, zlib.crc32(found_key)) == checksum
+
+
+def own_incarnation() -> str:
+    """Return what tells this process from every other one, also from those that had or will have its id."""
+    return f"{os.getpid()}:{_start_time(os.getpid())}"
+
+
+def is_alive(incarnation: str) -> bool:
+    """Return whether the process that own_incarnation was called in still runs, on this host."""
+    pid, _, started = incarnation.partition(":")
+    return _start_time(int(pid)) == started
+
+
+def _start_time(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return ""
+
+
+def _key_bytes(key: int) -> bytes:
+    return key.to_bytes(16)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        db.execute("ROLLBACK")
+        raise
+    db.execute("COMMIT")

@@ -1,0 +1,240 @@
+"""The host tier: blocks that leave the pool are saved, found again and loaded; the outputs are those of an isolated run."""
+
+import functools
+import random
+from dataclasses import replace
+
+import pytest
+from random_lives import random_config, random_request, seeds
+from scheduling_fakes import Driver, make_config, make_request
+
+from quire.base.errors import InvariantError, RequestError
+from quire.base.ids import BlockId, RequestId
+from quire.contracts.step import StepResult
+from quire.engine.scheduling.host_tier import HostTier
+
+GARBAGE = -77
+
+
+def tier_config(**options):
+    return make_config(**{"num_kv_blocks": 8, "block_size": 4, "num_host_pages": 32, "kv_save": "all", **options})
+
+
+def run_one(driver, name, prompt, **params):
+    """Run a request alone, and return its cached tokens."""
+    driver.add(make_request(name, prompt, max_tokens=2, **params))
+    driver.run()
+    return driver.outputs[str(name), 0].last.stats.num_cached_tokens
+
+
+def test_prompt_is_found_in_the_host_tier_when_its_blocks_were_reused():
+    driver = Driver(tier_config())
+    first = list(range(24))
+    assert run_one(driver, 0, first) == 0
+    assert run_one(driver, 1, range(50, 78)) == 0  # takes all blocks of the pool
+    assert run_one(driver, 2, first) == 20
+    plan = next(plan for plan in driver.worker.plans if plan.page_loads)
+    assert len(plan.page_loads) >= 4
+    driver.check_outputs()
+    assert driver.scheduler.kv.host_tier.num_pinned == 0
+
+
+def test_neighbours_of_one_step_share_loaded_blocks():
+    driver = Driver(tier_config())
+    prompt = list(range(16))
+    run_one(driver, 0, prompt)
+    run_one(driver, 1, range(50, 78))
+    for name in (2, 3):
+        driver.add(make_request(name, [*prompt, name], max_tokens=2))
+    plan = driver.step()
+    assert len(plan.starts) == 2
+    assert len(plan.page_loads) == 4
+    driver.run()
+    driver.check_outputs()
+
+
+def test_nothing_is_saved_of_prompts_that_come_once_when_kv_save_is_reused():
+    driver = Driver(tier_config(kv_save="reused"))
+    for name in range(6):
+        run_one(driver, name, range(name * 100, name * 100 + 28))
+    assert not any(plan.page_saves for plan in driver.worker.plans)
+    assert len(driver.scheduler.kv.host_tier) == 0
+
+
+def test_prompt_that_comes_a_second_time_is_saved_when_kv_save_is_reused():
+    driver = Driver(tier_config(kv_save="reused"))
+    cached = []
+    for name in range(6):
+        cached.append(run_one(driver, name, range(name % 2 * 100, name % 2 * 100 + 28)))
+    assert cached == [0, 0, 0, 0, 24, 24]
+    driver.check_outputs()
+
+
+def test_tier_is_only_read_when_kv_save_is_none():
+    driver = Driver(tier_config(kv_save="none"))
+    for name in range(6):
+        run_one(driver, name, range(name % 2 * 100, name % 2 * 100 + 28))
+    assert not any(plan.page_saves for plan in driver.worker.plans)
+
+
+def test_step_saves_no_more_than_max_page_saves():
+    driver = Driver(tier_config(max_page_saves=2))
+    run_one(driver, 0, range(28))
+    run_one(driver, 1, range(50, 78))
+    assert max(len(plan.page_saves) for plan in driver.worker.plans) == 2
+    assert driver.scheduler.kv.host_tier.stats.num_not_saved > 0
+
+
+def test_prompt_logprobs_are_computed_although_the_tier_has_the_prompt():
+    driver = Driver(tier_config())
+    prompt = list(range(24))
+    run_one(driver, 0, prompt)
+    run_one(driver, 1, range(50, 78))
+    assert run_one(driver, 2, prompt, prompt_logprobs=1) == 0
+    driver.check_outputs()
+
+
+def test_requests_of_another_salt_find_nothing():
+    driver = Driver(tier_config())
+    prompt = list(range(24))
+    run_one(driver, 0, prompt, salt="one")
+    run_one(driver, 1, range(50, 78))
+    assert run_one(driver, 2, prompt, salt="two") == 0
+    assert run_one(driver, 3, range(50, 78), salt="one") == 0
+    assert run_one(driver, 4, prompt, salt="one") == 20
+
+
+def test_page_is_forgotten_when_the_step_that_saved_it_has_failed():
+    driver = Driver(tier_config())
+    prompt = list(range(24))
+    run_one(driver, 0, prompt)
+    driver.add(make_request(1, range(50, 78), max_tokens=2))
+    plan = driver.schedule()
+    assert plan.page_saves
+    fail_step(driver, plan)
+    assert driver.outputs["1", 0].reason == "error"
+    assert all(driver.scheduler.kv.host_tier.key_of(slot) is None for _, slot in plan.page_saves)
+    run_one(driver, 2, prompt)
+    driver.check_outputs()
+
+
+def test_block_is_forgotten_when_the_step_that_loads_it_has_failed():
+    driver = Driver(tier_config())
+    prompt = list(range(24))
+    run_one(driver, 0, prompt)
+    run_one(driver, 1, range(50, 78))
+    driver.add(make_request(2, prompt, max_tokens=2))
+    plan = driver.schedule()
+    assert plan.page_loads
+    fail_step(driver, plan)
+    assert run_one(driver, 3, prompt) == 20  # from the tier again
+    assert driver.worker.plans[-2].page_loads
+    driver.check_outputs()
+
+
+def fail_step(driver, plan):
+    """Let a step fail as a whole, after which nobody knows what it has copied."""
+    driver.worker.execute(plan)
+    for _, slot in plan.page_saves:
+        driver.worker.pages[slot] = [GARBAGE] * driver.config.block_size
+    for _, block_id in plan.page_loads:
+        driver.worker.kv[block_id] = [GARBAGE] * driver.config.block_size
+    errors = dict.fromkeys(plan.num_scheduled_tokens, "the step failed")
+    driver.commit(plan, StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True))
+
+
+def live(seed, num_events=120):
+    """Return a driver that has lived through random events with a host tier and a pretended disk tier, and then drained."""
+    rng = random.Random(seed)
+    config = replace(
+        random_config(rng),
+        enable_prefix_caching=True,
+        num_host_pages=rng.choice([1, 2, 5, 20, 100]),
+        max_page_saves=rng.choice([1, 3, 100]),
+        kv_save=rng.choice(["all", "all", "reused"]),
+    )
+    driver = Driver(config, max_sampled=rng.choice([1, 1, 3]), seed=seed, max_drafts=(0, 1, 4)[seed % 3])
+    prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(4)]
+    tier, disk, names = driver.scheduler.kv.host_tier, {}, []
+
+    def read_from_disk(request_id):
+        """Hold pages for a request that may be admitted, end, or already have ended."""
+        for key in rng.sample(sorted(disk), min(len(disk), 3)):
+            for slot in tier.reserve(1):
+                if rng.random() < 0.8:
+                    driver.worker.pages[slot] = list(disk[key])
+                    tier.install(slot, key)
+                tier.hold(request_id, [slot])
+
+    def act():
+        if rng.random() < 0.4 and sum(1 for _ in driver.scheduler.iter_sequences()) < 24:
+            names.append(len(names))
+            try:
+                driver.add(random_request(rng, names[-1], prefixes))
+            except RequestError:
+                return
+            if rng.random() < 0.5:
+                read_from_disk(RequestId(str(names[-1])))
+        elif rng.random() < 0.05 and names:
+            driver.abort(rng.choice(names[-8:]))
+
+    for _ in range(num_events):
+        act()
+        plan = driver.schedule()
+        if plan is None:
+            continue
+        if rng.random() < 0.03:
+            fail_step(driver, plan)
+            continue
+        result = driver.worker.execute(plan)
+        for _, slot in plan.page_saves:
+            disk[tier.key_of(slot)] = list(driver.worker.pages[slot])
+        act()
+        driver.commit(plan, result)
+    driver.run()
+    driver.check_outputs()
+    assert tier.num_pinned == 0
+    return driver
+
+
+lived = functools.cache(live)
+
+
+@pytest.mark.parametrize("seed", seeds(0, 150, num_fast=50))
+def test_outputs_equal_isolated_runs_when_events_are_random(seed):
+    lived(seed)
+
+
+def test_random_events_reach_every_mechanism():
+    seen = dict.fromkeys(("saved", "loaded", "not saved", "from disk", "preempted"), 0)
+    for seed in range(50):
+        driver = lived(seed)
+        stats = driver.scheduler.kv.host_tier.stats
+        seen["saved"] += stats.num_saved
+        seen["loaded"] += stats.num_loaded
+        seen["not saved"] += stats.num_not_saved
+        seen["from disk"] += stats.num_disk_hits
+        seen["preempted"] += driver.scheduler.num_preemptions
+    assert all(seen.values()), seen
+
+
+def test_slot_is_never_taken_while_it_is_pinned():
+    tier = HostTier(2, 10, "all")
+    assert tier.save(BlockId(0), 100)
+    assert tier.save(BlockId(1), 101)
+    tier.take_moves()
+    tier.pin(tier.match([100, 101]))
+    assert not tier.save(BlockId(2), 102)
+    assert tier.stats.num_not_saved == 1
+    tier.unpin(tier.match([100]))
+    assert tier.save(BlockId(2), 102)
+    assert 101 in tier
+    assert 100 not in tier
+
+
+def test_slot_that_is_unpinned_twice_is_an_error():
+    tier = HostTier(2, 10, "all")
+    slots = tier.reserve(1)
+    tier.unpin(slots)
+    with pytest.raises(InvariantError, match="unpinned"):
+        tier.unpin(slots)

@@ -1,0 +1,136 @@
+"""An engine with KV tiers gives the tokens of one without, and counts as cached what it has loaded."""
+
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.kernels.native import load_native
+from quire.worker import parallel_launch
+from quire.worker.inspect import inspect_model
+from quire.worker.tiers import check_tiers
+from tests.thread_workers import ThreadWorkers
+
+needs_native = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+
+PREFIX = "It was a cold morning when the detective looked at the door of the old house by the river. " * 5
+OTHERS = [f"Chapter {index}. Once upon a time there was a king who had {index} sons and a daughter. " * 6 for index in range(4)]
+
+
+def make_llm(**options):
+    """Return an engine as a context, which closes it."""
+    return closing(
+        LLM(**{"model": "demo", "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 24, "max_model_len": 256, **options})
+    )
+
+
+def run(llm, prompts, **params):
+    """Return the tokens and log probabilities of each prompt, run one after the other, and their cached tokens."""
+    found, cached = [], []
+    for prompt in prompts:
+        params = {"temperature": 0.8, "seed": 3, "max_tokens": 8, "logprobs": 2, **params}
+        output = llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0]
+        assert output.error is None
+        found.append([(list(c.token_ids), [entry.items() for entry in c.logprobs or ()]) for c in output.outputs])
+        cached.append(output.metrics.num_cached_tokens)
+    return repr(found), cached
+
+
+PROMPTS = [PREFIX, *OTHERS, PREFIX, PREFIX + OTHERS[0][:90], OTHERS[1]]
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=["bf16", "int8", "f32"])
+def test_tokens_are_those_of_a_cold_engine(options):
+    with make_llm(enable_prefix_caching=False, **options) as cold:
+        expected, _ = run(cold, PROMPTS)
+    with make_llm(kv_host_bytes=64 << 20, kv_save="all", **options) as llm:
+        found, cached = run(llm, PROMPTS)
+        stats = llm.llm_engine.scheduler.kv.host_tier.stats
+    assert found == expected
+    assert cached[:5] == [0] * 5
+    assert min(cached[5:]) >= 64
+    assert stats.num_loaded >= 12
+
+
+@needs_native
+def test_preempted_sequences_find_their_blocks_in_the_tier():
+    prompts = [PREFIX[:240], OTHERS[0][:240], OTHERS[1][:240], OTHERS[2][:240]]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, ignore_eos=True)
+    with make_llm(num_kv_blocks=64) as roomy:
+        expected = [output.outputs[0].token_ids for output in roomy.generate(prompts, params, use_tqdm=False)]
+    with make_llm(kv_host_bytes=64 << 20, kv_save="all", num_kv_blocks=24) as llm:
+        found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert llm.llm_engine.scheduler.num_preemptions > 0
+        assert llm.llm_engine.scheduler.kv.host_tier.stats.num_loaded > 0
+    assert found == expected
+
+
+DRAFTS = [
+    {"method": "ngram", "num_speculative_tokens": 3},
+    {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
+    {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
+]
+
+
+@needs_native
+@pytest.mark.parametrize("drafts", DRAFTS, ids=lambda drafts: drafts["method"])
+def test_tokens_are_those_of_a_cold_engine_when_drafts_follow(drafts):
+    greedy = {"temperature": 0.0, "logprobs": None, "max_tokens": 16}
+    with make_llm(enable_prefix_caching=False) as cold:
+        expected, _ = run(cold, PROMPTS, **greedy)
+    with make_llm(kv_host_bytes=64 << 20, kv_save="all", speculative_config=drafts) as llm:
+        found, cached = run(llm, PROMPTS, **greedy)
+        assert llm.llm_engine.stats.num_draft_tokens > 0
+    assert found == expected
+    assert min(cached[5:]) >= 64
+
+
+@needs_native
+def test_tensor_parallel_ranks_give_the_tokens_of_a_cold_engine(monkeypatch):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    with make_llm(enable_prefix_caching=False) as cold:
+        expected, _ = run(cold, PROMPTS)
+    with make_llm(kv_host_bytes=64 << 20, kv_save="all", tensor_parallel_size=2) as llm:
+        found, cached = run(llm, PROMPTS)
+    assert found == expected
+    assert min(cached[5:]) >= 64
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"kv_host_bytes": 1 << 20, "enable_prefix_caching": False}, "kv_host_bytes needs enable_prefix_caching"),
+        ({"kv_host_bytes": 0}, "kv_host_bytes must be None or an integer >= 1"),
+        ({"kv_host_bytes": 100}, "kv_host_bytes is 100, but a page"),
+        ({"kv_host_bytes": 64 << 20, "pipeline_parallel_size": 2}, "kv_host_bytes.*pipeline_parallel_size"),
+        ({"kv_disk_dir": "/tmp/x", "kv_disk_bytes": 1 << 30, "tensor_parallel_size": 2}, "kv_disk_dir.*tensor_parallel_size"),
+        ({"kv_disk_dir": "/tmp/x"}, "kv_disk_bytes is missing"),
+        ({"kv_save": "some"}, "kv_save must be one of"),
+    ],
+)
+def test_unsupported_options_are_refused(options, match):
+    with pytest.raises(ConfigError, match=match):
+        make_llm(**options)
+
+
+def test_host_tier_is_refused_on_a_gpu():
+    config = EngineConfig(model="demo", kv_host_bytes=64 << 20, device="cpu")
+    with pytest.raises(ConfigError, match="kv_host_bytes is 67108864, but the model runs on cuda:0"):
+        check_tiers(config, replace(inspect_model(config), device="cuda:0"))
+
+
+@needs_native
+def test_pages_are_found_on_disk_after_a_restart(tmp_path):
+    options = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
+    with make_llm(enable_prefix_caching=False) as cold:
+        expected, _ = run(cold, [PREFIX])
+    with make_llm(**options) as llm:
+        assert run(llm, [PREFIX])[0] == expected
+    with make_llm(**options) as llm:
+        found, cached = run(llm, [PREFIX])
+    assert found == expected
+    assert cached[0] >= 64
