@@ -234,11 +234,8 @@ class LLMEngine:
 
     def _add(self, request: Request) -> None:
         """Hand a request to the scheduler, or keep it aside while pages are read from the disk tier for it."""
-        if self._disk is not None:
-            self.check_servable(request)
-            if self._disk.begin(request):
-                return
-        self.scheduler.add(request, time.monotonic())
+        if self._disk is None or not self._disk.begin(request):
+            self.scheduler.add(request, time.monotonic())
 
     def start_compilation(self, request: Request) -> Compilation | None:
         """Begin to compile what limits the output of a request, None where nothing does; `submit` does so, too.

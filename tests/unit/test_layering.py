@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "model": {"base", "contracts", "kernels", "kv", "quant", "parallel"},
     "speculate": {"base", "contracts", "kernels", "sampling", "kv", "quant", "model"},
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "parallel", "model", "speculate"},
-    "engine": {"base", "contracts", "text", "grammar", "speculate", "worker"},
+    "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
     "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
