@@ -1,4 +1,4 @@
-"""HeadPass: the places that one pass of a head computes."""
+"""HeadPass: inputs of one forward pass of a head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where what drafts is stored, and what it is, before anything of it is loaded."""
+"""Find and read the specifications of draft models and heads, before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = get_logger(__name__)
 
 _LayerKind = Literal["eagle", "eagle3", "mtp"]
 LAYER_KINDS: dict[str, _LayerKind] = {"eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp", "deepseek_mtp": "mtp"}
-"""Methods that draft with a head that has a layer, and which layouts it may have."""
+"""Methods that draft with a head that has a decoder layer, and the layout of each."""
 
 
 def settle_method(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Return a configuration with its method, found in the folder of its model where none is given. Raises ConfigError."""
+    """Return a configuration with its method; if none is given, the folder of its model decides. Raises ConfigError."""
     if config.method is not None or not isinstance(config.model, str):
         return config
     return replace(config, method=find_head_kind(_find(config.model, config.revision)) or "draft_model")
 
 
 def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ModelSpec]:
-    """Return the folder and the spec of the draft model, for the model of the report.
+    """Return the folder and the spec of the draft model for the report's model.
 
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
@@ -47,20 +47,20 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
 
 
 def find_layer_head(config: SpeculativeConfig, method: str, report: ModelReport) -> tuple[Path, LayerHead]:
-    """Return the folder of a method of LAYER_KINDS, and its head. Raises as find_draft_model does."""
+    """Return the folder and the head of a method of LAYER_KINDS. Raises as find_draft_model does."""
     kind = LAYER_KINDS[method]
     folder = _find_head(config, method, kind, report)
     return folder, read_layer_head(folder, kind, report.spec)
 
 
 def find_parallel_head(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ParallelHead]:
-    """Return the folder of Medusa's heads, and these. Raises as find_draft_model does."""
+    """Return the folder and the specification of Medusa heads. Raises as find_draft_model does."""
     folder = _find_head(config, "medusa", "medusa", report)
     return folder, read_parallel_head(folder, report.spec)
 
 
 def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None:
-    """Look whether there is all that the methods draft with on a GPU, and can run there. Raises as find_draft_model does."""
+    """Check that the drafters of all methods exist and can run on a GPU. Raises as find_draft_model does."""
     for method in config.methods:
         if method == "draft_model":
             find_draft_model(config, report)
@@ -76,7 +76,7 @@ def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None
 
 
 def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelReport) -> int:
-    """Return how many tokens a sequence may have for what drafts; the log says it where the model takes more."""
+    """Return the maximum length of a sequence for a drafter; log it if the model's is longer."""
     most = report.memory.max_model_len
     longest = min(spec.max_positions, most if config.max_model_len is None else min(most, config.max_model_len))
     if longest < most:
@@ -94,7 +94,7 @@ def _find(model: str, revision: str | None) -> Path:
 def _find_head(
     config: SpeculativeConfig, method: str, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport
 ) -> Path:
-    """Return the folder of a method's head, the model's own where none is given. Raises ConfigError for one of another kind."""
+    """Return the folder of a method's head, by default the model's own. Raises ConfigError for a head of another kind."""
     model = config.model_of(method)
     if model is None:
         return report.folder
