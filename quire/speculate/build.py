@@ -62,7 +62,7 @@ def build_speculator(
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
     if config.is_typical:
-        logger.warning("typical acceptance is lossy: sampled outputs are not those of plain decoding, and depend on the drafts")
+        logger.warning("typical acceptance is lossy: sampled outputs differ from plain decoding, and depend on the drafts")
     builder = _Builder(config, report, target, limits)
     proposers = [there[method] if method in there else builder.build(method) for method in config.methods]
     proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
@@ -166,7 +166,7 @@ class _Builder:
     @property
     def _target(self) -> Target:
         if self.target is None:
-            raise InvariantError(f"{self.config.methods} draft with a model, and there is none to draft with")
+            raise InvariantError(f"the methods {self.config.methods} need the target model, which was not given")
         return self.target
 
     @property

@@ -96,7 +96,7 @@ class HeadTrees:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a tree can have."""
+        """Maximum number of tokens of a tree."""
         return self._top_k + (self._depth - 1) * self._top_k * self._top_k
 
     def draft(self, sequences: Sequence[DraftedSequence], counts: Sequence[int], first: HeadPass) -> list[Draft]:

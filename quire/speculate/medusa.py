@@ -115,8 +115,8 @@ def _check_choices(choices: Choices, model: ParallelModel) -> None:
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     if not choices or deepest > model.num_heads or widest >= model.vocab_size:
         raise ConfigError(
-            f"medusa_choices has paths of {deepest} tokens, but there are {model.num_heads} heads, which say "
-            f"{model.vocab_size} tokens; take shorter ones"
+            f"medusa_choices must have paths of 1 to {model.num_heads} ranks (the number of heads), each rank below the heads' "
+            f"vocabulary size of {model.vocab_size}; the longest path has {deepest}, and the highest rank is {widest}"
         )
 
 

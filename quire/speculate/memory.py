@@ -85,12 +85,12 @@ def check_drafts_fit(name: str, taken: DraftBytes, memory: MemoryPlan) -> None:
     left = memory.available_bytes - memory.weight_bytes - memory.activation_bytes - memory.kv_bytes
     if taken.weights + taken.kv + taken.work > left:
         raise ConfigError(
-            f"what drafts does not fit ({name}): its weights take {format_bytes(taken.weights)}, its KV cache "
-            f"{format_bytes(taken.kv)}, and what it keeps and computes with up to {format_bytes(taken.work)}, but beside the "
-            f"model {format_bytes(max(0, left))} are left; lower num_kv_blocks or max_num_seqs"
+            f"not enough memory for speculative decoding ({name}): weights need {format_bytes(taken.weights)}, the KV cache "
+            f"{format_bytes(taken.kv)}, and working memory up to {format_bytes(taken.work)}, but the model leaves only "
+            f"{format_bytes(max(0, left))}; lower num_kv_blocks or max_num_seqs"
         )
     logger.info(
-        "drafts (%s): weights %s, KV cache %s, at most %s beside in one step",
+        "drafts (%s): weights %s, KV cache %s, working memory up to %s",
         *(name, format_bytes(taken.weights), format_bytes(taken.kv), format_bytes(taken.work)),
     )
 

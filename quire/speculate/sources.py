@@ -70,8 +70,8 @@ def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None
             folder, head = find_layer_head(config, method, report)
             if config.top_k > 1 and any(layer.attention.window is not None for layer in head.body.layers):
                 raise UnsupportedError(
-                    f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} attends in a window, with which "
-                    "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
+                    f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} has sliding-window attention, "
+                    "for which draft trees are not supported on a GPU; set draft_top_k to 1, or device to 'cpu'"
                 )
 
 
@@ -80,7 +80,7 @@ def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelRep
     most = report.memory.max_model_len
     longest = min(spec.max_positions, most if config.max_model_len is None else min(most, config.max_model_len))
     if longest < most:
-        logger.info("nothing is drafted behind the first %d tokens of a sequence, which may have %d", longest, most)
+        logger.info("drafts are limited to the first %d tokens of a sequence, of %d at most", longest, most)
     return longest
 
 
@@ -101,19 +101,16 @@ def _find_head(
     folder = _find(model, config.revision)
     found = find_head_kind(folder)
     if found is not None and found != kind:
-        raise ConfigError(f'speculative_config: {model} is a head of another kind: give it with "method": "{found}"')
+        raise ConfigError(f'speculative_config: {model} is a head of another kind; use it with "method": "{found}"')
     return folder
 
 
 def _read_draft_spec(model: str, folder: Path) -> ModelSpec:
     kind = find_head_kind(folder)
     if kind is not None:
-        raise ConfigError(
-            f"speculative_config: {model} is no model, but a head that was trained to draft for one: give it with "
-            f'"method": "{kind}"'
-        )
+        raise ConfigError(f'speculative_config: {model} is not a draft model but a draft head; use it with "method": "{kind}"')
     try:
         return read_model_spec(folder, "auto")
     except UnsupportedError as error:
-        heads = 'for a head that was trained to draft give its method: "eagle", "eagle3", "medusa" or "mtp"'
+        heads = 'for a draft head set its method: "eagle", "eagle3", "medusa" or "mtp"'
         raise UnsupportedError(f"speculative_config: the draft model {model} cannot be used: {error}; {heads}") from None
