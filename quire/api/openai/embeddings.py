@@ -1,4 +1,4 @@
-"""The body of POST /v1/embeddings."""
+"""Request body of POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_INPUT_TOKENS = 300_000
 
 
 class EmbeddingRequest(Body, kw_only=True):
-    """Texts to be turned into vectors."""
+    """Texts to be embedded."""
 
     model: Name
     input: PromptField
