@@ -1,4 +1,4 @@
-"""Grammars by xgrammar, compiled for the whole vocabulary in a SandboxedCompiler's process, which returns text."""
+"""The xgrammar backend; grammars are compiled for the whole vocabulary in a SandboxedCompiler's process, which returns text."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _NEED_TYPE = frozenset(
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
 _OWN_FORMATS = ("json-pointer", "relative-json-pointer")
-"""Formats with quotation marks and backslashes, which it escapes; of others it is given the pattern."""
+"""Formats with quotation marks and backslashes, which xgrammar escapes; other formats are passed as patterns."""
 _MAX_WHITESPACE = 24
 _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
 _ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
-"""What may stand behind a backslash where names are declared and others are open, which escapes would be a way around."""
+"""Characters allowed after a backslash if some names are declared and others are open; escapes would circumvent that."""
 
 _MENDED = (
     (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),  # characters that are counted
     (r"([\0-.]) | ([0-}]) |", r"([ !#-.]) | ([0-[\]-}]) |"),  # of pointers
 )
-"""Parts of its rules that let through control characters, quotation marks or backslashes which JSON has to escape, and what
-stands for them. None can be within a text of a schema."""
+"""Parts of its rules that allow control characters, quotation marks or backslashes which JSON has to escape, and their
+replacements. None of the parts can occur within a text of a schema."""
 
 _SURROGATE_LEAD = b"\xed"
-"""A byte from 0xA0 on behind it would begin one of U+D800 to U+DFFF."""
+"""Followed by a byte from 0xA0 on, it would begin one of U+D800 to U+DFFF."""
 
 
 class XgrammarBackend:
@@ -92,9 +92,10 @@ class XgrammarBackend:
 
 
 def token_texts(vocabulary: Vocabulary) -> list[bytes]:
-    """Return the tokens as xgrammar has them: what is empty is never let through, and special tokens are no text.
+    """Return the tokens for xgrammar: an empty token is never allowed, and special tokens are not text.
 
-    These begin with a byte that no text has, as xgrammar would let empty ones through not even where a grammar names them.
+    Special tokens begin with a byte that no text has, because xgrammar would never allow empty ones, even if a grammar names
+    them.
     """
     special = vocabulary.special_token_ids
     texts = [b"\xff%d" % token_id if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
@@ -102,14 +103,14 @@ def token_texts(vocabulary: Vocabulary) -> list[bytes]:
 
 
 def make_tokenizer_info(tokens: list[bytes]) -> Any:
-    """Return the vocabulary as xgrammar has it; the last token is the end."""
+    """Return xgrammar's vocabulary; the last token is the end."""
     from xgrammar import TokenizerInfo, VocabType
 
     return TokenizerInfo(tokens, VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[len(tokens) - 1])
 
 
 class ProbedXgrammar:
-    """What a SandboxedCompiler's process does: compile, and write down what came out."""
+    """The compiler in a SandboxedCompiler's process: compiles, and serialises the result."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from xgrammar import GrammarCompiler
@@ -161,7 +162,7 @@ def check_for_xgrammar(constraint: Constraint, special: SpecialTexts) -> None:
 
 
 def _rules_of(schema: object, constraint: Constraint) -> str:
-    """Return a checked schema as xgrammar's EBNF. Raises GrammarError where that has no rule for escapes."""
+    """Return a checked schema as xgrammar's EBNF. Raises GrammarError if that has no rule for escapes."""
     from xgrammar import Grammar
 
     flat = flatten_schema(json.loads(json.dumps(schema)))
@@ -184,7 +185,7 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
     for pointer, inner in iter_reached(schema):
         for key in list(inner):
             if key not in KNOWN_KEYWORDS:
-                del inner[key]  # it means nothing
+                del inner[key]  # it has no meaning
             elif key not in _ENFORCED:
                 raise GrammarError(f"{key} is not enforced by xgrammar: use backend 'auto'", f"{pointer}/{key}")
         _check_beside(inner, pointer)
@@ -199,9 +200,9 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
 
 
 def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
-    """Leave out properties that no value fits, which xgrammar does not take.
+    """Remove properties that no value satisfies, which xgrammar does not accept.
 
-    Raises GrammarError where they have to be excluded.
+    Raises GrammarError if they have to be excluded.
     """
     named: dict[str, Any] = schema.get("properties") or {}
     for name in [name for name, inner in named.items() if inner is False]:
@@ -214,7 +215,7 @@ def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_beside(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse what xgrammar forgets in silence beside other keywords."""
+    """Refuse keywords that xgrammar silently ignores next to others."""
     if schema.keys() & {"enum", "const"}:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = schema.get("type", ())
@@ -267,7 +268,7 @@ def _whitespace(constraint: Constraint) -> dict[str, Any]:
 
 
 class _Masks:
-    """Fills masks; tokens without a text are left out of each."""
+    """Fills masks; tokens without a text are excluded from each."""
 
     first_mask_s = math.inf
 
@@ -280,7 +281,7 @@ class _Masks:
         ends_surrogate = np.zeros_like(has_text)
         ends_surrogate[: len(tokens)] = [bool(token) and 0xA0 <= token[0] <= 0xBF for token in tokens]
         self._no_surrogate = ~np.packbits(ends_surrogate, bitorder="little").view(np.int32)
-        self._own = threading.local()  # of each thread, the bits that xgrammar writes
+        self._own = threading.local()  # the bits that xgrammar writes, per thread
 
     def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
         """See MaskSource."""
@@ -301,16 +302,16 @@ class _Masks:
         return self._possible & found if is_written else self._possible.copy()
 
     def is_lead(self, token_id: int) -> bool:
-        """Whether the byte that a token ends with may begin a surrogate."""
+        """Return whether the last byte of a token may begin a surrogate."""
         return token_id in self._lead_ids
 
     def forbid_surrogate(self, words: Any) -> None:
-        """Take out of a mask what would complete a surrogate."""
+        """Remove from a mask the tokens that would complete a surrogate."""
         words[: len(self._no_surrogate)] &= self._no_surrogate
 
 
 def _forced_bytes(state: Any) -> bytes:
-    """Return the text that has to come next; it may end within a character, where those that may follow begin alike."""
+    """Return the text that must come next; it may end within a character, if the possible characters share a prefix."""
     try:
         return state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
     except UnicodeDecodeError as error:  # xgrammar has bytes, and returns them as a str
@@ -318,7 +319,7 @@ def _forced_bytes(state: Any) -> bytes:
 
 
 class XgrammarMatcher(StateMatcher):
-    """See MaskedMatcher. Surrogates, which are no characters, are kept out: xgrammar would let their bytes through."""
+    """See MaskedMatcher. Surrogates, which are not characters, are excluded: xgrammar would allow their bytes."""
 
     __slots__ = ("_is_behind_lead",)
 
@@ -348,7 +349,7 @@ class XgrammarMatcher(StateMatcher):
         return count
 
     def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
+        """See GrammarMatcher; a forced text may have several tokenizations, between which the model decides."""
         return ()
 
     def forced_bytes(self) -> bytes:
