@@ -48,7 +48,7 @@ class Member:
 
     @classmethod
     def own(cls, rank: int) -> Member:
-        """Return that of this process."""
+        """Return the member for this process."""
         return cls(rank, os.getpid(), host_key(), socket.gethostname())
 
 
