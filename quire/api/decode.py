@@ -129,7 +129,7 @@ def _why_malformed(error: ValueError, data: bytes) -> str:
     is_half_pair = "surrogate" in str(error) or (
         "truncated" in str(error) and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
     )
-    return f"a string has half of a surrogate pair, such as \\ud83d alone ({error})" if is_half_pair else str(error)
+    return f"a string has an unpaired surrogate, such as a single \\ud83d ({error})" if is_half_pair else str(error)
 
 
 def count_ids(raw: msgspec.Raw) -> int | None:
@@ -230,7 +230,7 @@ def _explain(message: str, name: str) -> BodyError:
         path = f"{path}.{missing[1]}".removeprefix(".")
         return BodyError(f"{path} is required", path, "missing_required_parameter")
     if _PARTS_HINT.search(path):
-        message = f"{message}; the model takes text parts alone"
+        message = f"{message}; only text parts are supported"
     message = message.replace("`", "")
     if not path:
         return BodyError(f"{name} is invalid: {message[:1].lower()}{message[1:]}")

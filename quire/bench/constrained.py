@@ -190,7 +190,7 @@ def measure_constrained(config: EngineConfig, trial: ConstrainedTrial, show_prog
             first = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
             bar.update(2)
             if [one.token_ids for one in first[0].outputs] != [one.token_ids for one in first[1].outputs]:
-                raise InvariantError("drafting what is forced gave other tokens")
+                raise InvariantError("drafting forced tokens changed the output")
             lengths = [len(output.token_ids) for output in first[0].outputs]
             _run(llm, trial, batch_size, False, lengths)
             bar.update()

@@ -66,7 +66,7 @@ class Overhead:
             for number, one in enumerate(self.rounds, start=1)
         ]
         spread = f"{self.least_ratio:.3f} to {self.greatest_ratio:.3f}"
-        return "\n".join((*rows, f"Server beside LLM.generate: median ratio {self.ratio:.3f} ({spread})"))
+        return "\n".join((*rows, f"Server against LLM.generate: median ratio {self.ratio:.3f} ({spread})"))
 
     def to_json(self) -> str:
         """Return the results as JSON."""

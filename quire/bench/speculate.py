@@ -96,7 +96,7 @@ class Trial:
         for method in self.methods:
             if method.startswith(_REPLAY):
                 if self.forced_share is not None:
-                    raise ConfigError(f"methods: {method!r} says its share of right drafts itself; leave out force_acceptance")
+                    raise ConfigError(f"methods: {method!r} sets its own share of right drafts; leave out force_acceptance")
                 _share_of(method)
                 continue
             SpeculativeConfig.read(method)  # so that an invalid one fails before the others have run
@@ -206,7 +206,7 @@ def measure_speculation(
     ConfigError if the configuration has speculation itself.
     """
     if config.speculative_config is not None:
-        raise ConfigError("speculative_config: what is measured are the methods, got one beside them; leave it out")
+        raise ConfigError("speculative_config cannot be set: --methods gives the configurations to measure; leave it out")
     lines: list[Line] = []
     with progress_bar(trial.num_runs, "run", show_progress) as bar:
         for method in trial.methods:

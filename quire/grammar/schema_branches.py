@@ -93,14 +93,14 @@ class _Branches:
         if target is None:
             raise GrammarError(f"$ref {reference!r:.100} leads nowhere that can be followed", pointer)
         if reference in path:
-            raise GrammarError("a schema that holds itself cannot be enforced in tool calls of this form", pointer)
+            raise GrammarError("a recursive schema cannot be enforced in tool calls of this form", pointer)
         yield from self.of(target, reference[1:], types, (*path, reference))
 
     def _check_alone(self, fields: dict[str, Any], choices: list[str], pointer: str) -> None:
         others = [key for key in fields if key in KNOWN_KEYWORDS and key not in _IDLE and key != choices[0]]
         if others:
             raise GrammarError(
-                f"{others[0]} beside {choices[0]} cannot be enforced in tool calls of this form",
+                f"{others[0]} next to {choices[0]} cannot be enforced in tool calls of this form",
                 f"{pointer}/{escape_pointer(others[0])}",
             )
 

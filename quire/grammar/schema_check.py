@@ -243,7 +243,7 @@ def _write_bounds(schema: dict[str, Any], pointer: str, is_draft4: bool) -> None
             continue
         if not is_draft4:
             raise GrammarError(
-                f"{exclusive} is a number, and true or false in draft 4 alone, which $schema has to name: "
+                f"{exclusive} is a number; true or false is only allowed in draft 4, which $schema has to name: "
                 f"write the number in place of {bound}",
                 f"{pointer}/{exclusive}",
             )
@@ -283,7 +283,7 @@ def _check_reference(
     if not any(isinstance(target, dict | bool) for target in targets):
         raise GrammarError(f"$ref {reference!r:.100} leads nowhere", pointer)
     if any(id(target) in literals for target in targets):
-        raise GrammarError(f"$ref {reference!r:.100} leads to a value of enum or const, which is no schema", pointer)
+        raise GrammarError(f"$ref {reference!r:.100} leads to a value of enum or const, which is not a schema", pointer)
 
 
 def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
@@ -295,7 +295,7 @@ def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
         if not isinstance(reference, str):
             return
         if reference in seen:
-            raise GrammarError(f"$ref {reference!r:.100} leads back to itself, and says nothing", pointer)
+            raise GrammarError(f"$ref {reference!r:.100} leads back to itself and constrains nothing", pointer)
         seen.add(reference)
         found = find_reference(root, reference)
 

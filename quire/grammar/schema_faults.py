@@ -56,7 +56,7 @@ _SAYINGS = (
     _saying(
         r"Unsatisfiable schema: Regex is empty: .*",
         ("pattern",),
-        f"{NOTHING_MATCHES}: there is no text that its patterns allow",
+        f"{NOTHING_MATCHES}: no text matches all of its patterns",
     ),
     _saying(r"Unsatisfiable schema: (.*)", (), rf"{NOTHING_MATCHES}: \1"),
     _saying(
@@ -67,7 +67,7 @@ _SAYINGS = (
     _saying(
         r"patternProperty regexes (.*) and (.*) are not disjoint",
         ("patternProperties",),
-        r"patternProperties can only be enforced where no name matches two of them, as one may \1 and \2",
+        r"patternProperties can only be enforced where no name matches two of them, but a name may match \1 and \2",
     ),
     _saying(
         r"lookarounds not supported yet; \w+ in regex (.*)",
@@ -79,7 +79,7 @@ _SAYINGS = (
     _saying(
         "circular references with sibling keys.*",
         (),
-        "a $ref that leads back to its own schema cannot be enforced beside other keywords",
+        "a $ref that leads back to its own schema cannot be enforced next to other keywords",
     ),
     _saying(
         r".*Current row has (\d+) items; max is (\d+).*",
@@ -94,7 +94,7 @@ _SAYINGS = (
     _saying(
         "Unable to determine if regex is empty: .*",
         ("allOf", "pattern"),
-        "it is too complex: whether any text matches all of its patterns cannot be told; use fewer of them",
+        "it is too complex: whether any text matches all of its patterns cannot be determined; use fewer of them",
     ),
     _saying("Value for 'multipleOf' has too many digits.*", ("multipleOf",), "multipleOf may have 15 digits"),
     _saying(r".*NoExtensionBias.*", (), NOTHING_MATCHES),

@@ -117,4 +117,4 @@ def _dead_end(text: bytes, forced: bytes, vocabulary: Vocabulary) -> GrammarErro
     except GrammarError as error:
         return error
     where = f" after {text[-60:].decode('utf-8', errors='replace')!r}" if text else ""
-    return GrammarError(f"no tokens of this model spell what has to come{where}")
+    return GrammarError(f"no tokens of this model spell the text that has to come next{where}")

@@ -209,7 +209,7 @@ class ArgumentWriter:
     def _plain_literal(self, style: PairStyle, value: object, otherwise: str, pointer: str) -> str:
         if not isinstance(value, str):
             if isinstance(value, dict | list):
-                raise GrammarError("lists and objects beside strings cannot be enforced in tool calls of this form", pointer)
+                raise GrammarError("lists and objects next to strings cannot be enforced in tool calls of this form", pointer)
             return f"({self._values.literal(value, pointer)})"
         is_lost = style.trims_lines and (value.startswith("\n") or value.endswith("\n"))
         if style.marker in value or is_lost:

@@ -139,7 +139,7 @@ class ProbedXgrammar:
             return compiler.compile_grammar(f"root ::= {words}\n")
         if kind == "grammar":
             if "::=" not in constraint.source:
-                raise GrammarError("xgrammar takes GBNF, and this has no rule with ::=; use llguidance for Lark")
+                raise GrammarError("xgrammar only supports GBNF, and this has no rule with ::=; use llguidance for Lark")
             return compiler.compile_grammar(constraint.source)
         return compiler.compile_structural_tag({"type": "structural_tag", "format": self._tag(constraint)})
 
@@ -225,43 +225,43 @@ def _check_beside(schema: dict[str, Any], pointer: str) -> None:
         if {"enum", "const"} <= schema.keys() or (names and any(type_name(value) not in names for value in values)):
             others.append("type")
         if others:
-            raise GrammarError("xgrammar forgets what stands beside enum and const", f"{pointer}/{others[0]}")
+            raise GrammarError("xgrammar ignores keywords next to enum and const", f"{pointer}/{others[0]}")
     elif "type" not in schema and not re.search(r"(?<!/properties)/propertyNames$", pointer):  # names are strings
         for key in sorted(schema.keys() & _NEED_TYPE):
-            raise GrammarError(f"xgrammar forgets {key} where there is no type", f"{pointer}/{key}")
+            raise GrammarError(f"xgrammar ignores {key} where there is no type", f"{pointer}/{key}")
     properties: Any = schema.get("properties")
     named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
     if set(cast("list[str]", schema.get("required") or ())) - named:
-        raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
+        raise GrammarError("xgrammar ignores required names that are not among the properties", f"{pointer}/required")
     if schema.get("additionalProperties") is not False:
         for name in named:
             if json.dumps(name, ensure_ascii=False) != f'"{name}"':
                 raise GrammarError(
-                    "xgrammar takes a name that is escaped for another one: set additionalProperties to false",
+                    "xgrammar treats an escaped name as a different name: set additionalProperties to false",
                     f"{pointer}/properties/{escape_pointer(name)}",
                 )
     for key in ("anyOf", "$ref"):
         if key in schema and schema.keys() - {key, "$defs", "definitions"}:
-            raise GrammarError(f"xgrammar forgets what stands beside {key}", f"{pointer}/{key}")
+            raise GrammarError(f"xgrammar ignores keywords next to {key}", f"{pointer}/{key}")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
-        raise GrammarError("xgrammar forgets references but those into the schema itself", f"{pointer}/$ref")
+        raise GrammarError("xgrammar ignores references that do not lead into the schema itself", f"{pointer}/$ref")
     if "propertyNames" in schema and schema.get("type") != "object":
-        raise GrammarError('xgrammar forgets propertyNames where the type is not "object"', f"{pointer}/propertyNames")
+        raise GrammarError('xgrammar ignores propertyNames where the type is not "object"', f"{pointer}/propertyNames")
     if "propertyNames" in schema and schema.keys() - _BESIDE_NAMES:
-        raise GrammarError("xgrammar forgets propertyNames beside properties", f"{pointer}/propertyNames")
+        raise GrammarError("xgrammar ignores propertyNames next to properties", f"{pointer}/propertyNames")
     if schema.keys() >= {"format", "pattern"} or ("format" in schema and schema.keys() & {"minLength", "maxLength"}):
-        raise GrammarError("xgrammar forgets lengths and patterns beside format", f"{pointer}/format")
+        raise GrammarError("xgrammar ignores lengths and patterns next to format", f"{pointer}/format")
     pattern = schema.get("pattern")
     if pattern is not None and (not isinstance(pattern, str) or not SAFE_PATTERN.fullmatch(pattern)):
         raise GrammarError("the pattern may let through what xgrammar does not escape", f"{pointer}/pattern")
     if pattern is not None and schema.keys() & {"minLength", "maxLength"}:
-        raise GrammarError("xgrammar forgets lengths beside pattern", f"{pointer}/pattern")
+        raise GrammarError("xgrammar ignores lengths next to pattern", f"{pointer}/pattern")
 
 
 def _whitespace(constraint: Constraint) -> dict[str, Any]:
     if constraint.whitespace_pattern is not None:
-        raise GrammarError("whitespace_pattern is for llguidance alone: use backend 'auto'")
+        raise GrammarError("whitespace_pattern is only supported by llguidance: use backend 'auto'")
     if constraint.disable_any_whitespace:
         return {"any_whitespace": False, "separators": (",", ":")}
     return {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE}

@@ -47,7 +47,7 @@ def xgrammar_format(tag: Fields, special: SpecialTexts, write: Callable[[dict[st
     write  returns the values of a schema as xgrammar's EBNF, or raises GrammarError
     """
     if "structures" in tag or "triggers" in tag:
-        raise GrammarError("structural tags of the old form are compiled by llguidance alone: use backend 'auto'", "")
+        raise GrammarError("structural tags of the old form are only supported by llguidance: use backend 'auto'", "")
     return _Translator(special, write).format(get_field(tag, "format", dict, ""), "/format", "")
 
 
@@ -87,7 +87,7 @@ class _Translator:
 
     def _json_schema(self, fields: Fields, pointer: str, end: str) -> Fields:
         if fields.get("style", "json") != "json":
-            raise GrammarError("calls that are not JSON are written for llguidance alone", f"{pointer}/style")
+            raise GrammarError("calls that are not JSON are only supported by llguidance", f"{pointer}/style")
         refuse_others(fields, pointer, "json_schema", "style")
         try:
             written = self._write(schema_of(fields, pointer))

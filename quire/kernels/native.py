@@ -28,7 +28,7 @@ def load_native() -> ModuleType | None:
     """
     switch = os.environ.get("QUIRE_NATIVE", "1")
     if switch not in ("0", "1"):
-        raise ConfigError(f"QUIRE_NATIVE must be 0 (use torch alone) or 1 (the default), got {switch!r}")
+        raise ConfigError(f"QUIRE_NATIVE must be 0 (use only torch) or 1 (the default), got {switch!r}")
     if switch == "0":
         logger.debug("native CPU kernels are turned off by QUIRE_NATIVE=0")
         return None

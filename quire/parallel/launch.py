@@ -113,7 +113,7 @@ class SpawnedWorkers(WorkerGroup):
             process.stdin.write(with_length(body))
             process.stdin.close()
         except BrokenPipeError:
-            logger.debug("rank %d has ended before it was told what to do; the monitor will say how", rank)
+            logger.debug("rank %d has ended before it got its configuration; the monitor will report why", rank)
 
     def _on_ended(self) -> None:
         self._ended.set()

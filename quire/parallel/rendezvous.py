@@ -94,7 +94,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous 
 def _require(source: str, names: tuple[str, ...], environment: Mapping[str, str]) -> None:
     missing = [name for name in names if name not in environment]
     if missing:
-        raise ConfigError(f"{source}: environment variables {', '.join(missing)} are missing; it takes {', '.join(names)}")
+        raise ConfigError(f"{source}: environment variables {', '.join(missing)} are missing; required: {', '.join(names)}")
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int:

@@ -99,7 +99,7 @@ class StartupBoard:
         """Replace the row of a rank; by one thread at a time."""
         text = status.to_json()
         if len(text) > _PAGE_BYTES - 4:
-            raise InvariantError(f"what rank {rank} tells of its start takes {len(text)} bytes, at most {_PAGE_BYTES - 4}")
+            raise InvariantError(f"the startup report of rank {rank} has {len(text)} bytes, expected at most {_PAGE_BYTES - 4}")
         number = (self._native.read_counter(self._counter(rank)) + 1) & 0xFFFFFFFF
         page = self._page(rank, number)
         page[:4] = memoryview(len(text).to_bytes(4, "little"))

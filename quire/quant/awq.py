@@ -46,7 +46,7 @@ def _check_symmetric(parts: StoredParts, zeros: Tensor) -> None:
     if low != middle or high != middle:
         raise ModelFormatError(
             f"{parts.module}.qzeros holds {low} to {high}, but zero_point of the quantisation config is false, where all are "
-            f"{middle}: which of the two is right cannot be told; get the checkpoint again, or a version with zero_point true"
+            f"{middle}: which of the two is right is unknown; get the checkpoint again, or a version with zero_point true"
         )
 
 

@@ -64,7 +64,7 @@ def _check_parts(parts: StoredParts, scheme: CompressedScheme) -> None:
 def _unknown_order(parts: StoredParts, problem: str) -> ModelFormatError:
     return ModelFormatError(
         f"{parts.module}.weight_g_idx {problem} although actorder of the quantisation config is 'group': which columns "
-        "share a scale cannot be told; get the checkpoint again, or a version with actorder 'weight' or null"
+        "share a scale cannot be determined; get the checkpoint again, or a version with actorder 'weight' or null"
     )
 
 

@@ -214,7 +214,7 @@ def _check_writer(fields: JsonFields, bits: int) -> None:
         if version >= (0, 9, 0):
             raise UnsupportedError(
                 f"{fields.where}: sym false in the format 'gptq' with {bits} bits is not supported where meta.quantizer is "
-                f"{found[0]!r}: this version stored zero points in several ways, and which one cannot be told from the file; "
+                f"{found[0]!r}: this version stored zero points in several ways, and which one is not in the file; "
                 "take a version with sym true or checkpoint_format 'gptq_v2', or quantise again with GPTQModel 7.3.1 or newer"
             )
     raise UnsupportedError(

@@ -36,7 +36,7 @@ class Float8Weight:
         if self.codes.dtype != torch.float8_e4m3fn or tuple(self.scale.shape) != grid:
             raise InvariantError(
                 f"codes {tuple(self.codes.shape)} of {self.codes.dtype} and scales {tuple(self.scale.shape)} of blocks "
-                f"{self.block} are no weight"
+                f"{self.block} do not form a weight"
             )
 
     @property

@@ -110,7 +110,9 @@ def check_is_weight(type_name: str, name: str) -> None:
     """Raise UnsupportedError if a tensor's type is neither in FLOAT_TYPES nor supported here."""
     if type_name not in FLOAT_TYPES and type_name not in _BLOCK_TYPES:
         supported = ", ".join([*FLOAT_TYPES, *_BLOCK_TYPES])
-        raise UnsupportedError(f"tensor {name!r} has type {type_name}, which is no type of weights; supported: {supported}")
+        raise UnsupportedError(
+            f"tensor {name!r} has type {type_name}, which is not supported for weights; supported: {supported}"
+        )
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:

@@ -33,7 +33,7 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     elif config.is_ordered and scheme.group_size is not None:
         raise ModelFormatError(
             f"{parts.module}.g_idx is missing although desc_act of the quantisation config is true: which columns share a "
-            "scale cannot be told; get the checkpoint again, or a version with desc_act false"
+            "scale cannot be determined; get the checkpoint again, or a version with desc_act false"
         )
     form = "gptq_v2" if scheme.is_v2 else "gptq"  # most weights of the first format are symmetric, without offsets
     codes = CodeForm.of(bits, num_columns // max(1, num_groups), has_offset=True, has_order="g_idx" in parts)
@@ -73,7 +73,7 @@ def _is_symmetric(parts: StoredParts, words: Tensor, scheme: GptqScheme, num_row
     raise ModelFormatError(
         f"{parts.module}.qzeros holds {low} to {high}, but sym of the quantisation config is true (also where it is absent), "
         f"and zero points of symmetric weights are stored as all {middle - 1} or all {middle}: whether these are stored minus "
-        "one cannot be told; get the checkpoint again, or a version with checkpoint_format 'gptq_v2'"
+        "one cannot be determined; get the checkpoint again, or a version with checkpoint_format 'gptq_v2'"
     )
 
 

@@ -22,7 +22,7 @@ class QuantizedStack:
 
     def __post_init__(self) -> None:
         if len({weight.shape for weight in self.weights}) != 1:
-            raise InvariantError(f"weights of shapes {sorted({weight.shape for weight in self.weights})} are no stack")
+            raise InvariantError(f"weights of shapes {sorted({weight.shape for weight in self.weights})} cannot be stacked")
 
     @property
     def shape(self) -> tuple[int, int, int]:

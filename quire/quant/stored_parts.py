@@ -55,7 +55,7 @@ class StoredParts:
         """
         tensor = self._parts.get(part)
         if tensor is None:
-            raise ModelFormatError(f"{self.module}.{part} is missing beside {self.module}.{', '.join(self._parts)}")
+            raise ModelFormatError(f"{self.module}.{part} is missing, but there is {self.module}.{', '.join(self._parts)}")
         if tensor.dtype not in dtypes:
             raise self.wrong(part, f"of {' or '.join(map(str, dtypes))}")
         if not any(_fits(tuple(tensor.shape), shape) for shape in shapes):

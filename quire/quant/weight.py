@@ -48,7 +48,7 @@ class QuantizedWeight:
             and (self.levels is None or (len(self.levels) <= 16 and list(self.levels) == sorted(set(self.levels))))
         )
         if not fits:
-            raise InvariantError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} are no weight")
+            raise InvariantError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} do not form a weight")
 
     @property
     def shape(self) -> tuple[int, int]:

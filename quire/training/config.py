@@ -70,7 +70,7 @@ class DraftTraining:
         if self.minutes <= 0 or self.learning_rate <= 0 or not 0 <= self.sampled_share <= 1:
             raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
         if self.start_from is not None and self.draft_vocab_size is not None:
-            raise ConfigError("draft_vocab_size cannot be chosen beside start_from: the tokens to draft are that head's")
+            raise ConfigError("draft_vocab_size cannot be set with start_from: the draft vocabulary is that of the head")
         layers = self.aux_hidden_state_layers
         if layers is not None and self.kind != "eagle3":
             raise ConfigError(f"aux_hidden_state_layers are only for kind eagle3, got {list(layers)} with kind {self.kind}")

@@ -54,4 +54,4 @@ class StartingHead:
             if tensor.is_floating_point():
                 tensor.copy_(stored)
             elif not torch.equal(stored, tensor):
-                raise ConfigError(f"start_from: {self._name} says {name} in another way than heads that are trained here")
+                raise ConfigError(f"start_from: {self._name} differs in {name} from the heads that quire trains")

@@ -37,7 +37,7 @@ def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
     attention, rope, mlp = layer.attention, layer.attention.rope, layer.mlp
     norms = (layer.attn_in, layer.mlp_in, spec.final_norm)
     has = {
-        "norms behind a block, or none before it": layer.attn_out or layer.mlp_out or None in norms,
+        "norms after a block, or none before it": layer.attn_out or layer.mlp_out or None in norms,
         "norms other than RMSNorm": any(norm is not None and (norm.kind != "rms" or norm.offset) for norm in norms),
         "scaled or partial rope": rope is None or rope.kind != "default" or rope.dim != attention.head_dim,
         "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),

@@ -46,8 +46,8 @@ class Tool(Part, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             "input_examples": always("is not supported; put examples into the description"),
-            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
-            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+            "defer_loading": unless(False, reason="tool search is not supported; leave it out"),
+            "allowed_callers": unless(["direct"], reason="calling tools from code is not supported; it may be ['direct']"),
         }
 
     @property

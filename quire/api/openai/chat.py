@@ -102,7 +102,7 @@ class AssistantMessage(Part, tag_field="role", tag="assistant", kw_only=True):
             "prefix": goes_on,
             "partial": goes_on,
             "function_call": always("is of the past; use tool_calls"),
-            "audio": always("the model takes text alone"),
+            "audio": always("only text input is supported"),
         }
 
 
@@ -276,8 +276,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             "function_call": unless("auto", "none", reason=old_functions),
             "service_tier": SERVICE_TIERS,
             "chat_template": always("a request cannot bring its own chat template; chat_template_kwargs can set its variables"),
-            "modalities": unless(["text"], reason="the model answers in text alone"),
-            "web_search_options": always("there is no web search here; leave it out"),
+            "modalities": unless(["text"], reason="only text output is supported"),
+            "web_search_options": always("web search is not supported; leave it out"),
             "verbosity": unless("medium", reason="is not supported; say in the messages how long the answer is to be"),
             **{name: always("is not supported; leave it out") for name in ("audio", "moderation")},
         }

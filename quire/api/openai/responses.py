@@ -96,8 +96,8 @@ class FunctionTool(Part, kw_only=True):
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
-            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+            "defer_loading": unless(False, reason="tool search is not supported; leave it out"),
+            "allowed_callers": unless(["direct"], reason="calling tools from code is not supported; it may be ['direct']"),
         }
 
     def __post_init__(self) -> None:
@@ -196,7 +196,7 @@ class ResponsePrompt(Body, kw_only=True):
             "truncation": unless("disabled", reason="is not supported; shorten the input"),
             "tool_choice": _refuse_tool_choice,
             "text": _refuse_text,
-            "prompt": always("there are no stored prompts; send instructions and input"),
+            "prompt": always("stored prompts are not supported; send instructions and input"),
             "conversation": always("is not supported; use previous_response_id"),
         }
 

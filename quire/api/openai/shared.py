@@ -114,7 +114,7 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         | None
     ) = None
     backend: Backend | None = None
-    disable_fallback: Annotated[bool, Meta(description="Have one backend alone try, where it is 'auto'.")] | None = None
+    disable_fallback: Annotated[bool, Meta(description="Do not try another backend where it is 'auto'.")] | None = None
 
 
 class SamplingFields(Body, kw_only=True):
@@ -167,7 +167,7 @@ class SamplingFields(Body, kw_only=True):
         return {
             **refusals_of_others(cls.__struct_encode_fields__),
             "guided_decoding_backend": unless(
-                *get_args(Backend), reason=f"there is no such backend; it may be {', '.join(get_args(Backend))}"
+                *get_args(Backend), reason=f"unknown backend; it may be {', '.join(get_args(Backend))}"
             ),
         }
 
@@ -216,9 +216,9 @@ class SamplingFields(Body, kw_only=True):
 
 ServiceTier = Annotated[
     Literal["auto", "default", "flex", "priority", "fast"],
-    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': behind all others."),
+    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': after all others."),
 ]
 SERVICE_TIERS = unless(
     *("auto", "default", "flex", "priority", "fast"),
-    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (behind all others)",
+    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (after all other requests)",
 )

@@ -69,7 +69,7 @@ class StreamRecorder:
             chunk = decode_json(event)
             self._read(chunk, now)
         except JSON_ERRORS as error:
-            record.fail("bad_json", f"an event is no JSON ({error}): {event[:80]!r}", now)
+            record.fail("bad_json", f"an event is not JSON ({error}): {event[:80]!r}", now)
         except (AttributeError, TypeError, KeyError, IndexError) as error:
             record.fail("bad_event", f"an event is not of the API ({type(error).__name__}: {error}): {event[:80]!r}", now)
 

@@ -68,7 +68,7 @@ class Report:
         figures |= {"client": cost, "definitions": DEFINITIONS | {"sending": SENDING, "goodput": GOODPUT_RULE}}
         figures["warnings"] = find_warnings(self.result, self.cost.lags_s, cost, self.setup)
         if differences:
-            figures["warnings"].append(f"the record of --beside is of another run, and nothing is compared: {differences}")
+            figures["warnings"].append(f"the record of --beside is of a different run, so nothing was compared: {differences}")
         return figures
 
     def to_json(self, is_detailed: bool = False) -> str:

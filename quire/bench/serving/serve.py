@@ -96,7 +96,7 @@ class ServeOptions:
         if self.backend == "openai-chat" and self.prompt_form == "ids":
             raise ConfigError("--prompt-form ids is for --backend openai: chat messages are text")
         if self.beside is not None and not self.server_pids:
-            raise ConfigError("--beside needs --server-pid: the processor time of a server is what is compared")
+            raise ConfigError("--beside needs --server-pid: the server's CPU time is compared")
         if self.engine is not None and (
             self.backend != "openai" or self.extra_body or self.headers or self.server_pids or self.server_lag
         ):
@@ -177,7 +177,7 @@ async def _run_http(options: ServeOptions, loop_name: str) -> Report:
 async def _read_lag(client: HttpClient) -> LagCounts:
     found = await read_server_lag(client)
     if found is None:
-        raise ConfigError("--server-lag: the server's /metrics do not tell quire:event_loop_lag_seconds")
+        raise ConfigError("--server-lag: the server's /metrics do not report quire:event_loop_lag_seconds")
     return found
 
 

@@ -129,7 +129,7 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[TraceRow]:
     wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     if reader.fieldnames is None or any(name not in reader.fieldnames for name in wanted):
         raise ConfigError(
-            f"--dataset-path {path} is no trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
+            f"--dataset-path {path} is not a trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
             "timestamp, input_length and output_length"
         )
     rows = []

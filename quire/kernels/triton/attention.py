@@ -338,7 +338,7 @@ def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: T
     is_quantised = cache.k.dtype in _QUANTISED
     for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
         if is_quantised != (scales is not None):
-            raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+            raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
         if scales is not None:
             check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
     if sinks is not None:

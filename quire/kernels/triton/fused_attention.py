@@ -121,7 +121,7 @@ class ProjectedAttention:
         check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)
         for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
             if (scales is None) == (cache.k.dtype in LARGEST_OF):
-                raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+                raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
             if scales is not None:
                 check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
         check_contiguous("slots", step.slots, (num_sequences,), torch.int64)

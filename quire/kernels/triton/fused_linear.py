@@ -121,4 +121,4 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: 
     if norm is not None:
         check_contiguous("weight of the norm", norm.weight, (x.shape[1],), x.dtype)
         if norm.spec.kind != "rms" or norm.bias is not None:
-            raise InvariantError(f"inputs are normalised by RMSNorm alone, got {norm.spec}")
+            raise InvariantError(f"only RMSNorm of the inputs is supported, got {norm.spec}")

@@ -291,7 +291,7 @@ def _check(call: _ExpertCall) -> None:
 
 def _check_biases(out: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
     if (biases is not None) != spec.expert.has_bias:
-        raise InvariantError(f"biases come with experts that have them alone, got {biases} for {spec.expert}")
+        raise InvariantError(f"biases are only given for experts that have them, got {biases} for {spec.expert}")
     if biases is not None:
         check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), out.dtype)
         check_contiguous("bias of down", biases.down, (spec.num_experts, out.shape[1]), out.dtype)

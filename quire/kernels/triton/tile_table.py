@@ -56,7 +56,9 @@ class TileTable:
         for rule in self.rules.get(kernel, ()):
             if rule.holds(shape):
                 return rule.tile
-        raise ConfigError(f"the table of tiles for {self.device} has none for {kernel} with {dict(shape)}; write it anew")
+        raise ConfigError(
+            f"the table of tiles for {self.device} has none for {kernel} with {dict(shape)}; create it again with quire tune"
+        )
 
     def over(self, other: TileTable) -> TileTable:
         """Return this table, with the rules of another appended."""
@@ -82,7 +84,9 @@ def read_tables(path: Path) -> list[TileTable]:
         raise ConfigError(f"the table of tiles {path} cannot be read ({error}); `quire tune` writes one") from error
     try:
         if found["version"] != _VERSION:
-            raise ConfigError(f"the table of tiles {path} has version {found['version']!r}, not {_VERSION}; write it anew")
+            raise ConfigError(
+                f"the table of tiles {path} has version {found['version']!r}, not {_VERSION}; create it again with quire tune"
+            )
         return [
             TileTable(str(table["device"]), str(table["capability"]), _read_rules(table["tiles"])) for table in found["tables"]
         ]
