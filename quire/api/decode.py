@@ -1,4 +1,4 @@
-"""decode_body: the bytes of a request as a checked Struct, or one RequestError that names the field at fault."""
+"""decode_body: decodes the bytes of a request into a checked Struct, or raises one RequestError that names the field."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from quire.base.errors import RequestError
 from quire.contracts.string_formats import find_annotations
 
 LARGE_BYTES = 64 << 10
-"""Longer bodies are worth a look at their size before, and a thread."""
-MAX_FIELD_BYTES = 1 << 20  # of fields that are not long by nature
+"""Longer bodies are checked with check_size first, and decoded in a thread."""
+MAX_FIELD_BYTES = 1 << 20  # of fields that are not listed as long_fields
 MAX_MESSAGE_LENGTH = 1000
-MAX_IGNORED = 64  # names of unknown fields that are told back
+MAX_IGNORED = 64  # names of unknown fields that are reported
 _WHERE = re.compile(r" - at (`key` in )?`(\$[^`]*)`$")
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 _ID_LIST = re.compile(rb"\s*\[\s*\d")
@@ -33,7 +33,7 @@ ErrorCode = Literal["invalid_value", "missing_required_parameter", "unsupported_
 
 
 class BodyError(RequestError):
-    """A body that cannot be taken; `code` is the stable word of the API for it."""
+    """An invalid body; `code` is the API's stable error code."""
 
     def __init__(self, message: str, param: str | None = None, code: ErrorCode = "invalid_value") -> None:
         super().__init__(shorten(message, MAX_MESSAGE_LENGTH), None if param is None else shorten(param, 200))
@@ -41,19 +41,19 @@ class BodyError(RequestError):
 
 
 class Part(msgspec.Struct):
-    """Base of what bodies hold, where it has fields that are refused."""
+    """Base of structs that have refused fields."""
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        """Return the fields that the API has and that are refused here, wholly or for some values; null never is."""
+        """Return the fields of the API that are refused here, entirely or for some values; null is never refused."""
         return {}
 
 
 class Body(Part, kw_only=True):
-    """Base of the bodies of requests. Fields that are absent or null are None.
+    """Base of request bodies. Fields that are absent or null are None.
 
-    max_values   of all kinds that one may have, where that is less than elsewhere; more are refused before they are decoded
-    long_fields  may be longer than MAX_FIELD_BYTES
+    max_values   maximum number of JSON values, if it is lower than the default; checked before the body is decoded
+    long_fields  fields that may be longer than MAX_FIELD_BYTES
     """
 
     max_values: ClassVar[int | None] = None
@@ -62,14 +62,14 @@ class Body(Part, kw_only=True):
     )
 
     def check(self) -> None:
-        """Check what lies between fields. Raises RequestError."""
+        """Check constraints between fields. Raises RequestError."""
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the paths of parts that have no effect, each with what it is named as; nothing below them is told."""
+        """Return the paths of parts without effect, each with its reported name; nothing below them is reported."""
         return {}
 
     def output_schemas(self) -> Iterable[tuple[str, object]]:
-        """Return the JSON schemas that the output has to match, each with its path in the body."""
+        """Return the JSON schemas that the output must match, each with its path in the body."""
         return ()
 
 
@@ -82,10 +82,10 @@ def decode_body(
     name: str = "the body",
     check_fields: Callable[[Mapping[str, msgspec.Raw]], None] | None = None,
 ) -> tuple[T, tuple[str, ...]]:
-    """Return the body, and the paths of fields in it that are not known. Raises RequestError (BodyError), whatever is sent.
+    """Return the body, and the paths of unknown fields in it. Raises RequestError (BodyError) for any invalid body.
 
-    Of a key that stands twice the last value counts. What is unknown in many items of a list is told of the first. Errors of
-    the whole call it `name`. `check_fields` may refuse the fields, with a RequestError, before they are decoded.
+    If a key occurs twice, the last value is used. An unknown field in many items of a list is reported for the first only.
+    Errors about the body itself call it `name`. `check_fields` may refuse fields, with a RequestError, before they are decoded.
     """
     if len(data) > LARGE_BYTES:
         try:
@@ -118,27 +118,27 @@ def decode_body(
 
 
 def annotations_of(body: msgspec.Struct) -> tuple[str, ...]:
-    """Return the paths of formats in a body's schemas that are not enforced: of strings unknown ones, and all of numbers."""
+    """Return the paths of schema formats in a body that are not enforced: unknown ones of strings, and all of numbers."""
     schemas = body.output_schemas() if isinstance(body, Body) else ()
     found = (f"{path}.{inner}" for path, schema in schemas for inner in find_annotations(schema))
     return tuple(shorten(path, 200) for path in islice(found, MAX_IGNORED))
 
 
 def _why_malformed(error: ValueError, data: bytes) -> str:
-    """Return what is wrong with a body; at its end the decoder takes half of a surrogate pair for a body that was cut."""
+    """Return why a body is malformed; if half of a surrogate pair is at its end, the decoder only reports truncation."""
     is_half_pair = "surrogate" in str(error) or (
         "truncated" in str(error) and data.rstrip().endswith(b"}") and _HALF_PAIR.search(data, max(len(data) - 64, 0))
     )
-    return f"a string has half of a surrogate pair, such as \\ud83d alone ({error})" if is_half_pair else str(error)
+    return f"a string has an unpaired surrogate, such as a single \\ud83d ({error})" if is_half_pair else str(error)
 
 
 def count_ids(raw: msgspec.Raw) -> int | None:
-    """Return how many items a list of numbers has, without decoding it; None for anything else. Commas are what is counted."""
+    """Return the number of items of a list of numbers without decoding it, by counting commas; None for anything else."""
     return _count_numbers(raw, _ID_LIST)
 
 
 def count_listed_ids(raw: msgspec.Raw) -> int | None:
-    """Return how many numbers there are in a list of lists of them, as `count_ids` does; None for anything else."""
+    """Return the number of numbers in a list of lists, as `count_ids` does; None for anything else."""
     return _count_numbers(raw, _ID_LISTS)
 
 
@@ -147,7 +147,7 @@ def _count_numbers(raw: msgspec.Raw, opening: re.Pattern[bytes]) -> int | None:
 
 
 def check_depth(value: object, limit: int, name: str) -> None:
-    """Raise ValueError where lists and objects are nested deeper than `limit`."""
+    """Raise ValueError if lists and objects are nested deeper than `limit`."""
     layer = [value]
     for _ in range(limit):
         layer = [item for holder in layer for item in _items(holder)]
@@ -157,7 +157,7 @@ def check_depth(value: object, limit: int, name: str) -> None:
 
 
 def shorten(text: str, limit: int) -> str:
-    """Return a text cut to `limit` characters."""
+    """Return a text truncated to `limit` characters."""
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
@@ -203,9 +203,9 @@ def _refuse(fields: Mapping[str, msgspec.Raw], struct_type: type[msgspec.Struct]
 
 
 def _ignored(unknown: Iterable[UnknownField]) -> tuple[str, ...]:
-    """Return the paths of fields that are not known, without those that are and may have the value that they have.
+    """Return the paths of unknown fields, without known parameters that have a neutral value.
 
-    Raises BodyError for what lies deeper in the body and is refused.
+    Raises BodyError for a refused field at any depth.
     """
     found: dict[str, str] = {}
     for field in unknown:
@@ -219,7 +219,7 @@ def _ignored(unknown: Iterable[UnknownField]) -> tuple[str, ...]:
 
 
 def _explain(message: str, name: str) -> BodyError:
-    """Turn msgspec's words, `... - at `$.messages[0].role``, into ours."""
+    """Convert msgspec's message, `... - at `$.messages[0].role``, into ours."""
     path = ""
     if found := _WHERE.search(message):
         path = found[2].removeprefix("$").removeprefix(".")
@@ -230,7 +230,7 @@ def _explain(message: str, name: str) -> BodyError:
         path = f"{path}.{missing[1]}".removeprefix(".")
         return BodyError(f"{path} is required", path, "missing_required_parameter")
     if _PARTS_HINT.search(path):
-        message = f"{message}; the model takes text parts alone"
+        message = f"{message}; only text parts are supported"
     message = message.replace("`", "")
     if not path:
         return BodyError(f"{name} is invalid: {message[:1].lower()}{message[1:]}")

@@ -1,13 +1,13 @@
-"""check_size: refuses a body with more in it than any request has, before it is decoded.
+"""check_size: rejects a body with more JSON elements than any valid request has, before it is decoded.
 
-Decoding holds the interpreter until it is done, in whatever thread: what it may take is bounded by what is to be decoded.
+Decoding holds the GIL until it ends, in any thread, so its duration is limited by limiting what is decoded.
 """
 
 from __future__ import annotations
 
 import re
 
-MAX_STRINGS = 100_000  # names of fields count, too
+MAX_STRINGS = 100_000  # including names of fields
 MAX_CONTAINERS = 50_000
 MAX_VALUES = 1 << 20
 MAX_ESCAPES = 1 << 20  # in strings: each takes as long as dozens of plain characters
@@ -17,9 +17,9 @@ _STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+("?)', re.DOTALL)
 
 
 def check_size(data: bytes, max_values: int | None = None) -> None:
-    """Raise ValueError where JSON has more strings, escapes, lists and objects, or values than a request can need.
+    """Raise ValueError if JSON has more strings, escapes, containers, or values than a request can need.
 
-    What is no JSON is passed, or refused for its size: the decoder says what is wrong. Other threads run meanwhile.
+    Invalid JSON is accepted, or refused for its size: the decoder reports the error. Other threads run meanwhile.
     """
     max_values = MAX_VALUES if max_values is None else max_values
     num_escapes = 0
@@ -43,7 +43,7 @@ def check_size(data: bytes, max_values: int | None = None) -> None:
 
 
 def _string_end(data: bytes, start: int) -> int:
-    """Return where the string that begins at `start` is over, its quote included; the end of the data where it never is."""
+    """Return the end of the string that begins at `start`, after its quote; the end of the data if it is not terminated."""
     while (quote := data.find(b'"', start)) >= 0:
         if data[quote - 1] != _BACKSLASH:
             return quote + 1

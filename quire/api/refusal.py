@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 Refusal = Callable[[Any], str | None]
-"""Looks at the value of a field (JSON as Python objects); returns why it is refused, or None."""
+"""A function of a field's value (JSON as Python objects) that returns why it is refused, or None."""
 
 
 def always(reason: str) -> Refusal:
-    """Return the refusal of any value."""
+    """Return a refusal of any value."""
     return lambda _value: reason
 
 
 def unless(*allowed: object, reason: str) -> Refusal:
-    """Return the refusal of any value but these."""
+    """Return a refusal of any value except these."""
     return lambda value: None if any(value is one or (value == one and type(value) is type(one)) for one in allowed) else reason

@@ -1,4 +1,4 @@
-"""unknown_fields: what a body has, at any depth, that its type does not name."""
+"""unknown_fields: finds the fields of a body, at any depth, that its type does not define."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from msgspec import inspect
 
 @dataclass(frozen=True, slots=True)
 class UnknownField:
-    """One field.
+    """An unknown field.
 
-    path    as errors name it: "messages[2].prefix"
-    name    the last part of the path
-    holder  the Struct that stands where the field was found
+    path    as in error messages: "messages[2].prefix"
+    name    the last component of the path
+    holder  the Struct in which the field was found
     """
 
     path: str
@@ -28,7 +28,7 @@ class UnknownField:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """A Struct: its names, and those of them in which there may be unknown fields again."""
+    """A Struct: its field names, and those of them that can contain unknown fields."""
 
     kind: type[msgspec.Struct]
     names: frozenset[str]
@@ -37,14 +37,14 @@ class _Object:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What may stand at a place: objects by their tag, lists of `items`. Of others nothing is known, so nothing unknown."""
+    """The possible types of a value: objects by tag, lists of `items`. Other values are not inspected."""
 
     tag_field: str | None
     objects: Mapping[object, _Object]
     items: _Shape | None
 
     def object_for(self, value: Mapping[str, Any]) -> _Object | None:
-        """Return the Struct that the value was decoded as."""
+        """Return the Struct as which the value was decoded."""
         if len(self.objects) == 1:
             return next(iter(self.objects.values()))
         tag = value.get(self.tag_field) if self.tag_field is not None else None
@@ -52,9 +52,9 @@ class _Shape:
 
 
 def unknown_fields(fields: Mapping[str, msgspec.Raw], kind: type[msgspec.Struct]) -> Iterator[UnknownField]:
-    """Yield the unknown fields of a body that is valid, in its order. One that is null is as good as absent.
+    """Yield the unknown fields of a valid body, in order. A null field counts as absent.
 
-    fields  of the body; only those are decoded in which there can be any
+    fields  of the body; only those that can contain unknown fields are decoded
     """
     whole = _object(kind)
     for name, raw in fields.items():
@@ -104,7 +104,7 @@ def _object_of(described: inspect.StructType) -> _Object:
 
 
 def _shape_of(described: inspect.Type) -> _Shape | None:
-    """Return the shape of a type, None where it has no Structs in it."""
+    """Return the shape of a type, None if it contains no Structs."""
     objects: dict[object, _Object] = {}
     tag_field, items = None, None
     for option in _alternatives(described):

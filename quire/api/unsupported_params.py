@@ -1,9 +1,9 @@
-"""Parameters of other servers and of other routes, with the values that change nothing: the one table of them.
+"""Table of parameters of other servers and of other routes, with their neutral values.
 
-A parameter that would change the answer somewhere else, on another route or in another server of the same API, is refused by
-its name where it is not known, so that nobody takes an answer for one that the parameter shaped. A neutral value of it is
-taken. WITHOUT_EFFECT names what says nothing of the answer: it is taken, and named in x-quire-ignored-params, as is every
-field that is in no table and in no body. Sources: vLLM, SGLang, llama.cpp server, TGI, Ollama, LM Studio, Mistral, OpenRouter.
+A parameter that changes the response on another route or in another server of the same API is refused by name if it is not
+supported, so that it is never silently ignored. Its neutral values, which change nothing, are accepted. WITHOUT_EFFECT lists
+parameters that do not concern the response: they are accepted, and named in x-quire-ignored-params, as is every field that is
+in no table and in no body. Sources: vLLM, SGLang, llama.cpp server, TGI, Ollama, LM Studio, Mistral, OpenRouter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from quire.api.refusal import Refusal, always, unless
 
 _ZERO, _ONE, _MINUS_ONE = (0, 0.0, False), (1, 1.0), (-1, -1.0)
 
-# Name -> its neutral values. Parameters of a route of this server.
+# Name -> neutral values. Parameters of a route of this server.
 _OF_ROUTES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("messages", "prompt", "input", "system", "instructions", "previous_response_id", "conversation"), ()),
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), (-1,)),
@@ -42,7 +42,7 @@ _OF_ROUTES: dict[str, tuple[object, ...]] = {
     "suffix": ("",),
 }
 
-# Parameters of other servers only, each under the first that has it.
+# Parameters of other servers only, each listed under the first server that has it.
 _OF_OTHERS: dict[str, tuple[object, ...]] = {
     # vLLM
     **dict.fromkeys(("detokenize", "spaces_between_special_tokens"), (True,)),
@@ -157,11 +157,11 @@ NO_REASONING: Mapping[str, tuple[object, ...]] = {
     "thinking": ({"type": "disabled"},),
     "reasoning": ({"effort": "none"}, {"enabled": False}),
 }
-"""How other servers say that the model is not to reason. Where no chat template is used, that is neutral."""
+"""How other servers disable reasoning. Without a chat template, this is neutral."""
 
 WITHOUT_EFFECT = frozenset(
     (
-        # who asks, and what for
+        # caller and purpose
         *(
             "user",
             "metadata",
@@ -174,7 +174,7 @@ WITHOUT_EFFECT = frozenset(
             "extra_key",
         ),
         *("safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "cache_control"),
-        # where and how fast it runs: the tokens are the same
+        # placement and speed, which do not change the tokens
         *("cache_prompt", "id_slot", "keep_alive", "ttl", "draft_model", "prediction", "backend_sampling", "sse_ping_interval"),
         *("speed", "diagnostics"),
         *("speculative.n_max", "speculative.n_min", "speculative.p_min", "num_gpu", "main_gpu", "num_thread", "num_batch"),
@@ -187,13 +187,13 @@ WITHOUT_EFFECT = frozenset(
             "routed_dp_rank",
             "skip_reading_prefix_cache",
         ),
-        # what an answer says about its own making
+        # metadata in the response
         *("timings_per_token", "return_progress", "verbose", "usage", "preserved_tokens", "use_default_badwordsids"),
     )
 )
-"""Fields that say nothing of the tokens of the answer."""
+"""Fields that do not affect the generated tokens."""
 
-# Names for one thing; the first that a route has is what it is called there.
+# Synonyms; errors name the first one that the route has.
 _SYNONYMS = (
     ("messages", "prompt", "input", "inputs", "input_ids"),
     ("instructions", "system", "messages", "system_prompt"),
@@ -235,12 +235,12 @@ _MORE_HINTS = {
 
 
 def refusals_of_others(known: Collection[str]) -> dict[str, Refusal]:
-    """Return the refusals of a route that has the fields `known`; neutral values are taken."""
+    """Return the refusals for a route that has the fields `known`; neutral values are accepted."""
     return refusals_of({name: neutral for name, neutral in PARAMETERS.items() if name not in known}, known)
 
 
 def refusals_of(neutral_values: Mapping[str, tuple[object, ...]], known: Collection[str]) -> dict[str, Refusal]:
-    """Return refusals that take the neutral values, and name what a route that has the fields `known` has instead."""
+    """Return refusals that accept the neutral values, and that name an alternative among the fields `known` of the route."""
     return {name: _refusal_of(name, neutral, known) for name, neutral in neutral_values.items()}
 
 

@@ -1,4 +1,4 @@
-"""How large the caches of this machine are."""
+"""Sizes of the CPU caches of this machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def largest_cache_bytes(caches: Path = CACHES) -> int:
-    """Return the size of the largest cache; 0 where the system does not say."""
+    """Return the size of the largest cache; 0 if the system does not report it."""
     largest = 0
     for file in caches.glob("index*/size"):
         text = file.read_text().strip()

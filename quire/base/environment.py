@@ -10,7 +10,7 @@ import quire
 
 
 def environment_with_quire() -> dict[str, str]:
-    """Return this process's environment, in which the same quire is found, also where it is not the installed one."""
+    """Return this process's environment, extended so that a child imports the same quire, even if it is not installed."""
     folder = str(Path(quire.__file__).resolve().parents[1])
     if folder in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         return dict(os.environ)
@@ -19,11 +19,11 @@ def environment_with_quire() -> dict[str, str]:
 
 
 def is_launched_group() -> bool:
-    """Return whether a launcher (torchrun, LeaderWorkerSet) says that this process is one of several ranks."""
+    """Return whether a launcher (torchrun, LeaderWorkerSet) has started this process as one of several ranks."""
     return int_variable("WORLD_SIZE", 1) > 1 or int_variable("LWS_GROUP_SIZE", 1) > 1
 
 
 def int_variable(name: str, default: int) -> int:
-    """Return an environment variable, or the default where it is not a number >= 0."""
+    """Return an environment variable, or the default if it is not a number >= 0."""
     text = os.environ.get(name, "")
     return int(text) if text.isascii() and text.isdecimal() else default

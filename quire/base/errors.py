@@ -1,4 +1,4 @@
-"""The exceptions that quire raises on purpose; anything else that escapes is a bug."""
+"""The exceptions that quire raises deliberately; any other exception that escapes is a bug."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class ModelFormatError(QuireError):
 
 
 class UnsupportedError(QuireError):
-    """What was asked for is valid but not in quire (yet)."""
+    """The request is valid but not supported by quire (yet)."""
 
 
 class RequestError(QuireError):
     """A request is invalid or can never be served.
 
-    param  the name of the field at fault, in the words of the API ("temperature", "prompt"), or None
+    param  the API's name of the invalid field ("temperature", "prompt"), or None
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -31,7 +31,7 @@ class RequestError(QuireError):
 
 
 class WorkerError(QuireError):
-    """A worker failed, ended or does not answer; `rank` says which one."""
+    """A worker failed, ended or does not answer; `rank` is its rank."""
 
     def __init__(self, message: str, rank: int = 0) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class WorkerError(QuireError):
 
 
 class DeviceLostError(WorkerError):
-    """A device runs nothing any more in this process, whatever it is asked for: another process has to go on."""
+    """A device no longer works in this process: another process has to continue."""
 
 
 class InvariantError(QuireError):

@@ -1,4 +1,4 @@
-"""How often the garbage collector looks, in processes that make and drop thousands of objects in every step."""
+"""Garbage collection thresholds for processes that create and drop thousands of objects in every step."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 
-# Objects, and so many times as seldom for the older ones: what one step of hundreds of sequences brings is no reason to look.
-# All are looked at as often as by default, so that what refused requests leave behind does not pile up.
+# Number of new objects, and factors for the older generations: the objects of one step with hundreds of sequences do not
+# trigger a collection. Full collections are as frequent as by default, so that garbage of refused requests does not accumulate.
 _THRESHOLDS = (10_000, 3, 2)
 
 
 def collect_seldom() -> None:
-    """Let the collector look after many more new objects than by default."""
+    """Let the collector run after many more new objects than by default."""
     gc.set_threshold(*_THRESHOLDS)
 
 
 @contextmanager
 def paused_collector() -> Generator[None]:
-    """Collect nothing meanwhile."""
+    """Disable the collector within the context."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Read the header of a GGUF file: metadata and the directory of its tensors. Bytes only, and none of them is trusted."""
+"""Read the header of a GGUF file: metadata and the directory of its tensors. The input is not trusted."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "IQ4_XS": (256, 136),
     "MXFP4": (32, 17),
 }
-"""Type of a tensor -> elements and bytes of one block."""
+"""Tensor type -> elements and bytes of one block."""
 
 _TYPE_NAMES = {
     **{0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 4: "Q4_2", 5: "Q4_3", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1"},
@@ -71,7 +71,7 @@ _SHARD_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies.
+    """The location of a tensor.
 
     type_name  a key of BLOCK_SIZES
     shape      outermost dimension first; rows are blocks of the last one
@@ -92,7 +92,7 @@ class GgufFile:
 
     metadata  of the first file
     tensors   in the order of the files
-    sizes     bytes of each file when its header was read: whoever maps the data checks that they have not changed
+    sizes     bytes of each file when its header was read, to check for changes when the data is mapped
     """
 
     path: Path
@@ -102,12 +102,12 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path is a file that is called .gguf."""
+    """Return whether a path is a file with the suffix .gguf."""
     return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def shard_number(path: Path) -> int | None:
-    """Return which part of a split file a name says it is, from 1, or None where it is not split."""
+    """Return the part number of a split file from its name, counted from 1, or None if it is not split."""
     match = _SHARD_NAME.fullmatch(path.name)
     return None if match is None else int(match[2])
 
@@ -115,7 +115,7 @@ def shard_number(path: Path) -> int | None:
 def read_gguf(path: Path) -> GgufFile:
     """Return the header of a GGUF file and of the files that it is split into; within `shared_reads` it is read once.
 
-    Raises ModelFormatError for a damaged file, UnsupportedError for a version, byte order or tensor type that is not read.
+    Raises ModelFormatError for a damaged file, UnsupportedError for an unsupported version, byte order or tensor type.
     """
     return read_once(path, _read_gguf)
 
@@ -157,7 +157,7 @@ def _read_file(path: Path) -> GgufFile:
 
 
 class _Reader:
-    """Reads one header front to back; every length is compared with what is left of the file before it is used."""
+    """Parses one header; every length is checked against the rest of the file before it is used."""
 
     def __init__(self, stream: BinaryIO, path: Path, size: int) -> None:
         self._stream, self._path, self._size = stream, path, size
@@ -296,7 +296,7 @@ class _Reader:
         return name, type_name, shape, offset
 
     def _place(self, entries: Sequence[tuple[str, str, tuple[int, ...], int]], alignment: int) -> dict[str, GgufTensor]:
-        """Return the tensors: each must begin where the one before it ends, aligned, and all lie inside the file."""
+        """Return the tensors: each must begin where the previous one ends, aligned, and all must lie inside the file."""
         data_start = -(-self._position // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         next_offset = 0

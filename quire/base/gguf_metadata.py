@@ -1,4 +1,4 @@
-"""GgufMetadata: the key-value pairs of a GGUF file behind getters that check their types."""
+"""GgufMetadata: type-checked access to the key-value pairs of a GGUF file."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FLOATS = frozenset(("f32", "f64"))
 _SHOWN_CHARACTERS = 80
 
 NO_TOKEN = 0xFFFFFFFF
-"""What writers store as the id of a token that there is not."""
+"""The id that writers store for a token that does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufValue:
-    """A value and its type in the file: "u32", "string", ..., or of an array "u32[]", whose value is a sequence."""
+    """A value and its type in the file: "u32", "string", ..., or "u32[]" for an array, whose value is a sequence."""
 
     kind: str
     value: object
@@ -34,7 +34,7 @@ class GgufValue:
 
 
 def shortest_f32(value: float) -> float:
-    """Return the number with the fewest digits that is `value` when it is rounded to 32 bits."""
+    """Return the number with the fewest digits that equals `value` when rounded to 32 bits."""
     if not math.isfinite(value):
         return value
     candidates = (float(f"{value:.{digits}g}") for digits in range(6, 9))
@@ -42,7 +42,7 @@ def shortest_f32(value: float) -> float:
 
 
 class GgufMetadata:
-    """Metadata by key. Every getter returns None where the key is absent and raises ModelFormatError for another type."""
+    """Metadata by key. Every getter returns None if the key is absent and raises ModelFormatError for another type."""
 
     def __init__(self, path: Path, values: Mapping[str, GgufValue]) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class GgufMetadata:
         return cast("str | None", self._get(key, frozenset(("string",)), "a string"))
 
     def boolean(self, key: str) -> bool | None:
-        """Return true or false."""
+        """Return a boolean."""
         return cast("bool | None", self._get(key, frozenset(("bool",)), "a boolean"))
 
     def integer(self, key: str) -> int | None:
@@ -75,7 +75,7 @@ class GgufMetadata:
         return cast("int | None", self._get(key, _INTEGERS, "an integer"))
 
     def number(self, key: str) -> float | None:
-        """Return a number, whether stored as an integer or not; of 32 bits the one that people would write: 0.95."""
+        """Return a number, stored as an integer or not; a 32-bit float is returned as its shortest decimal: 0.95."""
         value = cast("float | None", self._get(key, _INTEGERS | _FLOATS, "a number"))
         return value if value is None or self._values[key].kind != "f32" else shortest_f32(value)
 

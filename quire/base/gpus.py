@@ -1,4 +1,4 @@
-"""Which GPUs a process would see, found without loading a library of theirs."""
+"""The visible GPUs, determined without loading a GPU library."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _DEVICE_FILE = re.compile(r"nvidia[0-9]+")
 
 
 def visible_gpus(device_folder: Path = Path("/dev")) -> tuple[str, ...]:
-    """Return the names of the GPUs that CUDA lets a process of this environment see, as CUDA_VISIBLE_DEVICES takes them.
+    """Return the names of the GPUs that CUDA makes visible to a process of this environment, as in CUDA_VISIBLE_DEVICES.
 
-    Indices, or what the variable says already. As in CUDA, an index that does not exist hides all that follow it.
+    These are indices, or the entries of the variable. As in CUDA, an index that does not exist hides all that follow it.
     """
     num_devices = sum(_DEVICE_FILE.fullmatch(name) is not None for name in os.listdir(device_folder))
     given = os.environ.get(VARIABLE)

@@ -1,4 +1,4 @@
-"""The memory of the machine, or of the container, that is still free."""
+"""The free memory of the machine or container."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def available_memory_bytes() -> int:
-    """Return the memory that this process can still take: the system's, or the container's where that is less."""
+    """Return the memory that this process can still allocate: the system's, or the container's if that is less."""
     available = _meminfo_available()
     limit, usage = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and usage.exists() and (text := limit.read_text().strip()) != "max":

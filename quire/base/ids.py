@@ -1,4 +1,4 @@
-"""Identifiers as distinct types, so that a type checker tells a block from a sequence."""
+"""Identifiers as distinct types, so that a type checker distinguishes a block from a sequence."""
 
 from __future__ import annotations
 

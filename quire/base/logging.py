@@ -1,4 +1,4 @@
-"""Loggers under the name `quire`, and their one set-up for the command line."""
+"""Loggers under the name `quire`, and their setup for the command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def get_logger(name: str) -> logging.Logger:
 
 
 def setup_logging(level: str = "INFO") -> None:
-    """Print the `quire` loggers to standard error as `LEVEL message`; a program that embeds quire does not call this."""
+    """Print the `quire` loggers to standard error as `LEVEL message`; not called by programs that embed quire."""
     logger = logging.getLogger("quire")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stderr)
@@ -22,7 +22,7 @@ def setup_logging(level: str = "INFO") -> None:
 
 
 def show_log() -> None:
-    """Make the log visible, at level INFO, in a program that has not set up logging at all; leave any other alone."""
+    """Show the log at level INFO in a program that has not configured logging at all; do nothing otherwise."""
     logger = logging.getLogger("quire")
     if not logger.hasHandlers() and logger.level == logging.NOTSET:
         setup_logging()

@@ -1,4 +1,4 @@
-"""What processes that quire starts have in common."""
+"""Helpers for the processes that quire starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_length(body: bytes) -> bytes:
 
 
 def read_with_length(stream: BinaryIO) -> bytes:
-    """Return the body of a message of with_length. Raises EOFError where the stream ends before."""
+    """Return the body of a message of with_length. Raises EOFError if the stream ends before."""
     (num_bytes,) = _LENGTH.unpack(_read_exactly(stream, _LENGTH.size))
     return _read_exactly(stream, num_bytes)
 
@@ -35,9 +35,9 @@ def _read_exactly(stream: BinaryIO, num_bytes: int) -> bytes:
 
 
 def end_with_parent(parent_pid: int) -> bool:
-    """Let the kernel kill this process when the thread that started it ends; return whether the parent is still there.
+    """Make the kernel kill this process when the thread that started it ends; return whether the parent is still alive.
 
-    Elsewhere than on Linux nothing is set, and the caller has to notice by other means, such as the end of standard input.
+    Has no effect on other systems than Linux, where the end must be detected otherwise, such as by the end of standard input.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A registry of named creators, filled at import and read when an object is built."""
+"""A registry of named creators, filled at import and read when an object is created."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, *names: str) -> Callable[[T], T]:
-        """Return a decorator that enters its argument under every name."""
+        """Return a decorator that registers its argument under every name."""
 
         def enter(value: T) -> T:
             for name in names:

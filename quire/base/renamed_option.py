@@ -8,9 +8,9 @@ from quire.base.errors import ConfigError
 
 
 def take_old_name(config: object, old: str, value: object, new: str, prefix: str = "") -> None:
-    """Set the field `new` of a frozen dataclass to what was given under its old name, and warn; None: nothing was given.
+    """Set the field `new` of a frozen dataclass to the value of its old name, and warn; None: the old name was not used.
 
-    For __post_init__. Raises ConfigError where the new name was given too, with another value than its default.
+    For __post_init__. Raises ConfigError if the new name was given too, with another value than its default.
     """
     if value is None:
         return
@@ -20,7 +20,7 @@ def take_old_name(config: object, old: str, value: object, new: str, prefix: str
         raise ConfigError(
             f"{prefix}{old} is the old name of {new}, and both are given, {value!r} and {given!r}; give {new} only"
         )
-    # Above this function are __post_init__ and the generated __init__.
+    # The callers are __post_init__ and the generated __init__.
     warnings.warn(
         f"{prefix}{old} is deprecated, use {new}; the old name ends with the next release", FutureWarning, stacklevel=4
     )

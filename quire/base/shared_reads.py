@@ -1,4 +1,4 @@
-"""Files that several parts of a start-up ask for are read once."""
+"""shared_reads: read files once that several parts of the startup need."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _READ: ContextVar[dict[tuple[Path, object], object] | None] = ContextVar("shared_reads", default=None)
-"""What was read in the current `shared_reads`. It ends with it: a file may change, and a header of GGUF is large."""
+"""Results of the current `shared_reads`. They are dropped at its end: a file may change, and a GGUF header is large."""
 
 
 @contextmanager
 def shared_reads() -> Generator[None, None, None]:
-    """Within it, `read_once` returns the same object for the same file; one inside another is the outer one."""
+    """Within the context, `read_once` returns the same object for the same file; a nested context uses the outer one."""
     if _READ.get() is not None:
         yield
         return
@@ -28,7 +28,7 @@ def shared_reads() -> Generator[None, None, None]:
 
 
 def read_once(path: Path, read: Callable[[Path], T]) -> T:
-    """Return read(path), or what it returned before in the current `shared_reads`; nobody may change it."""
+    """Return read(path), or its earlier result in the current `shared_reads`; the result must not be modified."""
     known = _READ.get()
     if known is None:
         return read(path)

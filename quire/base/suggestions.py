@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that is unknown."""
+"""Suggestions for unknown names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def with_guesses(unknown: Sequence[str], known: Iterable[str]) -> str:
-    """Return the unknown names in a row, and the known ones behind them that are like them, if there are any."""
+    """Return the unknown names, separated by commas, followed by similar known names, if there are any."""
     from difflib import get_close_matches  # takes a moment, and is seldom needed
 
     names = list(known)
@@ -15,11 +15,11 @@ def with_guesses(unknown: Sequence[str], known: Iterable[str]) -> str:
 
 
 def did_you_mean(close: Iterable[str]) -> str:
-    """Return what stands behind unknown names of which some known ones are close, each named once; "" for none."""
+    """Return a suffix for unknown names that lists similar known ones, each once; "" for none."""
     found = ", ".join(dict.fromkeys(close))
     return f" (did you mean {found}?)" if found else ""
 
 
 def _longer(name: str, known: Sequence[str]) -> list[str]:
-    """Return the known names that begin with it."""
+    """Return the known names that begin with `name`."""
     return [one for one in known if len(name) > 2 and one.startswith(name)][:2]

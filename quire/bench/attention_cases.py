@@ -1,4 +1,4 @@
-"""Attention over the paged cache, and storing new keys and values in it, in every format of the cache."""
+"""Benchmark cases: attention over the paged cache, and storing new keys and values in it, in every cache format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.bench.kernel_setup import KernelCase, ModelShapes, Setup, noise
 
 _BLOCK_SIZE = 16
 _CACHES = {"bf16": ("bf16", torch.bfloat16), "f32": ("f32", torch.float32), "int8": ("i8", torch.int8)}
-"""Name of the kernels, and what an element is; int8 has a scale for each token and head."""
+"""Format -> name in the kernels, and element type; int8 has a scale for each token and head."""
 
 
 def _head_bytes(number_format: str, dim: int) -> int:

@@ -1,10 +1,10 @@
-"""Constrained decoding: what an output under a constraint takes per token and per character, against free decoding.
+"""Constrained decoding: time per token and per character of an output under a constraint, compared with free decoding.
 
-Three ways take turns on the same prompts: free; constrained, every token with a pass of its own; constrained, with the tokens
-that the grammar forces drafted. The outputs of the last two are equal, which is checked.
+Three ways alternate on the same prompts: free; constrained, with a pass for every token; constrained, with forced tokens
+drafted. The outputs of the last two must be equal, which is checked.
 
-What constraints cost is told by steps in which every sequence gets one token: of each round the medians by way, of the rounds
-the quotients over free decoding. Drift is slower than a round, and computing time does not count what other programs take.
+The cost of constraints is measured on steps in which every sequence gets one token: the medians of each way per round, and
+their ratios to free decoding in the same round, because drift is slower than a round. CPU time excludes other programs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SCHEMA: dict[str, Any] = {
     "required": ["order_number", "customer", "items", "delivery_status"],
     "additionalProperties": False,
 }
-"""What is asked for where no schema is given: an order in a shop."""
+"""Default schema: an order in a shop."""
 
 
 _WAYS = ("free", "constrained", "constrained, forced drafted")
@@ -68,8 +68,8 @@ class ConstrainedTrial:
     """What is measured, at every batch size.
 
     schema      JSON schema of every output
-    max_tokens  of an output that does not end before
-    num_rounds  runs of each way that are counted, after one that is not
+    max_tokens  maximum length of an output
+    num_rounds  measured runs of each way, after a warm-up run
     """
 
     schema: dict[str, Any]
@@ -89,7 +89,7 @@ class ConstrainedTrial:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Medians over steps, in seconds: by the clock, computed by the thread that steps, and by all threads of the process."""
+    """Medians over steps, in seconds: wall-clock, CPU time of the stepping thread, and of all threads of the process."""
 
     num_steps: int
     clock_s: float
@@ -99,11 +99,11 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepRatios:
-    """Quartiles, over the rounds, of step times over those of free decoding in the same round.
+    """Quartiles, over the rounds, of step times relative to free decoding in the same round.
 
-    step_ms    by the clock, median
-    num_steps  that were measured
-    run        the same of whole runs by the clock, prompts and the last steps included
+    step_ms    wall-clock median
+    num_steps  number of measured steps
+    run        wall-clock ratio of whole runs, including prompts and the last steps
     """
 
     step_ms: float
@@ -124,10 +124,10 @@ class StepRatios:
 class ConstrainedLine:
     """One way at one batch size; times are medians of whole runs, each of as many tokens as the constrained one.
 
-    us_per_json_character  time over the characters of the constrained outputs: free, what text of such tokens would take
+    us_per_json_character  time per character of the constrained outputs; for free runs: what such text would take
     characters_per_token   of its own text
-    forced_share           of the tokens that had no pass of their own
-    steps                  of one token for every sequence, over those of free decoding; None where there are none
+    forced_share           share of the tokens without a forward pass of their own
+    steps                  steps with one token for every sequence, relative to free decoding; None if there are none
     """
 
     way: str
@@ -142,7 +142,7 @@ class ConstrainedLine:
 
 @dataclass(frozen=True, slots=True)
 class ConstrainedRecord:
-    """The figures."""
+    """The results."""
 
     lines: list[ConstrainedLine]
     model: str
@@ -150,7 +150,7 @@ class ConstrainedRecord:
     provenance: Provenance
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         text = [f"{'way':<32}{'batch':>6}{'us/token':>11}{'us/JSON char':>14}{'char/token':>12}{'forced':>8}{'ended':>7}"]
         text += [
             f"{line.way:<32}{line.batch_size:>6}{line.us_per_token:>11.0f}{line.us_per_json_character:>14.0f}"
@@ -163,7 +163,7 @@ class ConstrainedRecord:
         return "\n".join(text)
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
@@ -180,7 +180,7 @@ class _Run:
 
 
 def measure_constrained(config: EngineConfig, trial: ConstrainedTrial, show_progress: bool = False) -> ConstrainedRecord:
-    """Measure all ways at every batch size. Raises InvariantError where drafting what is forced changes a token."""
+    """Measure all ways at every batch size. Raises InvariantError if drafting forced tokens changes a token."""
     llm = LLM(config)
     lines: list[ConstrainedLine] = []
     num_runs = len(trial.batch_sizes) * (3 + len(_WAYS) * trial.num_rounds)
@@ -190,7 +190,7 @@ def measure_constrained(config: EngineConfig, trial: ConstrainedTrial, show_prog
             first = [_run(llm, trial, batch_size, drafts_forced) for drafts_forced in (False, True)]
             bar.update(2)
             if [one.token_ids for one in first[0].outputs] != [one.token_ids for one in first[1].outputs]:
-                raise InvariantError("drafting what is forced gave other tokens")
+                raise InvariantError("drafting forced tokens changed the output")
             lengths = [len(output.token_ids) for output in first[0].outputs]
             _run(llm, trial, batch_size, False, lengths)
             bar.update()
@@ -250,7 +250,7 @@ def _run(llm: LLM, trial: ConstrainedTrial, batch_size: int, drafts_forced: bool
     engine = llm.llm_engine
     engine.draft_forced(drafts_forced)
     before = engine.stats.num_accepted_tokens
-    salt = str(engine.stats.num_steps)  # no run finds the prefixes of another
+    salt = str(engine.stats.num_steps)  # so that no run uses the cached prefixes of another
     begin = time.perf_counter()
     for index in range(batch_size):
         params = SamplingParams(

@@ -1,4 +1,4 @@
-"""A layer's mixture of experts as a step computes it: routing, rows grouped by expert, their linear layers, and the sums."""
+"""Benchmark cases: a layer's mixture of experts as in a step: routing, grouping by expert, their linear layers, and sums."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from quire.bench.linear_cases import PEAKS, pack_weight
 
 _FORMATS = ("bf16", "int8", "int4")
 _HEAD_DIM, _BLOCK_SIZE = 16, 16
-"""Of the attention before the mixture, whose results are zero: the least that a layer may have."""
+"""Sizes of the attention before the mixture, the minimum that a layer may have; its results are zero."""
 _EPS = 1e-6
 
 
 def embed_experts(mixture: MixtureShape, hidden_size: int) -> Tensor:
-    """Return an embedding [tokens, hidden] that tells the experts of each token: the top_k from t * top_k on, the first most.
+    """Return an embedding [tokens, hidden] that encodes the experts of each token: top_k from t * top_k on, the first
+    strongest.
 
-    As many tokens as there are until they meet the experts of the first again.
+    There are as many tokens as needed until the experts repeat.
     """
     num_tokens = mixture.num_experts // math.gcd(mixture.num_experts, mixture.top_k)
     chosen = torch.arange(num_tokens * mixture.top_k).view(num_tokens, -1) % mixture.num_experts
@@ -30,9 +31,9 @@ def embed_experts(mixture: MixtureShape, hidden_size: int) -> Tensor:
 
 
 class _Mixtures:
-    """A plan of layers that are little but a mixture, whose tokens go to experts in turn.
+    """A plan of layers that consist of little but a mixture, whose tokens go to experts in turn.
 
-    The router reads a column for each expert, where the embedding of its tokens is large: what a step reads is known.
+    The router reads a column for each expert, where the embedding of its tokens is large, so it is known what a step reads.
     """
 
     def __init__(self, setup: Setup, shapes: ModelShapes, mixture: MixtureShape, number_format: str) -> None:
@@ -81,7 +82,7 @@ class _Mixtures:
         return layer
 
     def case(self, m: int) -> KernelCase:
-        """Return a step of m tokens, each a sequence of its own; one after the other meets the next experts, or a new layer."""
+        """Return a step of m tokens, each its own sequence; consecutive steps use the next experts, or a new layer."""
         mixture, hidden = self._mixture, self._hidden
         num_met = min(mixture.num_experts, m * mixture.top_k)
         rounds = -(-mixture.num_experts // num_met)
@@ -120,7 +121,8 @@ class _Mixtures:
 
 
 def expert_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
-    """Yield the mixture of a model that has one, with its experts in every format; bytes are those of the experts met."""
+    """Yield the mixture of a model, if it has one, with experts in every format; bytes are those of the experts that are
+    used."""
     mixture = shapes.mixture
     if mixture is None or mixture.num_experts > shapes.hidden_size:
         return

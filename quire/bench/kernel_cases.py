@@ -1,4 +1,4 @@
-"""The kernels and shapes that `quire bench kernels` measures: data for one call after the other, each in memory of its own."""
+"""The kernels and shapes that `quire bench kernels` measures, with separate data for consecutive calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KERNELS = tuple(_MAKERS)
 
 
 def make_cases(setup: Setup, shapes: ModelShapes, only: tuple[str, ...] = KERNELS) -> Iterator[KernelCase]:
-    """Yield the cases; each one's data lives until the next one is asked for."""
+    """Yield the cases; each one's data is freed when the next one is requested."""
     for kernel, make in _MAKERS.items():
         if kernel in only:
             yield from make(setup, shapes)

@@ -1,4 +1,4 @@
-"""What the cases of `quire bench kernels` have in common: the shapes of a model, how kernels are called, and their data."""
+"""Common parts of the cases of `quire bench kernels`: the shapes of a model, options of the kernels, and their data."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 
 MAX_OUT_BYTES = 256 << 20
-"""Results larger than this are left out: no step computes logits of so many rows."""
+"""Cases with larger results are skipped: no step computes logits of so many rows."""
 _NOISE_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureShape:
-    """The experts of a layer, top_k of which a token meets; each has inner_size outputs of its gate."""
+    """The experts of a layer, of which a token uses top_k; inner_size: intermediate size of each."""
 
     num_experts: int
     top_k: int
@@ -28,9 +28,9 @@ class MixtureShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """What of a model decides the sizes of its kernels' work.
+    """The properties of a model that determine the sizes of its kernels' work.
 
-    linears  name to (outputs, inputs)
+    linears  name -> (outputs, inputs)
     mixture  None: there is no layer of gated experts
     """
 
@@ -61,7 +61,7 @@ QWEN3_0_6B = ModelShapes(
 
 
 def shapes_of(spec: ModelSpec) -> ModelShapes:
-    """Return the shapes of a model: of its first layer, and where it has some, of the first layer with experts."""
+    """Return the shapes of a model: of its first layer, and of the first layer with experts, if there is one."""
     mixtures = [layer for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     attention = spec.layers[0].attention
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
@@ -90,11 +90,11 @@ def _mlp_shapes(layer: LayerSpec, hidden_size: int) -> dict[str, tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How kernels are called.
+    """Options of the kernel calls.
 
-    working_set_bytes  what the copies of a kernel's data take at least, so that each call finds its own out of the caches
+    working_set_bytes  minimum size of all copies of a kernel's data, so that no call finds its data in the caches
     rows               rows M of linear layers, norms and sampling
-    lengths            cached tokens of attention, and the prompt's of prefill
+    lengths            cached tokens of attention, and prompt lengths of prefill
     """
 
     native: ModuleType
@@ -105,7 +105,7 @@ class Setup:
     lengths: tuple[int, ...]
 
     def copies_for(self, num_bytes: int) -> int:
-        """Return how many times data of a call must be there."""
+        """Return how many copies of a call's data are needed."""
         return max(1, -(-self.working_set_bytes // num_bytes))
 
 
@@ -113,9 +113,9 @@ class Setup:
 class KernelCase:
     """One kernel at one shape.
 
-    num_bytes       that a call reads and writes at least, everything counted once
-    num_operations  products and sums of a call; 0 where they are not what limits it
-    peak_kind       "f32", "bf16" or "u8": in what numbers it multiplies
+    num_bytes       minimum number of bytes that a call reads and writes, everything counted once
+    num_operations  multiplications and additions of a call; 0 if they do not limit it
+    peak_kind       "f32", "bf16" or "u8": the type in which it multiplies
     run             run(copy) calls the kernel on copy 0 <= copy < num_copies
     """
 
@@ -130,7 +130,7 @@ class KernelCase:
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return normal noise that repeats itself: no kernel's time depends on it, and drawing gigabytes would take long."""
+    """Return repeated normal noise: kernel times do not depend on it, and drawing gigabytes would take long."""
     count = math.prod(shape)
     base = torch.randn(min(count, _NOISE_ELEMENTS), generator=torch.Generator().manual_seed(0)).to(dtype)
     return base.repeat(-(-count // len(base)))[:count].view(shape)

@@ -1,4 +1,4 @@
-"""Kernels one by one, beside what the machine can do in the same moment."""
+"""Benchmarks of single kernels, relative to the machine's peaks measured at the same time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.model.resolve import resolve_model
 
 DEFAULT_MODEL = "qwen3-0.6b"
 _READ_BYTES = 16 << 20
-"""What a measurement of the bandwidth reads at once, of a buffer as large as the working set."""
+"""Bytes read per bandwidth measurement, from a buffer as large as the working set."""
 _MIN_SAMPLE_S = 1e-4
 _MIN_SAMPLES, _MAX_SAMPLES = 5, 200
 _NUM_WARM_UP = 3
@@ -37,12 +37,12 @@ _LEAST_WORKING_SET = 64 << 20
 class KernelFigure:
     """One kernel at one shape.
 
-    Times and rates are those that the fastest tenth of the samples reached, of the kernel as of the machine: others on the
-    machine make single samples slow, of one or of the other.
+    Times and rates are those of the fastest tenth of the samples, for the kernel and for the machine's peaks: other programs
+    slow down single samples of either.
 
-    seconds          of a call; median_seconds says how long one took in the middle
-    bandwidth_share  bytes per second over what plain reads reached between the calls; above 1 where a cache helps
-    compute_share    operations per second over what products in registers reached between the calls; 0: not counted
+    seconds          of a call; median_seconds: the median
+    bandwidth_share  bytes per second relative to plain reads between the calls; above 1 if a cache helps
+    compute_share    operations per second relative to products in registers between the calls; 0: not counted
     """
 
     kernel: str
@@ -61,7 +61,7 @@ class KernelFigure:
 
 @dataclass(frozen=True, slots=True)
 class KernelRecord:
-    """The figures of a run and where it was made."""
+    """The results of a run and their provenance."""
 
     model: str
     isa: str
@@ -71,7 +71,7 @@ class KernelRecord:
     provenance: Provenance
 
     def describe(self) -> str:
-        """Return the figures as a table for people."""
+        """Return the results as a readable table."""
         wide = max([len(result.shape) for result in self.results], default=0)
         lines = [
             f"{self.model}, {self.isa}, {self.num_threads} threads; {self.provenance.machine}, {self.provenance.commit}",
@@ -95,7 +95,7 @@ class KernelRecord:
 class KernelOptions:
     """What to measure. Raises ConfigError.
 
-    model              a folder, a hub id or a bundled model whose shapes are taken; DEFAULT_MODEL: no files
+    model              a folder, a hub id or a bundled model whose shapes are used; DEFAULT_MODEL: needs no files
     isa                instruction set; None: the one of this process
     num_threads        None: torch's
     only               kernels, of KERNELS
@@ -128,7 +128,7 @@ class KernelOptions:
 
 
 def measure_kernels(options: KernelOptions, show_progress: bool = False) -> KernelRecord:
-    """Measure every case. Raises ConfigError where the native kernels are not there, and what reading a model raises."""
+    """Measure every case. Raises ConfigError if the native kernels are missing, and the errors of reading a model."""
     native = load_native()
     if native is None or not hasattr(native, "peak"):
         raise ConfigError(
@@ -164,13 +164,13 @@ def default_working_set(caches: Path = CACHES) -> int:
 
 
 class Meter:
-    """Measures kernels, and between their calls the machine: what others do on it slows both down alike."""
+    """Measures kernels, and the machine's peaks between their calls: other programs slow down both alike."""
 
     def __init__(self, setup: Setup) -> None:
         self._native, self._num_threads = setup.native, setup.num_threads
         self._window = min(_READ_BYTES, setup.working_set_bytes // 256 * 256 or 256)
         size = -(-setup.working_set_bytes // self._window) * self._window
-        # On huge pages where the system grants them, as the packed weights are.
+        # On huge pages if the system grants them, like the packed weights.
         memory = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -179,7 +179,7 @@ class Meter:
         self._iterations = {kind: self._calibrate(kind) for kind in ("f32", "bf16", "u8")}
 
     def _calibrate(self, kind: str) -> int:
-        """Return the iterations that take about _PEAK_S."""
+        """Return the number of iterations that take about _PEAK_S."""
         iterations = 1000
         while True:
             begin = time.perf_counter()
@@ -190,7 +190,7 @@ class Meter:
             iterations *= 2
 
     def _seconds_per_byte(self) -> float:
-        """Return what it took to read the next part of the buffer."""
+        """Return the time per byte of reading the next part of the buffer."""
         begin = time.perf_counter()
         self._native.read_memory(self._buffer.data_ptr() + self._at, self._window, self._num_threads)
         elapsed = time.perf_counter() - begin
@@ -203,7 +203,7 @@ class Meter:
         return (time.perf_counter() - begin) / num_operations
 
     def measure(self, case: KernelCase, seconds: float) -> KernelFigure:
-        """Call a kernel on one copy of its data after the other for about `seconds`."""
+        """Call a kernel on its copies in turn for about `seconds`."""
         numbers = self._copies(case.num_copies)
         first = min(self._call(case, numbers, 1) for _ in range(_NUM_WARM_UP))
         calls = max(1, int(_MIN_SAMPLE_S / first))
@@ -246,7 +246,7 @@ class Meter:
 
 
 def _fastest_tenth(values: list[float]) -> float:
-    """Return the value below which a tenth of them lie."""
+    """Return the value below which a tenth of the values lie."""
     return sorted(values)[len(values) // 10]
 
 

@@ -23,9 +23,9 @@ _PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """The figures of the counted runs, in seconds; no time per output token where there is only one token.
+    """The results of the measured runs, in seconds; no time per output token if there is only one token.
 
-    mbu: share of the bandwidth measured before them, over whole runs.
+    mbu: memory bandwidth utilisation over whole runs, relative to the bandwidth measured before them.
     """
 
     avg_latency: float
@@ -44,7 +44,7 @@ class Latency:
     provenance: Provenance
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         lines = [f"Avg latency: {self.avg_latency:.4f} seconds ({min(self.latencies):.4f} to {max(self.latencies):.4f})"]
         lines += [f"{percent}% percentile latency: {value:.4f} seconds" for percent, value in self.percentiles.items()]
         lines.append(f"Median time to first token: {self.median_time_to_first_token * 1e3:.2f} ms")
@@ -54,14 +54,14 @@ class Latency:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
 def measure_latency(
     config: EngineConfig, workload: Workload, num_warm_up: int, num_runs: int, show_progress: bool = False
 ) -> Latency:
-    """Run the batch num_runs times after num_warm_up; every run has prompts of its own, so that none is cached."""
+    """Run the batch num_runs times after num_warm_up; every run has its own prompts, so that none is cached."""
     for name, value, least in (("num_iters", num_runs, 1), ("num_iters_warmup", num_warm_up, 0)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")

@@ -1,4 +1,4 @@
-"""Calibration of self-speculation: which layers a model can draft without, and what that is expected to gain."""
+"""Calibration of self-speculation: which layers a model can skip in drafting, and the expected speedup."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerChoice:
-    """Some layers to skip.
+    """A choice of layers to skip.
 
-    agreement   share of the next tokens that stay the likeliest without them
-    draft_cost  time of a draft over that of a plain step
-    num_tokens  drafts with which the most is gained
-    speed_up    expected against plain decoding, greedily and of one sequence, as if drafts were accepted independently
+    agreement   share of positions at which the most likely next token stays the same without them
+    draft_cost  time of a draft relative to a plain step
+    num_tokens  number of drafts with the highest speedup
+    speed_up    expected over plain greedy decoding of one sequence, assuming independent acceptance of drafts
     """
 
     skipped_layers: tuple[int, ...]
@@ -48,7 +48,7 @@ class LayerChoice:
 
 @dataclass(frozen=True, slots=True)
 class LayerCalibration:
-    """Of every number of skipped layers the best choice that was found, and where that was."""
+    """The best choice found for every number of skipped layers, and its provenance."""
 
     model: str
     num_layers: int
@@ -58,11 +58,11 @@ class LayerCalibration:
 
     @property
     def best(self) -> LayerChoice:
-        """The choice that is expected to gain the most."""
+        """The choice with the highest expected speedup."""
         return max(self.choices, key=lambda choice: choice.speed_up)
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         lines = [f"{'skipped':>7}{'agreement':>11}{'draft cost':>12}{'drafts':>8}{'speed-up':>10}  layers"]
         for choice in self.choices:
             layers = " ".join(map(str, choice.skipped_layers))
@@ -77,14 +77,14 @@ class LayerCalibration:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
 def calibrate_layers(config: EngineConfig, text: str, num_tokens: int, show_progress: bool = False) -> LayerCalibration:
-    """Leave out one layer after the other, each time the one without which the most next tokens stay the same.
+    """Skip one more layer at a time, the one without which most next tokens stay the same.
 
-    num_tokens  of the text that are used, from its start. Raises ConfigError where it is too short
+    num_tokens  number of tokens used from the start of the text. Raises ConfigError if it is too short
     """
     folder = resolve_model(config.model, config.revision)
     spec = read_model_spec(folder, config.dtype)
@@ -102,7 +102,7 @@ def calibrate_layers(config: EngineConfig, text: str, num_tokens: int, show_prog
 
 
 def choose_layers(probe: LayerProbe, num_layers: int, show_progress: bool = False) -> list[LayerChoice]:
-    """Return the choices that are found, with one skipped layer, with two, and so on until drafts would hardly ever agree."""
+    """Return the best choices with one skipped layer, with two, and so on until drafts would hardly ever be accepted."""
     if num_layers < 2:
         raise ConfigError("the model has one layer, which cannot be skipped")
     step_costs = [1.0, *(probe.cost(1 + count) for count in range(1, _MAX_DRAFTS + 1))]
@@ -120,7 +120,7 @@ def choose_layers(probe: LayerProbe, num_layers: int, show_progress: bool = Fals
 
 
 def _choice(skipped: tuple[int, ...], agreement: float, draft_cost: float, step_costs: Sequence[float]) -> LayerChoice:
-    """step_costs  of a step of the whole model of one token, of two, and so on, over that of one."""
+    """step_costs  time of a step of the whole model with one token, two, and so on, relative to one token."""
     gains: list[float] = []
     tokens = 1.0
     for count in range(1, len(step_costs)):

@@ -1,4 +1,4 @@
-"""Linear layers, one for each format of weights and shape, and the best output of a head found by way of its copy."""
+"""Benchmark cases: linear layers for each weight format and shape, and the greedy argmax of an LM head with its prefilter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.bench.kernel_setup import MAX_OUT_BYTES, KernelCase, ModelShapes, Set
 
 _ROWS_AT_ONCE = 4096
 _INT8_GROUP, _INT4_GROUP, INPUT_GROUP = 256, 128, 256
-"""Columns that share a scale: of weights, and of inputs in bytes."""
+"""Columns that share a scale: of weights, and of int8 inputs."""
 _UNITS = {"bf12": 8, "fp8": 4}
-"""Columns of such a weight come in units of so many."""
+"""Columns of such a weight are a multiple of this."""
 _FP8_BLOCK = 128
 _INT4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _LINEAR_FORMATS = {
@@ -21,7 +21,7 @@ _LINEAR_FORMATS = {
 }
 _DTYPES = {"f32": torch.float32, "f16": torch.float16}
 PEAKS = {"int8": "u8", "int4": "u8", "bf12": "bf16", "fp8": "bf16", "f16": "f32"}
-"""In what numbers formats multiply that are not multiplied in their own."""
+"""The type in which formats are multiplied, if it is not their own."""
 _MAX_SCREENED_ROWS = 128
 
 
@@ -52,9 +52,9 @@ def _linear_case(setup: Setup, number_format: str, name: str, weights: list, m: 
 
 
 def pack_weight(setup: Setup, number_format: str, n: int, k: int) -> object:
-    """Return a packed weight as the engine makes it.
+    """Return a weight packed as in the engine.
 
-    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 128 with uneven levels, fp8 blocks of 128 columns.
+    bf12 is bf16 in twelve bits, int8 has a scale per row, int4 groups of 128 with nonlinear levels, fp8 blocks of 128 columns.
     """
     group = {"int8": min(_INT8_GROUP, k), "int4": min(_INT4_GROUP, k), "fp8": _FP8_BLOCK}.get(number_format, 0)
     input_group = min(INPUT_GROUP, k) if number_format.startswith("int") else 0
@@ -88,7 +88,7 @@ def pack_weight(setup: Setup, number_format: str, n: int, k: int) -> object:
 
 
 def best_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
-    """Yield the search for the best outputs of a bfloat16 head: as many bytes and products as its copy has."""
+    """Yield the greedy argmax of a bfloat16 LM head; bytes and products are those of its int8 copy."""
     n, k = shapes.linears["head"]
     heads = [pack_weight(setup, "bf16", n, k)]
     screens = [setup.native.Screen(heads[0], setup.num_threads, setup.isa)]

@@ -1,4 +1,4 @@
-"""What the server costs beside LLM.generate: the same prompts through both, in turn, on the same machine."""
+"""Overhead of the server relative to LLM.generate: the same prompts through both, alternately, on the same machine."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ Prompts = list[dict[str, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Output tokens per second of one turn of each; the mean of the direct runs before and after is what is compared with."""
+    """Output tokens per second of one round; direct: the mean of the direct runs before and after the served one."""
 
     served: float
     direct: float
 
     @property
     def ratio(self) -> float:
-        """What the server reaches of what LLM.generate does."""
+        """Throughput of the server relative to LLM.generate."""
         return self.served / self.direct
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """The rounds of one measurement. ratio: the median of theirs, between the least and the greatest."""
+    """The rounds of one measurement. ratio: the median of theirs, with the minimum and the maximum."""
 
     model: str
     workload: Workload
@@ -60,27 +60,29 @@ class Overhead:
     provenance: Provenance
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         rows = [
             f"round {number}: served {one.served:.1f}, direct {one.direct:.1f} output tokens/s, ratio {one.ratio:.3f}"
             for number, one in enumerate(self.rounds, start=1)
         ]
         spread = f"{self.least_ratio:.3f} to {self.greatest_ratio:.3f}"
-        return "\n".join((*rows, f"Server beside LLM.generate: median ratio {self.ratio:.3f} ({spread})"))
+        return "\n".join((*rows, f"Server against LLM.generate: median ratio {self.ratio:.3f} ({spread})"))
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
 def measure_overhead(
     config: EngineConfig, workload: Workload, server: Sequence[str], port: int, num_rounds: int = 5
 ) -> Overhead:
-    """Return how fast the server is beside LLM.generate, in `num_rounds` rounds of the same prompts through both.
+    """Return the throughput of the server relative to LLM.generate, in `num_rounds` rounds of the same prompts through both.
 
-    server  the command that serves the same model with the same options at `port` of 127.0.0.1; it is started and ended here.
-    Both engines are loaded all the time, and the one that is not asked sleeps. No round has the prompts of another, so that
-    none is cached. A round is compared with the direct runs before and after it: the machine may drift.
+    server  the command that serves the same model with the same options at `port` of 127.0.0.1; started and stopped here.
+
+    Both engines are loaded all the time, and the unused one sleeps. Rounds have different prompts, so that none is cached. A
+    round is compared with the direct runs before and after it, as the machine may drift.
+
     Raises ConfigError and WorkerError.
     """
     if num_rounds < 1:
@@ -94,7 +96,7 @@ def measure_overhead(
             workload.check(llm.llm_engine.report)
             spec = llm.llm_engine.report.spec
             prompts = [workload.prompts(spec, first=number) for number in range(num_rounds + 2)]
-            _run_direct(llm, workload, prompts[-1])  # neither is counted: the memory of a step is made when the first comes
+            _run_direct(llm, workload, prompts[-1])  # warm-up of both: memory of a step is allocated at the first one
             runner.run(_run_served(client, name, workload, prompts[-1]))
             before, rounds = _run_direct(llm, workload, prompts[-2]), []
             for number in range(num_rounds):
@@ -134,7 +136,7 @@ def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
 
 
 async def _wait_for(process: subprocess.Popen[bytes], client: HttpClient) -> str:
-    """Return the name of the server's model, once it is there."""
+    """Return the name of the server's model, as soon as it is ready."""
     deadline_s = _CLOCK() + _START_TIMEOUT_S
     while True:
         try:

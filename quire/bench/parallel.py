@@ -1,4 +1,4 @@
-"""What ranks of one host wait for each other: barriers, sums, messages after idle time, and what idle workers cost."""
+"""Communication between ranks of one host: barriers, sums, messages after idle time, and the cost of idle workers."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ WORKER_MODULE = "quire.bench.parallel_worker"
 RESULTS = "bench.results"
 MAX_SAMPLES = 20_000
 STOP, BARRIERS, SUMS, MESSAGES, IDLE = range(5)
-"""What a worker is told to do, in the header of a message: (what, count, bytes)."""
+"""Commands to a worker, in the header of a message: (command, count, bytes)."""
 
-_MESSAGE_ELEMENTS = 60  # with its head a message of the size of a step of 16 sequences
+_MESSAGE_ELEMENTS = 60  # with its header a message of the size of a step with 16 sequences
 _WARM_UP = 200
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelFigure:
-    """One operation; times in microseconds, of the leader, or of the only reader for messages.
+    """One operation; times in microseconds, of the leader, or of the measured reader for messages.
 
-    least_us, tenth_us  say what the code costs where others use the machine, median_us and p99_us what is waited for
+    least_us, tenth_us  show the cost of the code even if others use the machine, median_us and p99_us the actual waiting times
     """
 
     operation: str
@@ -48,7 +48,7 @@ class ParallelFigure:
 
 @dataclass(frozen=True, slots=True)
 class ParallelRecord:
-    """All figures, and where they were made. idle_share: of a core, of one worker that waits for messages."""
+    """All results and their provenance. idle_share: of a core, used by one worker that waits for messages."""
 
     figures: tuple[ParallelFigure, ...]
     idle_share: float
@@ -82,11 +82,11 @@ def figure_of(
 def measure_parallel(
     ranks: Sequence[int] = (2, 4), num_samples: int = 5000, idle_s: Sequence[float] = (0.001,), idle_worker_s: float = 5.0
 ) -> ParallelRecord:
-    """Measure groups of so many processes, one after the other. Raises ConfigError.
+    """Measure groups of these numbers of processes in turn. Raises ConfigError.
 
     num_samples    barriers and sums; a hundredth of it messages after each idle time
-    idle_s         seconds without a message before one that is measured
-    idle_worker_s  for how long a worker's own processor time is measured while it waits
+    idle_s         seconds without a message before a measured one
+    idle_worker_s  duration of the measurement of an idle worker's CPU time
     """
     for size in ranks:
         if not 2 <= size <= MAX_RANKS:
@@ -127,7 +127,7 @@ def _measure_group(workers: SpawnedWorkers, count: int) -> list[ParallelFigure]:
 
 
 def _measure_messages(workers: SpawnedWorkers, idle_s: float, count: int) -> ParallelFigure:
-    """The time from before a message is written until its reader has decoded it, on the clock that both processes share."""
+    """Measure the time from before a message is written until its reader has decoded it; both processes share the clock."""
     workers.ring.send([MESSAGES, count])
     workers.barrier.wait()
     payload = np.zeros(_MESSAGE_ELEMENTS, np.int32)

@@ -13,7 +13,7 @@ from quire.parallel.launch import WorkerContext, run_worker
 
 
 def main(context: WorkerContext) -> None:
-    """Do what the leader's messages say, until STOP."""
+    """Execute the leader's commands, until STOP."""
     torch.set_num_threads(1)
     native = native_extension()
     context.startup.ready()
@@ -36,7 +36,7 @@ def main(context: WorkerContext) -> None:
 
 
 def _receive_timed(context: WorkerContext, count: int) -> None:
-    """Note for each message the nanoseconds since it was about to be written; those of rank 1 are the results."""
+    """Record for each message the nanoseconds since before it was written; those of rank 1 are the results."""
     context.barrier.wait()
     times_ns = np.empty(count)
     for index in range(count):
@@ -49,7 +49,7 @@ def _receive_timed(context: WorkerContext, count: int) -> None:
 
 
 def _wait_idle(context: WorkerContext) -> None:
-    """Wait for one message, and note the share of a core that this process took meanwhile."""
+    """Wait for one message, and record the share of a core that this process used meanwhile."""
     context.barrier.wait()
     began_s, used_s = time.monotonic(), time.process_time()
     context.ring.receive()

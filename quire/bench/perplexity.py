@@ -19,12 +19,12 @@ _QUANTIZATIONS = ("none", "int8", "int4")
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """How a text is cut. Raises ConfigError.
+    """How a text is split. Raises ConfigError.
 
-    context     tokens of a window at most; None: 512, or what the model takes
+    context     maximum tokens of a window; None: 512, or the model's maximum
     stride      tokens from the start of one window to the next; None: context, so that windows do not overlap. With
                 overlap, a token is predicted from at least context - stride tokens, except at the start
-    max_tokens  tokens of the text that are used, from its start; None: all
+    max_tokens  number of tokens used from the start of the text; None: all
     """
 
     context: int | None = None
@@ -38,7 +38,7 @@ class Windows:
                 raise ConfigError(f"{name} must be at least {least}, got {value}")
 
     def fit(self, max_model_len: int) -> tuple[int, int]:
-        """Return context and stride for a model; a sequence has one token of output beside its window."""
+        """Return context and stride for a model; a sequence has one token of output in addition to its window."""
         context = min(_DEFAULT_CONTEXT, max_model_len - 1) if self.context is None else self.context
         if context >= max_model_len:
             raise ConfigError(f"context must be less than max_model_len ({max_model_len}), got {context}")
@@ -50,10 +50,10 @@ class Windows:
 
 @dataclass(frozen=True, slots=True)
 class Perplexity:
-    """The figures of one precision over one text.
+    """The results of one precision on one text.
 
-    nats_per_token  mean of -log p over the scored tokens; perplexity is e to it
-    relative        perplexity over that of the first precision of the run, minus 1; None for the first itself
+    nats_per_token  mean of -log p over the scored tokens; perplexity is e to the power of it
+    relative        perplexity relative to the first precision of the run, minus 1; None for the first itself
     """
 
     model: str
@@ -68,7 +68,7 @@ class Perplexity:
     relative: float | None = None
 
     def describe(self) -> str:
-        """Return the figures as a line for people."""
+        """Return the results as a readable line."""
         precision = self.dtype if self.quantization is None else f"{self.dtype}, {self.quantization}"
         change = "" if self.relative is None else f", {self.relative:+.2%}"
         return (
@@ -79,14 +79,14 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityRecord:
-    """The figures of a run and where it was made; `text` names the text."""
+    """The results of a run and their provenance; `text` is the name of the text."""
 
     text: str
     results: tuple[Perplexity, ...]
     provenance: Provenance
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         return "\n".join(result.describe() for result in self.results)
 
     def to_json(self) -> str:
@@ -112,9 +112,9 @@ def cut_windows(num_tokens: int, context: int, stride: int) -> list[tuple[int, i
 def compare_perplexity(
     config: EngineConfig, text: str, name: str, windows: Windows, against: Sequence[str] = (), show_progress: bool = False
 ) -> PerplexityRecord:
-    """Measure a precision, and others over the same tokens.
+    """Measure a precision, and others on the same tokens.
 
-    name     what the record calls the text
+    name     name of the text in the record
     against  each "none", "int8" or "int4" (the option quantization), or another model with the same tokenizer
     """
     results: list[Perplexity] = []
@@ -139,7 +139,7 @@ def _variant(config: EngineConfig, other: str) -> EngineConfig:
 def _measure(
     config: EngineConfig, text: str, tokens: list[int], windows: Windows, show_progress: bool
 ) -> tuple[Perplexity, list[int]]:
-    """Return the figures of one engine, and the tokens of the text, which are made where none are given."""
+    """Return the results of one engine, and the tokens of the text, which are computed if none are given."""
     llm = LLM(config)
     try:
         report = llm.llm_engine.report

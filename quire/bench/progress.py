@@ -8,5 +8,5 @@ from tqdm import tqdm
 
 
 def progress_bar(total: int, unit: str, is_shown: bool) -> tqdm[Any]:
-    """Return a bar on standard error, which shows nothing where that is no terminal, or if it is not wanted."""
+    """Return a progress bar on standard error, which shows nothing if that is no terminal, or if is_shown is False."""
     return tqdm(total=total, unit=unit, disable=None if is_shown else True, dynamic_ncols=True, leave=False)

@@ -1,4 +1,4 @@
-"""Where a figure was made: machine, commit and date."""
+"""Provenance of a result: machine, commit and date."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.kernels.native import load_native
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """The machine and what ran on it.
+    """The machine and the software of a measurement.
 
     machine               the processor and its logical cores
-    cpu_family, cpu_model, cpu_stepping  as the processor says, which its name often hides; None where the system does not say
-    isa                   instruction set of the native kernels; None: torch ran
+    cpu_family, cpu_model, cpu_stepping  numbers of the processor, which its name often hides; None if unknown
+    isa                   instruction set of the native kernels; None: torch was used
     commit                of the checkout that ran, "-dirty" with changes, or None
     """
 
@@ -34,7 +34,7 @@ class Provenance:
 
 
 def find_provenance() -> Provenance:
-    """Return the provenance of what is measured now, in this process."""
+    """Return the provenance of a measurement in this process."""
     cpu, native = cpu_fields(), load_native()
     family, model, stepping = (_number(cpu.get(field)) for field in ("cpu family", "model", "stepping"))
     return Provenance(

@@ -1,4 +1,4 @@
-"""What makes numbers narrow: the inputs of a linear layer in every call, and weights once, as they are loaded."""
+"""Benchmark cases: quantisation of the inputs of linear layers in every call, and of weights during loading."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, native_quantize
 
 _INPUT_BYTES = {"bf16": 2, "int8": 1}
 _GROUP_BYTES = 12
-"""Beside a group of inputs in bytes: its scale, and its sum in two forms."""
+"""Additional bytes per group of int8 inputs: its scale, and its sum in two forms."""
 
 
 def pack_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
-    """Yield the packing of inputs, to bytes with a scale for each group or to bfloat16, which `linear` cases contain."""
+    """Yield the packing of inputs, to int8 with a scale for each group or to bfloat16, which `linear` cases include."""
     for number_format, width in _INPUT_BYTES.items():
         for k in dict.fromkeys(k for _, k in shapes.linears.values()):
             weight = pack_weight(setup, number_format, 1, k)

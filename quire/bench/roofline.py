@@ -1,4 +1,4 @@
-"""What a run needed: the side of a roofline share that is counted; quire.kernels.peaks measures the other."""
+"""The operations and bytes that a run needs, for roofline shares; quire.kernels.peaks measures the peaks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from quire.contracts.memory import ModelReport
 
 
 def needed_flops(report: ModelReport, num_prompt_tokens: int, num_output_tokens: int) -> float:
-    """FLOPs of the weights' products: two per parameter and token; the head only where a token is sampled.
+    """Return the FLOPs of the weights' products: two per parameter and token; the head only where a token is sampled.
 
-    Attention is left out, so that shares are, if anything, too low.
+    Attention is not included, so shares are, if anything, too low.
     """
     spec = report.spec
     head = spec.vocab_size * spec.hidden_size
@@ -17,5 +17,5 @@ def needed_flops(report: ModelReport, num_prompt_tokens: int, num_output_tokens:
 
 
 def needed_bytes(report: ModelReport, num_steps: int) -> float:
-    """Bytes of weights, as they are run, read when every step reads each active parameter once; KV is left out."""
+    """Return the bytes of weights read if every step reads each active parameter once, in its run-time format; without KV."""
     return float(num_steps) * report.active_weight_bytes

@@ -1,4 +1,4 @@
-"""What is computed row by row: norms, heads that are normed and rotated, and sampling."""
+"""Benchmark cases that work row by row: norms, norm and rotation of heads, and sampling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def norm_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     for m in setup.rows:
         num_bytes = 2 * 4 * m * size
         copies = setup.copies_for(num_bytes)
-        # Ones, not zeros or nothing: memory that is written for the first time would be taken from the system in the call.
+        # Ones, because memory that is written for the first time would be allocated by the system during the call.
         x, out, weight = noise(copies, m, size).contiguous(), torch.ones(copies, m, size), torch.ones(size)
         step, first_x, first_out = 4 * m * size, x.data_ptr(), out.data_ptr()
 
@@ -46,7 +46,7 @@ def norm_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
 def sampler_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     if not hasattr(setup.native, "sample"):
         return
-    # (inverse temperature, is greedy, top_k, top_p, log of min_p, seed, position, mask), as bind_sampler.cpp takes them.
+    # (inverse temperature, is greedy, top_k, top_p, log of min_p, seed, position, mask), see bind_sampler.cpp.
     kinds = {
         "greedy": (1.0, True, 0, 1.0, -math.inf, 0, 0, 0),
         "top-k 20 top-p 0.95": (1.0, False, 20, 0.95, -math.inf, 7, 3, 0),
@@ -66,7 +66,7 @@ def sampler_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
 
 
 def turn_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
-    """Yield the norm and the rotation of the query and key heads of rows, by one thread, as a step gives each its rows."""
+    """Yield the norm and the rotation of the query and key heads of rows, by one thread, as in a step."""
     heads, dim = shapes.num_heads + shapes.num_kv_heads, shapes.head_dim
     for m in setup.rows:
         num_bytes = 4 * m * (2 * heads + 1) * dim

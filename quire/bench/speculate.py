@@ -1,9 +1,8 @@
-"""Speculation: acceptance by position, tokens per step and speed against plain decoding, by method and batch size.
+"""Speculation benchmark: acceptance by position, tokens per step and speedup over plain decoding, by method and batch size.
 
-One engine runs the same prompts with drafts and without them in turn, so that a machine that slows down slows both, and both
-read the same memory. That their tokens are equal is checked on the way. Each pair of runs has prompts of its own where there
-are enough: what drafts gain depends on the text. What is learnt in the runs that do not count is kept: it is the steady state
-that is measured.
+One engine runs the same prompts with and without drafts alternately, so that drift of the machine affects both, and both read
+the same memory. It is checked that their tokens are equal. Each pair of runs has its own prompts if there are enough, because
+the gain depends on the text. What the warm-up runs learn is kept: the steady state is measured.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _REPLAY = "replay:"
 
 
 def num_requests(size: int, num_waves: int) -> int:
-    """Return how many requests a run of a batch of that size has."""
+    """Return the number of requests of a run with this batch size."""
     return size if size == 1 else size * num_waves
 
 
@@ -42,15 +41,14 @@ def num_requests(size: int, num_waves: int) -> int:
 class Trial:
     """What is measured: every method at every batch size.
 
-    methods      JSON of a speculative_config each, or replay:P, drafts of which a share P is right, with num_tokens of them
-    prompts      texts or token ids; the first batch takes the first so many, the second the next, and the first again when
-                 those left do not fill one
-    num_rounds   pairs of runs that are counted
-    warm_up_len  tokens that a sequence gets with drafts before, at least: as many runs as that takes are not counted
-    forced_share  drafts of the methods are replaced, after they have been made, by some of which this share is right; None: not
-    num_waves    requests of each place in a batch of several, one after the other: sequences with drafts do not end together,
-                 and a batch that is not filled again would be measured while it is a smaller one
-    task         what the prompts ask for; see speculate_tasks.py
+    methods      JSON of a speculative_config each, or replay:P, num_tokens drafts of which a share P is right
+    prompts      texts or token ids; consecutive batches take consecutive prompts, starting again when too few are left for one
+    num_rounds   measured pairs of runs
+    warm_up_len  minimum number of tokens that a sequence gets with drafts before; the runs needed for that are not measured
+    forced_share  replace drafts after they are made, so that this share is right; None: do not
+    num_waves    consecutive requests per place of a batch of several sequences: sequences with drafts do not end together, and
+                 without refilling a smaller batch would be measured at the end
+    task         kind of prompts; see speculate_tasks.py
     """
 
     methods: tuple[str, ...]
@@ -68,17 +66,17 @@ class Trial:
 
     @property
     def num_warm_up(self) -> int:
-        """Runs with drafts that are not counted."""
+        """Number of warm-up runs with drafts, which are not measured."""
         return max(1, -(-self.warm_up_len // self.output_len))
 
     @property
     def num_runs(self) -> int:
-        """Runs in all: of each method and batch size one of each batch without drafts, those that warm up, and the pairs."""
+        """Total number of runs: per method and batch size one of each batch without drafts, the warm-up runs, and the pairs."""
         num_batches = sum(len(self.batches(size)) for size in self.batch_sizes)
         return len(self.methods) * (num_batches + len(self.batch_sizes) * (self.num_warm_up + 2 * self.num_rounds))
 
     def batches(self, size: int) -> list[list[dict[str, Any]]]:
-        """Return the prompts of the runs that the rounds take in turn."""
+        """Return the prompts of the runs, which the rounds use in turn."""
         each = num_requests(size, self.num_waves)
         chosen = self.prompts[: min(self.num_rounds, len(self.prompts) // each) * each]
         prompts = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": list(p)} for p in chosen]
@@ -86,7 +84,7 @@ class Trial:
 
     def __post_init__(self) -> None:
         for name, value, least in (
-            ("output_len", self.output_len, 2),  # of one token nothing is decoded
+            ("output_len", self.output_len, 2),  # with one token nothing is decoded
             ("num_iters", self.num_rounds, 1),
             ("waves", self.num_waves, 1),
             ("batch sizes", min(self.batch_sizes), 1),
@@ -98,10 +96,10 @@ class Trial:
         for method in self.methods:
             if method.startswith(_REPLAY):
                 if self.forced_share is not None:
-                    raise ConfigError(f"methods: {method!r} says its share of right drafts itself; leave out force_acceptance")
+                    raise ConfigError(f"methods: {method!r} sets its own share of right drafts; leave out force_acceptance")
                 _share_of(method)
                 continue
-            SpeculativeConfig.read(method)  # the last one must not fail after the others have run
+            SpeculativeConfig.read(method)  # so that an invalid one fails before the others have run
             if "adaptive" in json.loads(method):
                 raise ConfigError(f"methods: --adaptive and --no-adaptive are for all of them, but {method} has `adaptive`")
         most = num_requests(max(self.batch_sizes), self.num_waves)
@@ -113,19 +111,19 @@ class Trial:
 class Line:
     """One method at one batch size; times are medians of whole runs.
 
-    num_batches      different batches of prompts that were run
+    num_batches      number of different batches of prompts that were run
     forced_share     see Trial
-    speed_up         median of the ratios of runs that followed each other, prompts included
+    speed_up         median of the ratios of paired runs, prompts included
     spread           lower and upper quartile of these ratios
-    decoding         median of the ratios of what came behind the first token of each run: of time per output token
-    overall          ratio of the times of all runs together
-    cpu              median of the ratios of the process's CPU time, to which other programs add little; with one thread, what
-                     the whole runs would give on an idle machine, with more also how long these waited for each other
+    decoding         median of the ratios of the time after the first token of each run: of time per output token
+    overall          ratio of the total times of all runs
+    cpu              median of the ratios of the process's CPU time, which other programs hardly affect; with one thread, the
+                     ratio on an idle machine, with more it includes how long these waited for each other
     acceptance       share of the drafts that were accepted, by position
     tokens_per_step  of a sequence
-    same_outputs     share of the outputs with drafts that are those of plain decoding: all, but where acceptance is typical
-                     and sampled, and on a GPU that is not deterministic, where sums of steps with drafts have other bits, and
-                     near-ties other ends
+    same_outputs     share of the outputs with drafts that equal those of plain decoding: all, except with typical acceptance
+                     and sampling, and on a GPU that is not deterministic, where sums of steps with drafts have other bits, and
+                     near-ties may be decided differently
     """
 
     method: str
@@ -146,12 +144,12 @@ class Line:
 
     @staticmethod
     def header() -> str:
-        """Return the line above those of `describe`."""
+        """Return the header for the lines of `describe`."""
         ratios = f"{'speed-up':>10}{'quartiles':>12}{'decoding':>9}{'overall':>9}{'cpu':>6}"
         return f"{'method':<44}{'batch':>6}{ratios}{'tok/step':>10}{'drafts':>8}  acceptance by position"
 
     def describe(self) -> str:
-        """Return the figures as a line for people."""
+        """Return the results as a readable line."""
         shares = " ".join(f"{share:.2f}" for share in self.acceptance)
         spread = f"{self.spread[0]:.2f} {self.spread[1]:.2f}"
         return (
@@ -165,7 +163,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRecord:
-    """The figures."""
+    """The results."""
 
     lines: list[Line]
     model: str
@@ -175,12 +173,12 @@ class SpeculationRecord:
     task: str = "continue"
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
 def _label(method: str) -> str:
-    """Return what tells a method from others, in few words: the values of its JSON."""
+    """Return a short label of a method: the values of its JSON."""
     return method if method.startswith(_REPLAY) else " ".join([_short(value) for value in json.loads(method).values()])
 
 
@@ -202,13 +200,13 @@ def _share_of(method: str) -> float:
 def measure_speculation(
     config: EngineConfig, trial: Trial, show_progress: bool = False, tell: Callable[[Line], None] | None = None
 ) -> SpeculationRecord:
-    """Measure every method at every batch size; `tell` is told of each when it is measured.
+    """Measure every method at every batch size; `tell` is called with each line when it is measured.
 
-    Raises InvariantError where a token differs from plain decoding, acceptance is exact, and sums have one order; ConfigError
-    where the configuration has drafts of its own.
+    Raises InvariantError if a token differs from plain decoding although acceptance is exact and sums have a fixed order;
+    ConfigError if the configuration has speculation itself.
     """
     if config.speculative_config is not None:
-        raise ConfigError("speculative_config: what is measured are the methods, got one beside them; leave it out")
+        raise ConfigError("speculative_config cannot be set: --methods gives the configurations to measure; leave it out")
     lines: list[Line] = []
     with progress_bar(trial.num_runs, "run", show_progress) as bar:
         for method in trial.methods:
@@ -227,7 +225,7 @@ def measure_speculation(
 
 @dataclass(slots=True)
 class _Counts:
-    """What the engine counted in runs with drafts."""
+    """Counts of the engine in runs with drafts."""
 
     num_steps: int = 0
     num_drafts: int = 0
@@ -235,7 +233,7 @@ class _Counts:
     accepted_per_pos: list[int] = field(default_factory=list[int])
 
     def add(self, before: EngineStats, after: EngineStats) -> None:
-        """Count what came between two readings."""
+        """Add what was counted between two readings."""
         self.num_steps += after.num_steps - before.num_steps
         self.num_drafts += after.num_drafts - before.num_drafts
         self.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
@@ -248,7 +246,7 @@ class _Counts:
 def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any]) -> Line:
     batches = trial.batches(batch_size)
     engine = llm.llm_engine
-    # As an engine without speculative_config: nothing is drafted, and the model keeps nothing for a proposer.
+    # Like an engine without speculative_config: nothing is drafted, and the model keeps nothing for a proposer.
     drafting, undrafted = engine.speculator, engine.speculator.with_proposer(None)
     expected: list[list[Any]] = []
     for prompts in batches:
@@ -310,7 +308,7 @@ def _measure(llm: LLM, method: str, batch_size: int, trial: Trial, bar: tqdm[Any
 
 
 class _Took(NamedTuple):
-    """Seconds of a run, of what came behind its first token, and of processors in all of it."""
+    """Seconds of a run, of the part after its first token, and CPU seconds of all of it."""
 
     whole_s: float
     decoding_s: float
@@ -318,13 +316,13 @@ class _Took(NamedTuple):
 
 
 def _run(llm: LLM, prompts: Sequence[dict[str, Any]], trial: Trial, speculator: Speculator) -> tuple[list[Any], _Took]:
-    """Run the requests once, each to its full length, with a speculator; return their outputs and what they took."""
+    """Run the requests once to full length with a speculator; return their outputs and times."""
     llm.llm_engine.use_speculator(speculator)
     params = [
         SamplingParams(temperature=trial.temperature, seed=index, max_tokens=trial.output_len, ignore_eos=True)
         for index in range(len(prompts))
     ]
-    # A salt of its own: no run finds the prefixes or the responses of another.
+    # A separate salt, so that no run uses the cached prefixes or the responses of another.
     salted = [{**prompt, "cache_salt": str(llm.llm_engine.stats.num_steps)} for prompt in prompts]
     begin, cpu_begin = time.perf_counter(), time.process_time()
     outputs = llm.generate(salted, params, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""Prompts made of passages of a text, to be gone on with; in those that quote, copy and edit stands already what is to come."""
+"""Prompts made of passages of a text, to be continued; those for quote, copy and edit already contain the expected output."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from collections.abc import Callable, Mapping
 from quire.base.errors import ConfigError
 
 _NUM_BEGUN = 8
-"""Words of a passage that the prompt says again, so that it is gone on with."""
+"""Number of words of a passage that the prompt repeats, so that it is continued."""
 _WORDS_PER_EDIT = 24
 
 
 def continuing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return passages of the text, to be gone on with."""
+    """Return passages of the text, to be continued."""
     return tuple(" ".join(passage) for passage in _passages(text, count, num_words))
 
 
 def quoting_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return prompts that quote: a passage of the text twice, and then its beginning again, to be gone on with."""
+    """Return prompts for quoting: a passage of the text twice, followed by its beginning, to be continued."""
     return tuple(_join(passage, passage, _begun(passage)) for passage in _passages(text, count, num_words))
 
 
 def copying_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return prompts that copy: words of the text in an order without sense, so that the prompt alone says what comes next.
+    """Return prompts for copying: shuffled words of the text, so that only the prompt determines what comes next.
 
-    They stand there twice, and then their beginning.
+    The words are repeated twice, followed by their beginning.
     """
     prompts: list[str] = []
     for index, passage in enumerate(_passages(text, count, num_words)):
@@ -36,9 +36,9 @@ def copying_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
 
 
 def editing_prompts(text: str, count: int, num_words: int) -> tuple[str, ...]:
-    """Return prompts that edit: a passage, then with some words replaced by others, and then the beginning of that again.
+    """Return prompts for editing: a passage, then the passage with some words replaced, followed by the beginning of that.
 
-    What is to come is the edited passage, which the prompt holds, beside one that differs in a word here and there.
+    The expected output is the edited passage, which the prompt contains, next to one that differs in a few words.
     """
     others = text.split()
     prompts: list[str] = []
@@ -57,11 +57,11 @@ TASKS: Mapping[str, Callable[[str, int, int], tuple[str, ...]]] = {
     "copy": copying_prompts,
     "edit": editing_prompts,
 }
-"""By name: (text, prompts, words of a passage) -> prompts. Raise ConfigError where the text has too few words."""
+"""Name -> function (text, prompts, words of a passage) -> prompts. They raise ConfigError if the text has too few words."""
 
 
 def count_passages(text: str, num_words: int) -> int:
-    """Return how many passages of so many words a text has."""
+    """Return the number of passages of num_words words in a text."""
     return len(text.split()) // max(1, num_words)
 
 
@@ -74,7 +74,7 @@ def _begun(words: list[str]) -> list[str]:
 
 
 def _passages(text: str, count: int, num_words: int) -> list[list[str]]:
-    """Return the words of passages that lie at even distances in the text."""
+    """Return the words of evenly spaced passages of the text."""
     words = text.split()
     if num_words < 1 or len(words) < count * num_words:
         raise ConfigError(f"the text has {len(words)} words, too few for {count} passages of {num_words}")

@@ -19,10 +19,10 @@ _WARM_UP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """The figures of one run, the median of several; times in seconds.
+    """The results of one run, the median of several; times in seconds.
 
-    mfu, mbu  shares of rates measured just before the run
-    stage_idle_shares  of each pipeline stage, the share of the run in which it did not compute; None without stages
+    mfu, mbu  utilisation relative to peak rates measured just before the run
+    stage_idle_shares  idle share of each pipeline stage during the run; None without stages
     """
 
     elapsed_time: float
@@ -47,7 +47,7 @@ class Throughput:
     stage_idle_shares: tuple[float, ...] | None = None
 
     def describe(self) -> str:
-        """Return the figures as lines for people."""
+        """Return the results as readable lines."""
         rates = self.output_tokens_per_second_of_runs
         spread = f"Of {len(rates)} runs: {min(rates):.2f} to {max(rates):.2f} output tokens/s; the median follows"
         return "\n".join(
@@ -69,27 +69,27 @@ class Throughput:
         return f"Idle: {', '.join(shares)}"
 
     def to_json(self) -> str:
-        """Return the figures as JSON."""
+        """Return the results as JSON."""
         return json.dumps(asdict(self), indent=2)
 
 
 def measure_throughput(
     config: EngineConfig, workload: Workload, show_progress: bool = False, num_repeats: int = 1
 ) -> Throughput:
-    """Run the workload, after a few steps of as many tokens; of several runs return the median with the rates of all.
+    """Run the workload, after a few warm-up steps with as many tokens; of several runs return the median with the rates of all.
 
-    Every run has prompts of its own, so that none is cached. Raises QuireError as LLM does.
+    Every run has its own prompts, so that none is cached. Raises QuireError as LLM does.
     """
     if num_repeats < 1:
         raise ConfigError(f"repeat must be at least 1, got {num_repeats}")
     llm = LLM(replace(config, skip_tokenizer_init=True))
     spec = llm.llm_engine.report.spec
     workload.check(llm.llm_engine.report)
-    # Steps as large as those that are measured: the memory of a step is made when the first of its size comes.
+    # Steps as large as the measured ones, because memory is allocated at the first step of a size.
     num_warm = min(workload.num_prompts, 1 + _WARM_UP_TOKENS // workload.input_len)
     warm_up = Workload(num_warm, workload.input_len, min(4, workload.output_len), 0, True, workload.temperature)
     llm.generate(warm_up.prompts(spec, first=1), warm_up.sampling_params(), use_tqdm=False)
-    # The warm-up had prompts number 1.
+    # The warm-up used the prompts number 1.
     numbers = (0, *range(2, num_repeats + 1))
     runs = [_run(llm, workload, number, config.model, show_progress) for number in numbers]
     llm.close()
@@ -98,7 +98,7 @@ def measure_throughput(
 
 
 def _run(llm: LLM, workload: Workload, first: int, model: str, show_progress: bool) -> Throughput:
-    """Return the figures of one run, beside what the machine can do right before it."""
+    """Return the results of one run, with the machine's peaks measured right before it."""
     report, config = llm.llm_engine.report, llm.llm_engine.config
     machine = measure_peaks(report, num_threads=config.num_threads if config.pipeline_parallel_size > 1 else None)
     prompts = workload.prompts(report.spec, first=first)

@@ -1,4 +1,4 @@
-"""Measure which tiles are fastest for the kernels on a GPU, and write them as a table that engines then start with."""
+"""Tuning: find the fastest tiles for the kernels on a GPU, and write them as a table that engines then load."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_
 logger = get_logger(__name__)
 
 _LEAST_GAIN = 0.03
-"""A tile must be faster by so much than the one there is: less may be chance."""
+"""Minimum improvement of a tile over the present one: less may be chance."""
 
 _PAGE = 64
 _CACHE_BYTES = 128 << 20  # more than a GPU's L2 cache
@@ -41,9 +41,9 @@ Tile = Mapping[str, int | bool]
 
 
 class TuningCase(NamedTuple):
-    """One entry of a table: the kernel, the shapes that it is for, one of them to measure, and the tiles to try there.
+    """One entry of a table: the kernel, the shapes that it applies to, launches of one of them, and the tiles to try.
 
-    make  returns the launches with the table in use then, on tensors that may be those of an earlier call
+    make  returns the launches with the table in use, on tensors that may be reused between calls
     """
 
     kernel: str
@@ -54,7 +54,7 @@ class TuningCase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may take; spilled registers are refused where a tile without them is there."""
+    """Resource limits of a program; tiles that spill registers are refused if there is one that does not."""
 
     max_shared_bytes: int
 
@@ -68,7 +68,7 @@ def tune(
 ) -> TileTable:
     """Return a table with the fastest tile for each case.
 
-    base     the table that a case's present tile comes from, and what is not tuned
+    base     the table with the present tile of each case, and of kernels that are not tuned
     measure  returns the seconds that launches take
     inspect  compiles a launch: tiles over the limits are not run
     """
@@ -106,10 +106,11 @@ def _is_within(launches: list[Launch], limits: Limits, inspect: Callable[[Launch
 
 
 def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Path:
-    """Tune the kernels on the current GPU, write the table, and return where it is.
+    """Tune the kernels on the current GPU, write the table, and return its path.
 
-    output   None: where engines on this device find it, see tile_table.user_path
+    output   None: where engines on this device look for it, see tile_table.user_path
     kernels  None: all
+
     Raises ConfigError without a GPU.
     """
     if not torch.cuda.is_available():
@@ -141,7 +142,7 @@ def _measure_on_gpu(launches: list[Launch]) -> float:
     times = []
     for _ in range(_REPLAYS):
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flushed.zero_()  # a model's other layers would have taken the cache
+        flushed.zero_()  # a model's other layers would have replaced the cache contents
         first.record()
         graph.replay()
         last.record()

@@ -14,7 +14,7 @@ from quire.contracts.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """num_prompts prompts of input_len tokens, drawn from `seed`, with output_len tokens each (fewer at end of sequence,
+    """num_prompts prompts of input_len tokens, drawn from `seed`, with output_len tokens each (fewer at an end of sequence,
     unless ignore_eos). Raises ConfigError."""
 
     num_prompts: int
@@ -34,7 +34,7 @@ class Workload:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
     def check(self, report: ModelReport) -> None:
-        """Raise ConfigError when a sequence is longer than the engine lets it become: it would end early, unnoticed."""
+        """Raise ConfigError if a sequence would exceed max_model_len: it would end early, unnoticed."""
         longest, length = self.input_len + self.output_len, report.memory.max_model_len
         if longest > length:
             raise ConfigError(

@@ -1,7 +1,8 @@
-"""bad_words: phrases that an output must not contain, with a grammar and without one.
+"""bad_words: phrases that an output must not contain, with a grammar or without one.
 
-BannedGrammar wraps a grammar and removes from its masks the tokens that would complete a phrase, however it is cut into tokens.
-`without_phrases` changes a constraint before it is compiled: no output begins what only a phrase could complete.
+BannedGrammar wraps a grammar and removes from its masks the tokens that would complete a phrase, however it is tokenized.
+`without_phrases` changes a constraint before it is compiled, so that no output begins something that only a phrase can
+complete.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ MAX_PHRASE_BYTES = 64 << 10
 MAX_EXPRESSION_CHARACTERS = 2048
 _MAX_CACHED_MASKS = 512
 _MAX_TOKENS_AHEAD = 16
-"""The matcher looks ahead where a mask has at most so many tokens; one with more is usually free text, which forces nothing."""
+"""The matcher looks ahead if a mask has at most this many tokens; one with more is usually free text, which forces nothing."""
 _MAX_MASKS_AHEAD = 16
-"""Masks that are filled to look ahead from one mask."""
+"""Maximum number of masks that are filled to look ahead from one mask."""
 _MAX_FORCED = 8
 _MAX_FORCED_CHARACTERS = 128
-"""Phrases that are taken out of an expression, and their length together: each multiplies the states of the expression."""
+"""Maximum number of phrases that are excluded from an expression, and of their characters: each multiplies its states."""
 _TERMINAL = re.compile(r"^([A-Z_][A-Z0-9_]*)[ \t]*:((?:(?!//|#).)*(?:\n[ \t]*\|(?:(?!//|#).)*)*)$", re.MULTILINE)
-"""The definition of a terminal in Lark and its body, with the following lines that begin with |, and without comments."""
+"""The definition of a terminal in Lark and its body, including following lines that begin with |, without comments."""
 _WIDE_CLASS = re.compile(r"\[(?:\^[^\]]*|[^\]]*-[^\]]*)\]|\{[0-9,]*\}")
-"""Classes with many characters, and counts, which spell none."""
+"""Classes with many characters, and counts, which contain no literal characters."""
 _ALL_TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MAX_PRUNE_PASSES = 8
-"""Each pass finds references to definitions of which the pass before left nothing."""
+"""Each pass finds references to definitions that the previous pass left empty."""
 _TRIAL_TOKENS = 32
 _TRIAL_STRIDES = (7919, 104729)
-"""Which of the allowed tokens a trial takes, one output for each stride."""
+"""Which of the allowed tokens a trial output takes; one output for each stride."""
 
 
 class TokenIndex:
-    """The tokens of a vocabulary by what they begin with, and by what they contain."""
+    """The tokens of a vocabulary by prefix, and by substring."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         texts = [
@@ -67,14 +68,14 @@ class TokenIndex:
         self._ends = np.array(list(accumulate(map(len, self._texts))), dtype=np.int64)
 
     def beginning_with(self, prefix: bytes) -> Any:
-        """Return the ids of the tokens that begin with some bytes, numpy [N] i64."""
+        """Return the ids of the tokens that begin with `prefix`, numpy [N] i64."""
         first = bisect_left(self._texts, prefix)
         above = _successor(prefix)
         last = len(self._texts) if above is None else bisect_left(self._texts, above, lo=first)
         return self._ids[first:last]
 
     def containing(self, part: bytes) -> Any:
-        """Return the ids of the tokens that contain some bytes, numpy [N] i64."""
+        """Return the ids of the tokens that contain `part`, numpy [N] i64."""
         starts: list[int] = []
         at = self._joined.find(part)
         while at >= 0:
@@ -86,18 +87,18 @@ class TokenIndex:
 
 
 def _successor(prefix: bytes) -> bytes | None:
-    """Return the least bytes above all that begin with the prefix."""
+    """Return the smallest byte string above all that begin with the prefix."""
     bare = prefix.rstrip(b"\xff")
     return bare[:-1] + bytes([bare[-1] + 1]) if bare else None
 
 
 class BannedPhrases:
-    """The automaton of some phrases, and the mask of each of its states, computed when it is first needed. Thread-safe.
+    """The automaton of some phrases, and the mask of each of its states, computed on demand. Thread-safe.
 
-    Phrases are matched in the bytes of the output (Aho and Corasick, 1975), so borders of tokens make no difference. The state
-    after an output is a number for its longest end with which a phrase begins; 0: none.
+    Phrases are matched in the bytes of the output (Aho and Corasick, 1975), so token borders make no difference. The state
+    after an output identifies its longest suffix that is a prefix of a phrase; 0: none.
 
-    phrases  none empty. Raises GrammarError where they have more than 64 KiB together
+    phrases  none of them empty. Raises GrammarError if they have more than 64 KiB in total
     """
 
     def __init__(self, phrases: Iterable[str], vocabulary: Vocabulary, index: TokenIndex) -> None:
@@ -110,7 +111,7 @@ class BannedPhrases:
         self._num_bits = vocabulary.num_mask_words * 32
         self._index = index
         self._next: list[dict[int, int]] = [{}]
-        self._begun: list[list[tuple[bytes, int]]] = [[]]  # of each state the phrases that begin so, and where they go on
+        self._begun: list[list[tuple[bytes, int]]] = [[]]  # per state the phrases that begin so, and where they continue
         complete: set[int] = set()
         for phrase in self._phrases:
             complete.add(self._add(phrase))
@@ -147,7 +148,7 @@ class BannedPhrases:
         return self._next[state].get(byte, 0)
 
     def _text_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token; special tokens are no text."""
+        """Return the bytes of a token; special tokens have none."""
         return b"" if token_id >= len(self._tokens) or token_id in self._special else self._tokens[token_id]
 
     def after(self, state: int, token_id: int) -> int:
@@ -157,7 +158,7 @@ class BannedPhrases:
         return state
 
     def after_text(self, state: int, text: bytes) -> int | None:
-        """Return the state after a text, None where a phrase is complete within it, which may have begun before."""
+        """Return the state after a text, None if a phrase is completed within it; the phrase may have begun before."""
         for byte in text:
             state = self._step(state, byte)
             if state in self._complete:
@@ -177,7 +178,7 @@ class BannedPhrases:
         return state
 
     def mask(self, state: int) -> Any:
-        """Return which tokens are allowed, numpy [num_mask_words] i32, a bit each; read-only."""
+        """Return which tokens are allowed, numpy [num_mask_words] i32, one bit each; read-only."""
         with self._lock:
             if state in self._masks:
                 self._masks.move_to_end(state)
@@ -214,7 +215,7 @@ class BannedGrammar:
         self._start = start
 
     def after_prompt(self, token_ids: Sequence[int]) -> BannedGrammar:
-        """Return the same for outputs after a prompt."""
+        """Return the same grammar for outputs after a prompt."""
         return BannedGrammar(self._grammar, self._phrases, self._phrases.after_prompt(token_ids))
 
     def new_matcher(self) -> BannedMatcher:
@@ -243,7 +244,7 @@ class BannedMatcher(WrappingMatcher):
                 words.view(np.uint32)[token_id // 32] &= np.uint32(~(1 << token_id % 32) & 0xFFFFFFFF)
 
     def _leads_to_phrase(self, token_id: int, state: int, budget: Iterator[int]) -> bool:
-        """Return whether every continuation after a token has a phrase in it, as far as the budget of masks shows."""
+        """Return whether every continuation after a token contains a phrase, as far as the budget of masks shows."""
         if self._inner.advance(token_id) is not None:
             return False
         state = self._phrases.after(state, token_id)
@@ -305,7 +306,7 @@ class BannedMatcher(WrappingMatcher):
 
 
 def _few_tokens(words: Any) -> list[int]:
-    """Return the tokens of a mask, none where they are many."""
+    """Return the tokens of a mask, none if there are many."""
     if np.count_nonzero(words) > _MAX_TOKENS_AHEAD:
         return []
     found = _token_ids(words)
@@ -317,10 +318,10 @@ def _token_ids(words: Any) -> Any:
 
 
 def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
-    """Return a constraint without what has a phrase in it: choices, texts of expressions, values and names of a schema.
+    """Return a constraint without parts that contain a phrase: choices, literals of expressions, values and names of a schema.
 
-    Whatever the result allows, the constraint does: a text stands in an output as it is, or as JSON writes it. It is itself
-    where nothing has to be left out. Raises GrammarError where nothing is left.
+    The result allows only what the constraint allows. A text occurs in an output as it is, or as JSON escapes it. The
+    constraint itself is returned if nothing has to be removed. Raises GrammarError if nothing is left.
     """
     if constraint.kind == "json_object":
         return constraint
@@ -343,7 +344,7 @@ def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constrain
 
 
 def _change_regex(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
-    """Return a grammar of what an expression matches that has no phrase in it, of those that it may force to be completed."""
+    """Return a grammar of the expression's matches without the phrases that it may force to be completed."""
     forced = _forced_phrases(constraint.source, phrases)
     if not forced:
         return constraint
@@ -352,7 +353,7 @@ def _change_regex(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
 
 
 def _change_grammar(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
-    """Return a grammar in Lark whose terminals have no phrase in them, of those that they may force to be completed."""
+    """Return a Lark grammar whose terminals exclude the phrases that they may force to be completed."""
     source = constraint.source
     if "::=" in source:
         return constraint
@@ -364,9 +365,9 @@ def _change_grammar(constraint: Constraint, phrases: Sequence[str]) -> Constrain
 
 
 def _forced_phrases(pattern: str, phrases: Sequence[str]) -> list[str]:
-    """Return the phrases that an expression may force to be completed, none where they are too many.
+    """Return the phrases that an expression may force to be completed, none if there are too many.
 
-    These end with a character that it spells. Where others go on too, masks keep a phrase out for less.
+    These end with a literal character of the expression. Where other continuations exist, masks exclude a phrase at lower cost.
     """
     spelled = _WIDE_CLASS.sub("", pattern.replace("\\", ""))
     forced = [phrase for phrase in phrases if phrase[-1] in spelled and phrase.isprintable()]
@@ -378,9 +379,9 @@ def _has_phrase(text: str, phrases: Sequence[str]) -> bool:
 
 
 def _prune_schema(schema: object, phrases: Sequence[str], can_exclude: bool) -> object:
-    """Return the schema, changed, without values and names that JSON writes with a phrase; False where nothing is left.
+    """Return the schema, changed, without values and names whose JSON contains a phrase; False if nothing is left.
 
-    Whatever the result allows, the schema does, and only outputs with a phrase are lost.
+    The result allows only what the schema allows, and excludes only outputs with a phrase.
     """
     for pointer, inner in tuple(iter_schemas(schema)):
         check_shape(inner, pointer)
@@ -396,7 +397,7 @@ def _prune_schema(schema: object, phrases: Sequence[str], can_exclude: bool) -> 
 
 
 def _exclude_from_pattern(schema: dict[str, Any], phrases: Sequence[str]) -> None:
-    """Have strings of a pattern match those of no phrase, too, of those that the pattern may force to be completed."""
+    """Exclude from strings with a pattern the phrases that the pattern may force to be completed."""
     pattern = schema.get("pattern")
     forced = _forced_phrases(pattern, phrases) if isinstance(pattern, str) else []
     written = [excluding(phrase) for phrase in forced if phrase == json.dumps(phrase, ensure_ascii=False)[1:-1]]
@@ -405,9 +406,9 @@ def _exclude_from_pattern(schema: dict[str, Any], phrases: Sequence[str]) -> Non
 
 
 def _prune_tag(part: Any, phrases: Sequence[str], can_exclude: bool) -> Any:
-    """Return a part of a structural tag without alternatives that have a phrase, but for the last of them.
+    """Return a part of a structural tag without alternatives that contain a phrase; the last one is kept.
 
-    can_exclude  expressions may say what is not to be in them
+    can_exclude  whether expressions can exclude texts
     """
     if isinstance(part, list):
         return [_prune_tag(item, phrases, can_exclude) for item in cast("list[Any]", part)]
@@ -441,14 +442,14 @@ class _SchemaPruning:
         self.empty: set[str] = set()
 
     def prune(self, schema: object, place: str = "") -> Any:
-        """Return what is left of a schema; place: "#" of the whole, whose definitions are referred to."""
+        """Return what is left of a schema; place: "#" for the root, whose definitions are referenced."""
         if not isinstance(schema, dict):
             return schema
         fields = cast("dict[str, Any]", schema)
         for key in ("$defs", "definitions"):
             if key in fields:
                 self._prune_definitions(fields[key], f"{place}/{key}" if place else "")
-        if "$ref" in fields:  # what stands beside it may count or not
+        if "$ref" in fields:  # keywords next to it may apply or not
             return False if fields["$ref"] in self.empty else fields
         if not self._prune_values(fields) or not self._prune_parts(fields):
             return False
@@ -465,7 +466,7 @@ class _SchemaPruning:
                 self.empty.add(f"{place}/{escape_pointer(name)}")
 
     def _prune_values(self, fields: dict[str, Any]) -> bool:
-        """Leave out values that are banned; return whether there are others."""
+        """Remove banned values; return whether others are left."""
         if "const" in fields and self._holds_banned(fields["const"]):
             return False
         if fields.get("enum"):
@@ -474,7 +475,7 @@ class _SchemaPruning:
         return True
 
     def _holds_banned(self, value: object) -> bool:
-        """Whether a value is or holds what is banned: of texts and integers, as all else can be written in several ways."""
+        """Return whether a value is or contains a banned text or integer; other values have several spellings."""
         if isinstance(value, dict):
             return any(self._holds_banned(part) for item in cast("dict[str, object]", value).items() for part in item)
         if isinstance(value, list):
@@ -482,7 +483,7 @@ class _SchemaPruning:
         return isinstance(value, str | int) and not isinstance(value, bool) and self._is_banned(value)
 
     def _prune_parts(self, fields: dict[str, Any]) -> bool:
-        """Leave out alternatives that allow nothing; return whether anything is left."""
+        """Remove alternatives that allow nothing; return whether anything is left."""
         for key in ("anyOf", "oneOf", "allOf"):
             if key not in fields:
                 continue
@@ -494,7 +495,7 @@ class _SchemaPruning:
         return True
 
     def _prune_object(self, fields: dict[str, Any]) -> bool:
-        """Leave out properties that allow nothing; return whether an object can do without them."""
+        """Remove properties that allow nothing; return whether objects without them are allowed."""
         if "additionalProperties" in fields:
             fields["additionalProperties"] = self.prune(fields["additionalProperties"])
         is_closed = fields.get("additionalProperties") is False and "patternProperties" not in fields
@@ -513,7 +514,7 @@ class _SchemaPruning:
         return True
 
     def _prune_array(self, fields: dict[str, Any]) -> bool:
-        """Have arrays end before an item that allows nothing; return whether they can."""
+        """Make arrays end before an item that allows nothing; return whether that is allowed."""
         parts = [self.prune(part) for part in fields.get("prefixItems", ())]
         num_possible = parts.index(False) if False in parts else len(parts)
         if parts:
@@ -530,21 +531,22 @@ class _SchemaPruning:
 
 
 def _leave_out_type(fields: dict[str, Any], kind: str) -> bool:
-    """Have a schema allow no objects, or no arrays; return whether it allows anything else."""
+    """Exclude objects or arrays from a schema; return whether it allows anything else."""
     kinds = fields.get("type", _ALL_TYPES)
     fields["type"] = [name for name in ([kinds] if isinstance(kinds, str) else kinds) if name != kind]
     return bool(fields["type"])
 
 
 def excluding(phrase: str) -> str | None:
-    """Return an expression for whole texts without a phrase; None where it would be long. The phrase must not be empty.
+    """Return an expression for whole texts without a phrase; None if it would be long. The phrase must not be empty.
 
-    The automaton that searches for the phrase (Knuth, Morris and Pratt, 1977) has as state how much of it the text ends with.
-    The states are eliminated from the last one on: each is entered from the state below by one character only.
+    The state of the automaton that searches for the phrase (Knuth, Morris and Pratt, 1977) is the length of the phrase's prefix
+    with which the text ends. The states are eliminated from the last one on: each is entered from the state below by one
+    character only.
     """
     length = len(phrase)
     edges = [_edges(phrase, state) for state in range(length)]
-    finish = ""  # how a text may end that has come to the state, without coming to a lower one
+    finish = ""  # how a text that has reached the state may end without reaching a lower one
     for state in range(length - 1, 0, -1):
         loop = edges[state].pop(state, "")
         enter = f"[{_escape(phrase[state - 1])}]" + (f"(?:{loop})*" if loop else "")
@@ -559,7 +561,7 @@ def excluding(phrase: str) -> str | None:
 
 
 def _edges(phrase: str, state: int) -> dict[int, str]:
-    """Return the characters that lead from a state to itself and to lower ones, by where they lead."""
+    """Return the characters that lead from a state to itself and to lower ones, by target state."""
     seen = phrase[:state]
     found: dict[int, str] = {}
     leading = {phrase[state]}
@@ -577,7 +579,7 @@ def _escape(character: str) -> str:
 
 
 def can_continue(grammar: Grammar) -> bool:
-    """Return whether two trial outputs, each of 32 tokens at most, can be followed: a mask may be too complex to be filled."""
+    """Return whether two trial outputs of at most 32 tokens succeed: a mask may be too complex to be filled."""
     for stride in _TRIAL_STRIDES:
         matcher = cast("MaskedMatcher", grammar.new_matcher())
         words = np.zeros(matcher.end_token_id // 32 + 1, dtype=np.int32)

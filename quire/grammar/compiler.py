@@ -1,4 +1,4 @@
-"""GrammarCompiler: compiles constraints beside the engine's steps, each one once."""
+"""GrammarCompiler: compiles constraints in the background of the engine's steps, each one once."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from quire.grammar.vocabulary import Vocabulary
 logger = get_logger(__name__)
 
 _NUM_THREADS = 64
-"""Most wait for a place in the SandboxedCompiler, which bounds how many compile."""
+"""Most threads wait for a place in the SandboxedCompiler, which limits how many compile."""
 _MAX_CACHED = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarKey:
-    """What is compiled once and kept: a constraint, phrases that are banned, or both."""
+    """The key of a compiled grammar: a constraint, banned phrases, or both."""
 
     constraint: Constraint | None
     bad_words: tuple[str, ...] = ()
 
     @property
     def text_before(self) -> ReasoningPrefix | None:
-        """What comes before the JSON of an output, None where it is not all JSON but for that."""
+        """The text before the JSON of an output, None if the output is anything else than JSON after such a text."""
         if self.constraint is None or self.constraint.kind not in ("json_schema", "json_object", "structural_tag"):
             return None
         return text_before(self.constraint.source) if self.constraint.kind == "structural_tag" else ReasoningPrefix()
 
     @property
     def string_forms(self) -> StringForms:
-        """What the schemas of the constraint say of strings."""
+        """The string constraints of the schemas."""
         return NO_FORMS if self.constraint is None else string_forms_of(self.constraint.kind, self.constraint.source)
 
     def explain(self, error: GrammarError) -> RequestError:
-        """Return what a request with this is told."""
+        """Return the error for a request with this key."""
         if self.constraint is None:
             return RequestError(f"bad_words: {error}", "bad_words")
         return error.for_request(self.constraint)
@@ -60,10 +60,10 @@ class GrammarKey:
 
 @dataclass(frozen=True, slots=True)
 class GrammarContext:
-    """What a grammar has to know of the request that it is for.
+    """Properties of the request that a grammar depends on.
 
-    prompt_token_ids  in which a banned phrase may begin
-    max_tokens        within which JSON is brought to an end; None: it is not
+    prompt_token_ids  the prompt, in which a banned phrase may begin
+    max_tokens        within which JSON is completed; None: it may be truncated
     """
 
     prompt_token_ids: tuple[int, ...] = ()
@@ -71,7 +71,7 @@ class GrammarContext:
 
 
 class Compilation:
-    """A demand that is being compiled, or has been."""
+    """A grammar that is being compiled, or has been."""
 
     def __init__(self, future: Future[Grammar], demand: GrammarKey, finish: Callable[[Grammar], Grammar]) -> None:
         self._future = future
@@ -80,16 +80,16 @@ class Compilation:
 
     @property
     def is_done(self) -> bool:
-        """Whether result returns at once."""
+        """Whether `result` returns at once."""
         return self._future.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether result, which is there, is an error."""
+        """Whether the available result is an error."""
         return self._future.cancelled() or self._future.exception() is not None
 
     def result(self) -> Grammar:
-        """Return the grammar, when it is there. Raises RequestError, naming the constraint's field, where there is none."""
+        """Return the grammar, waiting for it. Raises RequestError, naming the constraint's field, if it cannot be compiled."""
         try:
             return self._finish(self._future.result())
         except GrammarError as error:
@@ -98,14 +98,14 @@ class Compilation:
             raise self._demand.explain(GrammarError("the engine has been closed")) from None
 
     def notify(self, call: Callable[[], None]) -> None:
-        """Have something called when it is done, from some thread; at once where it is."""
+        """Call a function when it is done, from some thread; at once if it is done already."""
         self._future.add_done_callback(lambda _: call())
 
 
 class GrammarCompiler:
-    """Compiles in threads of its own; what was compiled lately, refusals too, is kept. Thread-safe.
+    """Compiles in its own threads; recent results are cached, including errors. Thread-safe.
 
-    read_vocabulary  makes the vocabulary when it is first needed; it may raise RequestError
+    read_vocabulary  creates the vocabulary when it is first needed; it may raise RequestError
     sandbox           for tests
     """
 
@@ -125,12 +125,12 @@ class GrammarCompiler:
         self._endings: ShortestCompletions | None = None
         self._is_closed = False
         self.num_compiled = 0
-        self.num_sent_on = 0  # schemas that xgrammar has taken where llguidance did not
+        self.num_sent_on = 0  # schemas that llguidance refused and xgrammar compiled
 
     def start(
         self, constraint: Constraint | None, bad_words: tuple[str, ...] = (), use: GrammarContext | None = None
     ) -> Compilation:
-        """Begin to compile, unless that was done before. Raises RequestError after `close`."""
+        """Begin to compile, unless the result is cached. Raises RequestError after `close`."""
         demand = GrammarKey(constraint, bad_words)
         with self._lock:
             future = self._found.get(demand)
@@ -166,7 +166,7 @@ class GrammarCompiler:
         return grammar
 
     def warm(self) -> None:
-        """Read the vocabulary and start a process now. Without llguidance nothing happens: requests are then told."""
+        """Read the vocabulary and start a process now. Does nothing without llguidance; requests then get an error."""
         try:
             self._get_backend("llguidance")
         except (UnsupportedError, GrammarError, RequestError) as error:
@@ -175,11 +175,11 @@ class GrammarCompiler:
         try:
             self.start(Constraint(kind="json_object")).result()
         except RequestError as error:
-            if not self._is_closed:  # an engine that does its work at once may be gone by now
+            if not self._is_closed:  # an engine with little work may be closed already
                 logger.warning("constraints on outputs cannot be compiled: %s", error)
 
     def close(self) -> None:
-        """End the threads and processes; what is being compiled fails."""
+        """Stop the threads and processes; running compilations fail."""
         with self._lock:
             self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -197,7 +197,7 @@ class GrammarCompiler:
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
             if demand.text_before is not None:
-                self._get_endings()  # which takes a while for the first time, as do these:
+                self._get_endings()  # slow the first time, like the next line
                 _ = demand.string_forms
         except GrammarError:
             raise
@@ -211,11 +211,11 @@ class GrammarCompiler:
         return grammar
 
     def _compile_without(self, constraint: Constraint, bad_words: tuple[str, ...]) -> Grammar:
-        """Compile without texts that are banned, which would be dead ends."""
+        """Compile without banned texts, which would be dead ends."""
         left = without_phrases(constraint, _phrases_of(bad_words)) if bad_words else constraint
         if left is constraint:
             return self._compile_constraint(constraint)
-        is_for_other = constraint.backend == "xgrammar" != left.backend  # it shows only whether anything is left
+        is_for_other = constraint.backend == "xgrammar" != left.backend  # only to check that something is left
         try:
             grammar = self._compile_constraint(left)
             is_kept = not is_for_other and (left.kind == "choice" or can_continue(grammar))  # expressions have more states
@@ -233,7 +233,7 @@ class GrammarCompiler:
             return grammar
 
     def _compile_constraint(self, constraint: Constraint) -> Grammar:
-        """Compile what the tokens can spell. Raises GrammarError."""
+        """Compile a constraint and check that the tokens can spell it. Raises GrammarError."""
         vocabulary = self._get_vocabulary()
         check_texts(constraint, vocabulary)
         grammar = self._compile_by_backend(constraint)
@@ -241,7 +241,7 @@ class GrammarCompiler:
         return grammar
 
     def _compile_by_backend(self, constraint: Constraint) -> Grammar:
-        """Compile by the backend that is asked for; what llguidance refuses for its schemas, by the other one, if that can."""
+        """Compile with the requested backend; schemas that llguidance refuses are compiled by xgrammar, if it can."""
         if constraint.backend == "xgrammar":
             return self._get_backend("xgrammar").compile(constraint)
         try:
@@ -266,7 +266,7 @@ class GrammarCompiler:
         return BannedPhrases(_phrases_of(words), vocabulary, self._index)
 
     def _get_endings(self) -> ShortestCompletions:
-        if self._endings is None:  # whoever steps asks when it is there, and waits for nobody
+        if self._endings is None:  # the stepping thread only asks after it was created, and never waits
             vocabulary = self._get_vocabulary()
             with self._making["endings"]:
                 if self._endings is None:
@@ -295,7 +295,7 @@ class GrammarCompiler:
 
 
 def _phrases_of(words: tuple[str, ...]) -> list[str]:
-    """Return what is banned: words also where no space is before them."""
+    """Return the banned phrases: words are also banned without a leading space."""
     return [word.lstrip() or word for word in words]
 
 

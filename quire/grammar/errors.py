@@ -8,14 +8,14 @@ from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 
 _OWN_SCHEMA = re.compile(r"((?:(?!/json_schema).)*)/json_schema(/.*)?", re.DOTALL)
-"""A pointer into a schema within a structural tag: what leads to the schema, and the pointer within it."""
+"""A pointer into a schema within a structural tag: the pointer to the schema, and the pointer within it."""
 _TAG = re.compile(r".*/tags/(\d+)/content")
 
 
 class GrammarError(Exception):
-    """A constraint is invalid, not supported or too complex; independent of the request that it came from.
+    """A constraint is invalid, not supported or too complex, whatever request it belongs to.
 
-    pointer  JSON pointer to the keyword at fault, where it is known
+    pointer  JSON pointer to the invalid keyword, if known
     """
 
     def __init__(self, message: str, pointer: str | None = None) -> None:
@@ -23,12 +23,12 @@ class GrammarError(Exception):
         self.pointer = pointer
 
     def for_request(self, constraint: Constraint) -> RequestError:
-        """Return what the request of a constraint is told."""
+        """Return the error for a request with this constraint."""
         where = self._place(constraint)
         return RequestError(f"{constraint.param}: {self}{where and f' (at {where})'}", constraint.param)
 
     def _place(self, constraint: Constraint) -> str:
-        """Return where the fault is in what the client has sent."""
+        """Return the location of the error in what the client sent."""
         if self.pointer is None:
             return ""
         found = _OWN_SCHEMA.fullmatch(self.pointer) if constraint.schema_names else None
@@ -41,9 +41,9 @@ class GrammarError(Exception):
 
 
 def escape_pointer(key: str) -> str:
-    """Return a key as one part of a JSON pointer."""
+    """Return a key as one component of a JSON pointer."""
     return key.replace("~", "~0").replace("/", "~1")
 
 
 class PassingError(GrammarError):
-    """A constraint could not be compiled now, by no fault of its own: the next request with it tries again."""
+    """A constraint could not be compiled for a temporary reason: the next request with it tries again."""

@@ -1,4 +1,4 @@
-"""FreeGrammar: lets everything through; what a request bans is taken out of it."""
+"""FreeGrammar: allows all tokens; wrappers remove what a request bans."""
 
 from __future__ import annotations
 

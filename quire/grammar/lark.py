@@ -1,4 +1,4 @@
-"""Texts and expressions as llguidance's variant of Lark writes them."""
+"""Texts and expressions in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quire.grammar.schema_patterns import narrow_patterns
 from quire.grammar.schema_walk import has_open_names, iter_reached
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
-"""One space, or a line break with indentation: an output cannot go on with white space for ever."""
+"""One space, or a line break with indentation, so that an output cannot continue with white space forever."""
 
 _ESCAPED_LETTERS = r"nrbtf\""
-r"""What may stand behind a backslash where names are told in several ways: not u, as "\u0079" would be another name than "y" to
-llguidance. Control characters without a letter can then not be written, in values neither."""
+r"""Characters allowed after a backslash if names are distinguished in several ways: not u, because llguidance would treat
+"\u0079" as another name than "y". Control characters without a letter cannot be written then, not even in values."""
 
 
 def quote(text: str) -> str:
@@ -26,7 +26,7 @@ def quote(text: str) -> str:
 
 
 def quote_regex(pattern: str) -> str:
-    """Return an expression between slashes. Anchors at its ends say nothing, as the whole text has to match."""
+    """Return an expression between slashes. Anchors at its ends are removed, as the whole text has to match."""
     if pattern.startswith("^"):
         pattern = pattern[1:]
     num_escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
@@ -45,7 +45,7 @@ def _escape_slashes(pattern: str) -> str:
 
 
 def choice_source(choices: list[str]) -> str:
-    """Return a grammar of one of some texts."""
+    """Return a grammar of one of several texts."""
     return "start: CHOICE\nCHOICE: " + " | ".join(quote(choice) for choice in choices) + "\n"
 
 
@@ -55,7 +55,7 @@ def regex_source(pattern: str) -> str:
 
 
 def schema_options(schema: object, constraint: Constraint) -> dict[str, Any]:
-    """Return what llguidance is told about white space and escapes, and that nothing may be ignored."""
+    """Return llguidance's options for white space and escapes, which also disable ignoring keywords."""
     options: dict[str, Any] = {"whitespace_flexible": False, "coerce_one_of": False, "lenient": False}
     if has_open_names(schema):
         options["json_allowed_escapes"] = _ESCAPED_LETTERS
@@ -65,12 +65,12 @@ def schema_options(schema: object, constraint: Constraint) -> dict[str, Any]:
 
 
 def whitespace_of(constraint: Constraint) -> str:
-    """Return the expression of the white space that may stand in JSON, "" for none."""
+    """Return the expression of the white space that is allowed in JSON, "" for none."""
     return "" if constraint.disable_any_whitespace else constraint.whitespace_pattern or _BOUNDED_WHITESPACE
 
 
 def schema_fields(schema: object) -> Any:
-    """Return a checked schema as llguidance takes it. Raises GrammarError for what it cannot be given."""
+    """Return a checked schema in the form that llguidance accepts. Raises GrammarError if there is none."""
     if schema is False:
         raise GrammarError("the schema false allows nothing", "")
     if schema is True:

@@ -1,7 +1,8 @@
-"""LengthBoundedGrammar: a grammar of JSON whose outputs come to an end before the tokens do that they may have.
+"""LengthBoundedGrammar: a grammar of JSON whose outputs are completed within a maximum number of tokens.
 
-While there is room, nothing is changed. A matcher looks now and then how many tokens the shortest end that it finds would take;
-when hardly more are left, what is open is closed, optional parts are left out, and at last that end is all that is allowed.
+While there is room, nothing is changed. From time to time the matcher searches for the shortest completion that it can find.
+When hardly more tokens are left, open parts are closed and optional parts are omitted, and finally only that completion is
+allowed.
 """
 
 from __future__ import annotations
@@ -17,33 +18,34 @@ from quire.grammar.matcher import MaskedMatcher, WrappingMatcher
 from quire.grammar.shortest_completion import MAX_MASKS, Ending, Search, ShortestCompletions
 
 _TEXT_TOKENS = 6
-"""Tokens that are kept free for each string that is still to come."""
+"""Tokens reserved for each string that is still to come."""
 _SPARE_TOKENS = 4
 _ANSWER_TOKENS = 32
-"""Tokens that free text before the JSON leaves to it beside those, an eighth of all at most."""
+"""Tokens that free text before the JSON leaves for it in addition, at most an eighth of all."""
 _MAX_PATIENCE = 64
 _MAX_ENDING = 256
-"""Tokens of an end that is looked for, and tokens before the limit from which on it is; what needs more is left to itself."""
+"""Maximum length of a completion that is searched for, and number of tokens before the limit at which the search begins;
+outputs that need more are not bounded."""
 _MAX_RETREAT = 128
-"""Tokens behind which what was found on other ways is forgotten."""
+"""Number of tokens after which results for discarded continuations are dropped."""
 _MASKS_A_TOKEN = 8
-"""Masks of a look that can wait, for each token that it does; it can while _MIN_ROOM tokens are left,
-fewer where none was found before."""
+"""Masks per token of a search that can wait; it can while _MIN_ROOM tokens are left,
+fewer if no completion was found before."""
 _MIN_ROOM = 128
 _MAX_FAILURES = 3
-"""How often no end may be found until the output is left to itself."""
+"""Number of failed searches after which the output is no longer bounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was found after `count` tokens: what to do from there on until after `until` tokens.
+    """The decision after `count` tokens, valid until after `until` tokens.
 
-    forced        what is to be taken, an end or what leads out of the text before the JSON; None: nothing yet
-    ending        the end that was found, forced or not
-    search        for an end, from `first` tokens on, that goes on with the tokens
-    num_failures  how often in a row no end was found
-    least, peak   tokens of the shortest end that was found so far, and of the longest one after a shorter one: what it takes
-                  to end within another item of a list or a map, say
+    forced        tokens to take, a completion or the way out of the text before the JSON; None: nothing yet
+    ending        the completion that was found, forced or not
+    search        a search for a completion that starts after `first` tokens and continues with later tokens
+    num_failures  number of consecutive searches without a result
+    least, peak   length of the shortest completion found so far, and of the longest one after a shorter one: for example what
+                  completing another item of a list or a map takes
     """
 
     count: int
@@ -59,7 +61,7 @@ class _Look:
 
 
 class _Step:
-    """Where the output stood after some token: its place in JSON, what a look found there, and what came next."""
+    """State of the output after a token: its place in JSON, the decision made there, and the following steps."""
 
     __slots__ = ("following", "found", "place")
 
@@ -72,7 +74,7 @@ class _Step:
 class LengthBoundedGrammar:
     """See contracts.constraint.Grammar.
 
-    max_tokens  of an output; one that ends sooner than that anyway is not changed
+    max_tokens  of an output; one that ends earlier anyway is not changed
     """
 
     def __init__(self, grammar: Grammar, endings: ShortestCompletions, max_tokens: int) -> None:
@@ -86,9 +88,9 @@ class LengthBoundedGrammar:
 
 
 class LengthBoundedMatcher(WrappingMatcher):
-    """See MaskedMatcher. What it does is a function of the tokens, also after a retreat.
+    """See MaskedMatcher. Its behaviour is a function of the tokens, also after `retreat`.
 
-    What was found behind drafts, beside the model, is kept until the tokens come back as those of the output.
+    Results that were found after drafts, in other threads, are kept until those tokens become part of the output.
     """
 
     __slots__ = ("_endings", "_looks", "_max_tokens", "_steps", "_tokens")
@@ -106,7 +108,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         return len(self._tokens)
 
     def _look(self) -> _Look:
-        """Return what to do now, after looking where it is time to."""
+        """Return the current decision, after a search if one is due."""
         last = self._looks[-1]
         if self._count < last.until and not self._has_come_to_an_end(last):
             return last
@@ -120,7 +122,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         return 0 <= last.count < self._count and not last.is_closing and self._inner.can_end
 
     def _search(self, last: _Look) -> _Look:
-        """Return what an end says to do: the last one, where it still is one, or else one that is looked for.
+        """Return the decision based on a completion: the last one, if it is still valid, or else one that is searched for.
 
         While there is room, the search is spread over the next tokens, so that no step waits long for it.
         """
@@ -141,11 +143,11 @@ class LengthBoundedMatcher(WrappingMatcher):
         if not search.is_known(num_masks) and num_masks < MAX_MASKS:
             return replace(last, count=count, until=count + 1, ending=(), search=search, first=first)
         found = self._judge_found(search.result(), last)
-        # What ends the output of some tokens ago says how much room there is, but may be no end of this one.
+        # The completion of an output some tokens ago shows how much room there is, but may not complete the current output.
         return self._judge_found(self._find(), last) if found.is_closing and first < count else found
 
     def _search_further(self) -> _Look:
-        """Return whether an output that may end may go on, with another call: only where it comes to an end again."""
+        """Decide whether a complete output may continue, for example with another call: only if that can be completed too."""
         count, num_left = self._count, self._max_tokens - self._count
         further = self._endings.find_further(self._inner, self._steps[-1].place, min(num_left, _MAX_ENDING))
         if further is None or num_left <= len(further.tokens) + _SPARE_TOKENS + _TEXT_TOKENS * further.num_texts:
@@ -162,9 +164,9 @@ class LengthBoundedMatcher(WrappingMatcher):
         return self._endings.open_string(self._tokens, [step.place for step in self._steps])
 
     def _known_ending(self, last: _Look) -> Ending | None:
-        """Return what is left of the last ending where the output has taken its way, or a part of it that still fits.
+        """Return the rest of the last completion if the output followed it, or a part of it that still fits.
 
-        Where the output wrote something of its own, what the ending has behind that mostly is one still.
+        If the output deviated, the later part of the completion usually still completes it.
         """
         if not last.ending:
             return None
@@ -192,12 +194,12 @@ class LengthBoundedMatcher(WrappingMatcher):
         if found.forced is not None or found.peak <= size:
             return found
         room = self._max_tokens - self._count - found.peak - _SPARE_TOKENS
-        if room <= 0:  # what is begun now might not come to an end
+        if room <= 0:  # what is begun now might not be completed
             return replace(found, until=self._count + 1, is_closing=True)
         return replace(found, until=min(found.until, self._count + room))
 
     def _judge_alone(self, ending: Ending) -> _Look:
-        """Return what an end says to do, whatever was found before."""
+        """Return the decision for a completion, regardless of previous ones."""
         count = self._count
         spare = self._max_tokens - count - len(ending.tokens)
         if spare <= _SPARE_TOKENS:
@@ -234,7 +236,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         error = self._inner.advance(token_id)
         if error is None:
             step = self._steps[-1]
-            following = step.following.get(token_id)  # forks in other threads may forget it at any time
+            following = step.following.get(token_id)  # forks in other threads may remove it at any time
             if following is None:
                 following = step.following[token_id] = _Step(self._endings.after(step.place, token_id))
             self._steps.append(following)
@@ -254,7 +256,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         return error
 
     def num_fitting(self, token_ids: Sequence[int]) -> int | None:
-        """See GrammarMatcher. As if a look had nothing to say that is still to come: masks are filled behind drafts."""
+        """See GrammarMatcher. Pending decisions are ignored: masks are filled after drafts."""
         count = super().num_fitting(token_ids)
         last = self._looks[-1]
         if count is None:
@@ -266,7 +268,7 @@ class LengthBoundedMatcher(WrappingMatcher):
         return next((index for index, (one, other) in enumerate(pairs) if one != other), min(count, len(ahead)))
 
     def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher. Only as far as it has looked."""
+        """See GrammarMatcher. Only as far as a decision was made."""
         last = self._looks[-1]
         if last.forced is not None:
             return last.forced[self._count - last.count :]

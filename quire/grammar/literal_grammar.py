@@ -1,4 +1,4 @@
-"""Values of a JSON schema as languages beside plain JSON write them: Python's literals, bare words, JSON within markers."""
+"""Values of a JSON schema in languages other than plain JSON: Python literals, bare words, JSON within markers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.grammar.string_rules import form_body, has_form, length_body, repeat_
 INTEGER = r"-?(?:0|[1-9][0-9]{0,308})"
 NUMBER = rf"{INTEGER}(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 MAX_DEPTH = 40
-"""How deep values may be nested; the readers of calls give up at 64."""
+"""Maximum nesting of values; the parsers of calls fail at 64."""
 _ANY_DEPTH = 8
-"""How deep a value may be nested that the schema says nothing of."""
+"""Maximum nesting of a value that the schema does not describe."""
 _NUM_KEY_CHARACTERS = 64
 _KEY_EDGE = r"[^\s\x00-\x1f\x7f:,{}\[\]<>\"]"
 _BARE_KEY = rf"/{_KEY_EDGE}|{_KEY_EDGE}[^\x00-\x1f\x7f:<>]{{0,{_NUM_KEY_CHARACTERS - 2}}}{_KEY_EDGE}/"
-"""Names that are read as they are written: up to the colon, without spaces at their ends, and nothing like a value."""
+"""Names that are read literally: up to the colon, without spaces at their ends, and not similar to a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,11 @@ class Dialect:
     """How a language writes values.
 
     words      for null, true and false
-    quotes     what strings stand between, one of them
-    escapes    in a string, besides plain characters; "" where strings have none and end at the quote
-    gap        the expression of the white space that may stand after commas, colons and brackets; "" for none
-    bare_keys  the names of properties stand without quotes
-    forbidden  what no string may have in it, as a reader would take it for the end of something
+    quotes     possible quotation marks of strings
+    escapes    in a string, in addition to plain characters; "" if strings have none and end at the quote
+    gap        the expression of the white space that is allowed after commas, colons and brackets; "" for none
+    bare_keys  the names of properties are not quoted
+    forbidden  texts that no string may contain, because a parser would mistake them for the end of something
     """
 
     words: tuple[str, str, str] = ("null", "true", "false")
@@ -70,7 +70,7 @@ class ValueWriter:
 
     @property
     def comma(self) -> str:
-        """What stands between values, or pairs."""
+        """The separator of values, or pairs."""
         return f'"," {self._gap}'
 
     def value(self, schema: object, pointer: str, path: tuple[str, ...] = (), depth: int = 0) -> str:
@@ -80,14 +80,14 @@ class ValueWriter:
         return self.one_of(branches_of(self._root, schema, pointer, ALL_TYPES, path), pointer, depth)
 
     def one_of(self, branches: Iterable[Branch], pointer: str, depth: int = 0) -> str:
-        """Return the values of some branches."""
+        """Return the values of several branches."""
         options = [self._branch(branch, depth) for branch in branches]
         if not options:
             raise GrammarError("this allows nothing", pointer)
         return self._rules.rule(" | ".join(options))
 
     def literal(self, value: object, pointer: str) -> str:
-        """Return one value, spelled in the ways of the language."""
+        """Return one value, in all spellings of the language."""
         if isinstance(value, str):
             spelled = [self._spell_text(value, mark, pointer) for mark in self._dialect.quotes]
             return f"({' | '.join(text for text in spelled if text)})"
@@ -103,13 +103,13 @@ class ValueWriter:
         return quote(json.dumps(value))
 
     def key(self, name: str, pointer: str) -> str:
-        """Return the name of a property and what stands between it and the value."""
+        """Return the name of a property and the separator before its value."""
         if self._dialect.bare_keys and re.fullmatch(r"[^\s:}<](?:[^:]{0,510}[^\s:])?", name):
             return f"{quote(name)} {quote(':')}"
         return f"{self.literal(name, pointer)} {quote(':')} {self._gap}"
 
     def other_key(self, names: Iterable[str]) -> str:
-        """Return any name of a property but some, as `key` does."""
+        """Return any name of a property except `names`, like `key`."""
         if self._dialect.bare_keys:
             body = f"({_BARE_KEY}){''.join(f' & ~{quote(name)}' for name in names if name)}"
             return f"{self._rules.terminal(body)} {quote(':')}"
@@ -121,7 +121,7 @@ class ValueWriter:
         return f"({' | '.join(keys)}) {quote(':')} {self._gap}"
 
     def pairs(self, branch: Branch, depth: int = 0) -> str:
-        """Return the properties of an object without the brackets, those that are named in their order, then others."""
+        """Return the properties of an object without the brackets: named ones in order, then others."""
         schema = branch.schema
         check_object(schema, branch.pointer)
         named = named_properties(schema, branch.pointer)
@@ -133,7 +133,7 @@ class ValueWriter:
         return self._rules.rule(self.sequence(pairs, self._other_pair(branch, named, depth)))
 
     def sequence(self, items: list[tuple[str, bool]], other: str | None) -> str:
-        """Return items in their order, each required or not, then any number of another, with commas between them."""
+        """Return items in order, each required or not, then any number of `other`, separated by commas."""
         behind = f"({self.comma} {other})*" if other else '""'
         whole = f"({other} ({self.comma} {other})*)?" if other else '""'
         for item, is_required in reversed(items):
@@ -196,7 +196,7 @@ class ValueWriter:
         return f'"[" {self._gap} {inner} {self._gap} "]"'
 
     def _repeated(self, item: str, least: int, most: int | None, is_first: bool) -> str:
-        """Return an item some times over, with a comma before each but the first of the array."""
+        """Return a repeated item, with a comma before each except the first of the array."""
         if not is_first:
             return f"({self.comma} {item}){repeat_bounds({'minItems': least, 'maxItems': most}, 'Items')}"
         more = repeat_bounds({"minItems": max(least - 1, 0), "maxItems": None if most is None else most - 1}, "Items")
@@ -210,7 +210,7 @@ class ValueWriter:
         return f'"{{" {self._gap} {self.sequence([], self._rules.rule(f"{self.other_key(())} {item}"))} {self._gap} "}}"'
 
     def _any_value(self, depth: int) -> str:
-        """Return any value that is not nested deeper than this."""
+        """Return any value that is not nested deeper than `depth`."""
         if depth not in self._any:
             simple = [
                 *map(quote, self._dialect.words),
@@ -225,7 +225,7 @@ class ValueWriter:
         return " | ".join(self._quoted(mark, schema, pointer) for mark in self._dialect.quotes)
 
     def _quoted(self, mark: str, schema: dict[str, Any], pointer: str) -> str:
-        """Return strings between two marks; with a pattern or format they are those that need no escapes."""
+        """Return quoted strings; with a pattern or format only those that need no escapes."""
         banned = without(self._dialect.forbidden)
         if not self._dialect.escapes:
             body = form_body(schema, pointer) if has_form(schema) else length_body(schema)
@@ -238,7 +238,7 @@ class ValueWriter:
         return self._rules.terminal(f"{quote(mark)} ({inner}) {quote(mark)}")
 
     def _spell_text(self, text: str, mark: str, pointer: str) -> str:
-        """Return a string between two marks, "" where it cannot be written so."""
+        """Return a quoted string, "" if it cannot be written with this mark."""
         if any(banned in text for banned in self._dialect.forbidden):
             raise GrammarError(f"{text!r:.100} cannot be written in tool calls of this form", pointer)
         if not self._dialect.escapes:
@@ -249,7 +249,7 @@ class ValueWriter:
 
 
 def named_properties(schema: dict[str, Any], pointer: str) -> list[tuple[str, object, str, bool]]:
-    """Return name, schema, pointer and whether it is required of each property; those that are required alone come last."""
+    """Return name, schema, pointer and whether it is required of each property; those that are only required come last."""
     properties = cast("dict[str, object]", schema.get("properties") or {})
     required = list(map(str, cast("list[object]", schema.get("required") or [])))
     found = [
@@ -265,7 +265,7 @@ def named_properties(schema: dict[str, Any], pointer: str) -> list[tuple[str, ob
 
 
 def check_object(schema: dict[str, Any], pointer: str) -> None:
-    """Raise GrammarError for what is demanded of all properties of an object together."""
+    """Raise GrammarError for constraints on all properties of an object together that cannot be enforced."""
     num_required = len(set(map(str, schema.get("required") or ())))
     most = len(schema.get("properties") or ()) if schema.get("additionalProperties", True) is False else None
     is_held = {

@@ -1,4 +1,4 @@
-"""Grammars by llguidance."""
+"""The llguidance backend."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from quire.grammar.vocabulary import Vocabulary
 
 _MAX_MESSAGE = 500
 _WAYS = ('{["' + string.ascii_letters + string.digits + ":,}] ", string.ascii_letters + string.digits + '":{[,}] ')
-"""What outputs that are tried consist of, what is tried first before the rest: into objects and lists, or along names."""
+"""Tokens of trial outputs, in order of preference: into objects and lists, or along names."""
 _WAY_BYTES = 24
 _MAX_WAYS_S = 0.8
 _GIVEN_UP = "the grammar cannot go on"
 _NOT_TAKEN = "doesn't satisfy the grammar"
-"""What is said of a token that masks do not let through; every other error is the grammar's own."""
+"""Message for a token that masks do not allow; every other error is an error of the grammar."""
 _SLOW_S = 2e-3
-"""What a mask takes whose output gets a grammar of its own: copies of one share a lock, for which a step would wait."""
+"""Cost of a mask above which an output gets its own grammar: copies of one share a lock, for which a step would wait."""
 
 
 class LlguidanceBackend:
-    """Compiles by llguidance; the vocabulary is read in when the backend is made, which takes parts of a second."""
+    """Compiles with llguidance; creating the backend reads the vocabulary, which takes a fraction of a second."""
 
     def __init__(self, vocabulary: Vocabulary, sandbox: SandboxedCompiler) -> None:
         self._vocabulary = vocabulary
@@ -39,7 +39,7 @@ class LlguidanceBackend:
         self._limits = make_limits()
 
     def compile(self, constraint: Constraint) -> BackendGrammar:
-        """See Backend. Whether a grammar can be compiled depends on the vocabulary only by the special tokens that it names."""
+        """See Backend. Whether a grammar compiles depends on the vocabulary only through the special tokens that it names."""
         vocabulary = self._vocabulary
         special = sorted(vocabulary.special_token_ids)
         spelled = [vocabulary.tokens[token_id].decode("utf-8", errors="replace") for token_id in special]
@@ -63,14 +63,14 @@ class LlguidanceBackend:
 
 
 def make_tokenizer(vocabulary: Vocabulary) -> Any:
-    """Return the vocabulary as llguidance has it."""
+    """Return llguidance's tokenizer of the vocabulary."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_TokenSource(vocabulary)))
 
 
 class _TokenSource:
-    """What TokenizerWrapper asks for."""
+    """The interface that TokenizerWrapper needs."""
 
     bos_token_id = None
 
@@ -85,7 +85,7 @@ class _TokenSource:
 
 
 def make_limits() -> Any:
-    """Return what bounds a compilation and a mask: counts, not times."""
+    """Return the limits of a compilation and a mask: counts, not times."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -108,7 +108,7 @@ def _message(state: Any) -> str:
 
 
 def compile_source(tokenizer: Any, source: str, limits: Any) -> Any:
-    """Return a matcher at the beginning. Raises GrammarError in llguidance's own words."""
+    """Return a matcher in its initial state. Raises GrammarError with llguidance's message."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
@@ -118,7 +118,7 @@ def compile_source(tokenizer: Any, source: str, limits: Any) -> Any:
 
 
 def check_ways(matcher: Any, vocabulary: Vocabulary) -> None:
-    """Follow a few outputs for some bytes. Raises GrammarError where none can begin, or the grammar is too complex to go on.
+    """Follow a few trial outputs for some bytes. Raises GrammarError if none can begin, or the grammar is too complex.
 
     vocabulary  has all single bytes as tokens
     """
@@ -127,14 +127,14 @@ def check_ways(matcher: Any, vocabulary: Vocabulary) -> None:
         walker = matcher.deep_copy()
         num_bytes = _walk(walker, vocabulary.encode(preferred), vocabulary.num_mask_words, until, is_varied)
         message = _message(walker) if walker.is_error() else ""
-        if message and (num_bytes == 0 or message != NOTHING_MATCHES):  # of a single way, that does no harm
+        if message and (num_bytes == 0 or message != NOTHING_MATCHES):  # a dead end of a single trial does no harm
             raise GrammarError(f"no output can {'go on' if num_bytes else 'begin'}: {message}")
 
 
 def _walk(walker: Any, preferred: Sequence[int], num_words: int, until: float, is_varied: bool) -> int:
-    """Take a matcher along the first of some tokens that are allowed, as far as it goes; return how many that were.
+    """Advance a matcher by the first of the preferred tokens that is allowed, repeatedly; return the number of steps.
 
-    is_varied  the first of those that were taken least: an output that leaves what it could repeat
+    is_varied  take the allowed token that was taken least, so that repetitions are left
     """
     words = np.zeros(num_words, dtype=np.int32)
     num_taken = dict.fromkeys(preferred, 0)
@@ -154,9 +154,9 @@ def _walk(walker: Any, preferred: Sequence[int], num_words: int, until: float, i
 
 
 def _check_beginning(matcher: Any, num_words: int) -> float:
-    """Return the seconds of computing that the first mask takes.
+    """Return the CPU time of the first mask in seconds.
 
-    Raises GrammarError where nothing can begin an output, which only that shows, or where that takes too much.
+    Raises GrammarError if nothing can begin an output, which only the mask shows, or if it takes too long.
     """
     words = np.zeros(num_words, dtype=np.int32)
     begin_s = time.thread_time()
@@ -167,10 +167,10 @@ def _check_beginning(matcher: Any, num_words: int) -> float:
 
 
 class _State:
-    """Where an output stands in llguidance's eyes.
+    """llguidance's state of an output.
 
     token_ids  of the output
-    forced     tokens that have to come next, None where that was not asked yet
+    forced     tokens that must come next, None if not computed yet
     is_alone   no other output has a copy of its matcher: copies wait for each other's masks
     """
 
@@ -183,14 +183,14 @@ class _State:
         self.is_alone = False
 
     def leave_copies(self, compile_anew: Callable[[], Any]) -> None:
-        """Go on with a grammar of its own, so that who advances a copy does not wait for a mask of this one."""
+        """Continue with a separate grammar, so that advancing a copy does not wait for a mask of this output."""
         matcher = compile_anew()
         if not self.token_ids or matcher.consume_tokens(self.token_ids):
             self.matcher, self.is_alone = matcher, True
 
 
 class _Masks:
-    """Fills the masks of one grammar without the interpreter, which others have meanwhile."""
+    """Fills the masks of one grammar with the GIL released."""
 
     def __init__(self, first_mask_s: float, compile_anew: Callable[[], Any]) -> None:
         self.first_mask_s = first_mask_s
@@ -242,7 +242,7 @@ class LlguidanceMatcher(StateMatcher):
         return None if self.state.matcher.is_error() else count
 
     def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher. Where the text is forced, so are its tokens: llguidance then lets through none but these."""
+        """See GrammarMatcher. Where the text is forced, its tokens are too: llguidance then allows only these."""
         if self.state.forced is None:
             self.state.forced = self.state.matcher.compute_ff_tokens()
         return self.state.forced

@@ -1,4 +1,4 @@
-"""From a constraint to the text that llguidance compiles."""
+"""From a constraint to the source text that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.grammar.vocabulary import Vocabulary
 
 
 def llguidance_source(constraint: Constraint, vocabulary: Vocabulary) -> str:
-    """Return the grammar in llguidance's notation. Raises GrammarError for what it would weaken or does not know."""
+    """Return the grammar in llguidance's notation. Raises GrammarError for what it would weaken or does not support."""
     from llguidance import LLMatcher
 
     kind = constraint.kind

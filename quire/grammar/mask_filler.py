@@ -12,25 +12,26 @@ from concurrent.futures import ThreadPoolExecutor
 from quire.grammar.masks import MaskFill
 
 _MAX_INLINE_S = 2e-4
-"""What masks may take for the caller to fill them: to wake a thread, which then wants the interpreter too, takes longer."""
+"""Maximum cost of masks that the caller fills itself: waking a thread, which then needs the GIL too, takes longer."""
 _SHARE_S = 5e-4
-"""What masks have to take for another thread to be woken for a share of them."""
+"""Minimum cost of masks for which another thread is woken."""
 _HIDDEN_S = 2e-3
-"""What the masks of a step may take together, or half of the step where that is more; the dearest beyond are filled apart."""
+"""Total cost of masks that a step hides, or half of the step if that is more; the most expensive ones beyond it are filled
+separately."""
 _NUM_THREADS = 4
 _CORES_PER_SLOW_THREAD = 4
-"""Slow masks take little of what the model computes with. Their threads must not stand back behind others in the system's eyes:
-they hold the interpreter now and then, and everybody waits for that."""
+"""Slow masks need few of the cores that the model uses. Their threads must not have a lower priority: they hold the GIL now and
+then, and all threads wait for that."""
 
 
 class MaskFiller:
-    """Fills masks in threads of its own. One thread calls start and wait.
+    """Fills masks in its own threads. One thread calls start and wait.
 
-    Outputs share threads, the cheapest mask first, as long as a step hides what that takes. Where one is dear all of a sudden,
-    those behind it can be handed to another thread (`start_again`). From then on it is filled by a few threads for slow ones,
-    until its masks are cheap again.
+    Outputs share threads, the cheapest mask first, as long as a step hides the total cost. If one is unexpectedly expensive,
+    those after it can be moved to another thread (`start_again`). From then on its masks are filled by a few threads for slow
+    ones, until they are cheap again.
 
-    clock  seconds that the calling thread has computed
+    clock  CPU time of the calling thread in seconds
     """
 
     def __init__(self, clock: Callable[[], float] = time.thread_time) -> None:
@@ -45,10 +46,10 @@ class MaskFiller:
         self._is_closed = False
 
     def start(self, fills: Sequence[MaskFill], step_s: float = 0.0, is_alone: bool = False) -> None:
-        """Begin to fill; what is done is said by each.
+        """Begin to fill; each fill reports when it is done.
 
-        step_s    what the step takes that they are for
-        is_alone  nobody else waits for the caller: where that takes next to no time, the masks are filled at once
+        step_s    duration of the step that they are for
+        is_alone  nothing else waits for the caller: masks that are very cheap are filled at once
         """
         if is_alone and len(fills) == 1 and fills[0].expected_s <= _MAX_INLINE_S:
             self._fill(fills)
@@ -74,7 +75,7 @@ class MaskFiller:
             self._quick.submit(self._fill, cheap[index::num_shares])
 
     def start_again(self, fills: Sequence[MaskFill]) -> None:
-        """Have those that wait for their turn behind a slow one be filled without it."""
+        """Restart fills that wait behind a slow one."""
         for fill in fills:
             if not fill.is_begun and not fill.is_slow:
                 self._quick.submit(self._fill, (fill,))
@@ -96,14 +97,14 @@ class MaskFiller:
             self._news.notify_all()
 
     def wait_for_all(self, fills: Sequence[MaskFill], timeout_s: float | None) -> bool:
-        """Wait until all are done, or the time is over, None: as long as it takes; return whether they are."""
+        """Wait until all are done or the timeout passes, None: no timeout; return whether all are done."""
         if all(fill.is_done for fill in fills):
             return True
         with self._news:
             return self._news.wait_for(lambda: all(fill.is_done for fill in fills), timeout_s)
 
     def wait_for_any(self, fills: Sequence[MaskFill], timeout_s: float) -> bool:
-        """Wait until one is done, or the time is over; return whether one is."""
+        """Wait until one is done or the timeout passes; return whether one is done."""
         with self._news:
             self._is_asked_for_any = True
             try:
@@ -112,7 +113,7 @@ class MaskFiller:
                 self._is_asked_for_any = False
 
     def close(self) -> None:
-        """End the threads; what is not begun is not filled any more."""
+        """Stop the threads; masks that were not begun are not filled any more."""
         with self._news:
             self._is_closed = True
         for threads in (self._quick, self._slow):

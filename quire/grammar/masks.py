@@ -1,4 +1,4 @@
-"""MaskFill: what may follow one output, and the drafts behind it."""
+"""MaskFill: the token masks of one output, and of the drafts after it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quire.grammar.matcher import MaskedMatcher
 logger = get_logger(__name__)
 
 _FORGET = 0.5
-"""What is left, a step later, of what a dear mask makes believe of those to come."""
+"""Decay per step of the cost of an expensive mask in the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftedTokens:
-    """Tokens that may follow; parents: of each the index of the one before it, -1 for those that would come next."""
+    """Tokens that may follow; parents: index of each token's parent, -1 for those that would come next."""
 
     tokens: Sequence[int] = ()
     parents: Sequence[int] = ()
@@ -31,7 +31,7 @@ NO_DRAFT = DraftedTokens()
 
 
 class MaskCost:
-    """What a mask of one output has taken lately, at most: seconds of computing, infinity where nothing is known."""
+    """Estimated maximum cost of a mask of one output: CPU seconds, infinity if unknown."""
 
     __slots__ = ("mask_s",)
 
@@ -39,25 +39,24 @@ class MaskCost:
         self.mask_s = mask_s
 
     def note(self, mask_s: float) -> None:
-        """Take in what a mask took."""
+        """Record the cost of a mask."""
         self.mask_s = mask_s if math.isinf(self.mask_s) else max(mask_s, self.mask_s * _FORGET)
 
 
 class MaskFill:
-    """The masks of one output for one step. One thread fills them; no other may touch the matcher until they are done.
+    """The masks of one output for one step. One thread fills them; no other may use the matcher until they are done.
 
     ending_ids  the tokens that are allowed where the output may end
-    words       numpy [1 + drafted tokens, at least ceil(vocabulary / 32)] i32: a bit per token, the lowest first: what may come
-                next, and then what may follow each drafted token
-    error       why the matcher cannot go on; the masks then mean nothing
-    num_filled  masks that the matcher was asked for: not those of forced tokens
-    num_forced  drafts, the first ones, that are the only tokens which can come there
-    is_known    per row whether it is there: not behind a draft that its grammar does not take, where nothing can follow, or
-                where there was no time
-    is_broken   whether the matcher got lost behind the drafts, and has to be made anew
-    is_done     whether all of that is there; set last, by who fills
-    is_begun    whether somebody fills them, or has
-    is_slow     whether they are filled apart from others
+    words       numpy [1 + drafted tokens, at least ceil(vocabulary / 32)] i32: a bit per token, the lowest first: the mask of
+                the next token, then those after each drafted token
+    error       why the matcher cannot continue; the masks are then undefined
+    num_filled  number of masks that the matcher computed, excluding those of forced tokens
+    num_forced  number of leading drafts that are the only possible tokens
+    is_known    per row whether it is filled: not after a draft that the grammar rejects, after an end, or without time
+    is_broken   whether the matcher could not be rolled back after the drafts, and must be recreated
+    is_done     whether all of this is set; set last, by the filling thread
+    is_begun    whether a thread has started to fill them
+    is_slow     whether they are filled separately from others
     """
 
     __slots__ = (
@@ -96,19 +95,19 @@ class MaskFill:
 
     @property
     def expected_s(self) -> float:
-        """What filling them will take, going by the masks before."""
+        """Estimated cost of filling, from previous masks."""
         return len(self.words) * self.cost.mask_s
 
     def hurry(self) -> None:
-        """Have no more masks filled behind drafts; whoever fills stops at the next one."""
+        """Stop filling masks after drafts; the filling thread stops at the next one."""
         self.is_hurried = True
 
     def drop(self) -> None:
-        """Have nothing filled any more that is not begun: the output has ended."""
+        """Cancel a fill that has not begun: the output has ended."""
         self.is_begun = self.is_hurried = True
 
     def run(self) -> None:
-        """Fill the masks. The matcher stands afterwards where it stood."""
+        """Fill the masks. The matcher's state is unchanged afterwards."""
         try:
             self._run()
         except Exception as error:
@@ -129,7 +128,7 @@ class MaskFill:
                 _open_ending(words[row], matcher.end_token_id, self.ending_ids)
 
     def _allow_forced(self) -> None:
-        """Write the masks where the grammar forces a token, from the first one on and as far as those tokens are drafted."""
+        """Write the masks of forced tokens, from the first one on as far as these tokens are drafted."""
         tokens, parents = self.draft.tokens, self.draft.parents
         for row, token_id in enumerate(self._matcher.forced_tokens()):
             self.words[row].view(np.uint32)[token_id // 32] = np.uint32(1 << token_id % 32)
@@ -139,7 +138,7 @@ class MaskFill:
             self.num_forced += 1
 
     def _fill(self, row: int) -> str | None:
-        """Fill the mask of a row, where the matcher stands, unless it is known; return what went wrong."""
+        """Fill the mask of a row in the matcher's current state, unless it is known; return the error, if any."""
         if self.is_known[row]:
             return None
         error = fill_mask(self._matcher, self.words[row])
@@ -148,7 +147,7 @@ class MaskFill:
         return error
 
     def _walk(self, ending_ids: set[int]) -> bool:
-        """Take the matcher along the drafts and back, and fill the masks behind them; return False where it is lost."""
+        """Advance the matcher along the drafts and back, filling the masks after them; return False if the rollback fails."""
         matcher, draft = self._matcher, self.draft
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(draft.parents):
@@ -180,7 +179,7 @@ class MaskFill:
 
 
 def fill_mask(matcher: MaskedMatcher, words: Any) -> str | None:
-    """Write what may come next into words, numpy [num_mask_words] i32; return what went wrong."""
+    """Write which tokens may come next into words, numpy [num_mask_words] i32; return the error, if any."""
     error = matcher.source.fill(matcher, words)
     if error is None:
         matcher.narrow(words)
@@ -188,7 +187,7 @@ def fill_mask(matcher: MaskedMatcher, words: Any) -> str | None:
 
 
 def _open_ending(words: Any, end_token_id: int, ending_ids: Sequence[int]) -> None:
-    """Where the output may end, allow the request's ending tokens instead of the end, which the vocabulary does not have."""
+    """Where the output may end, allow the request's ending tokens instead of the end bit, which is outside the vocabulary."""
     bits = words.view(np.uint32)
     word, bit = divmod(end_token_id, 32)
     if bits[word] >> bit & 1:

@@ -1,4 +1,4 @@
-"""What every backend has to offer beside contracts.constraint."""
+"""Interfaces of grammar backends, in addition to contracts.constraint."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from quire.contracts.constraint import Constraint, Grammar, GrammarMatcher
 
 
 class MaskSource(Protocol):
-    """Fills the masks of matchers of one grammar or more, those of different ones in several threads at once."""
+    """Fills the masks of matchers of one or more grammars; for different matchers in several threads at once."""
 
     @property
     def first_mask_s(self) -> float:
-        """What a mask is taken to cost before one was filled for an output: seconds of computing, infinity where unknown."""
+        """Estimated cost of an output's first mask in CPU seconds, infinity if unknown."""
         ...
 
     def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
-        """Write which tokens a matcher allows next; return what went wrong.
+        """Write which tokens a matcher allows next; return the error, if any.
 
-        words  numpy [num_mask_words] i32 in one piece: a bit per token, the lowest first, that of the end last
+        words  numpy [num_mask_words] i32, contiguous: a bit per token, the lowest first, that of the end last
         """
         ...
 
@@ -29,7 +29,7 @@ class MaskedMatcher(GrammarMatcher, Protocol):
 
     @property
     def source(self) -> MaskSource:
-        """Who fills its masks."""
+        """The source that fills its masks."""
         ...
 
     @property
@@ -39,18 +39,18 @@ class MaskedMatcher(GrammarMatcher, Protocol):
 
     @property
     def state(self) -> Any:
-        """What the source fills a mask from."""
+        """The state from which the source fills a mask."""
         ...
 
     def narrow(self, words: Any) -> None:
-        """Take out of a mask, which its source has filled, what is allowed by that but not by this matcher.
+        """Remove from a mask, which its source has filled, the tokens that this matcher does not allow.
 
         words  numpy [num_mask_words] i32
         """
         ...
 
     def forced_bytes(self) -> bytes:
-        """Return the text that has to come next, as far as it sees."""
+        """Return the text that must come next, as far as known."""
         ...
 
     def fork(self) -> MaskedMatcher:
@@ -58,12 +58,12 @@ class MaskedMatcher(GrammarMatcher, Protocol):
         ...
 
     def fork_ahead(self) -> MaskedMatcher:
-        """Return another that stands here, to look ahead for the same output: the two are never used at the same time."""
+        """Return a copy to look ahead for the same output: the two are never used at the same time."""
         ...
 
 
 class ForkedGrammar:
-    """A grammar whose outputs begin where a matcher stands."""
+    """A grammar whose outputs begin in a matcher's current state."""
 
     def __init__(self, matcher: GrammarMatcher) -> None:
         self._matcher = matcher
@@ -74,7 +74,7 @@ class ForkedGrammar:
 
 
 class StateMatcher:
-    """What matchers of all backends share: a state of the backend's own, and who fills its masks."""
+    """Common part of the matchers of all backends: the backend's state, and the source of its masks."""
 
     __slots__ = ("_masks", "end_token_id", "state")
 
@@ -90,7 +90,7 @@ class StateMatcher:
 
 
 class WrappingMatcher:
-    """What matchers around another share: its state, who fills its masks, and what it forces, as far as they take that."""
+    """Base of decorators around a matcher: delegates to it, and forces what it forces as far as the decorator allows that."""
 
     __slots__ = ("_inner", "end_token_id")
 
@@ -140,7 +140,7 @@ class WrappingMatcher:
 class BackendGrammar:
     """A compiled grammar; see contracts.constraint.Grammar.
 
-    new_state  returns a state of the backend at the beginning
+    new_state  returns an initial state of the backend
     kind       of the matchers
     """
 
@@ -162,12 +162,12 @@ class BackendGrammar:
 
 
 class Backend(Protocol):
-    """Compiles constraints for one vocabulary. Safe to call from several threads."""
+    """Compiles constraints for one vocabulary. Thread-safe."""
 
     def compile(self, constraint: Constraint) -> Grammar:
-        """Compile, first or only in another process, which is killed when it takes too much. Raises GrammarError."""
+        """Compile, first or only in another process, which is killed if it exceeds its limits. Raises GrammarError."""
         ...
 
     def close(self) -> None:
-        """Remove what it has made outside of this process."""
+        """Remove what it has created outside of this process."""
         ...

@@ -1,4 +1,4 @@
-"""ReasoningPrefix: the free text before an output's JSON, which mostly is reasoning: where it ends, and what ends it."""
+"""ReasoningPrefix: the free text before an output's JSON, usually reasoning, and the tokens that open and close it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 FIRST_TEXT_PLACE = 3
-"""Places before that are those in JSON, see endings.py."""
+"""Places below are places in JSON, see shortest_completion.py."""
 _MAX_MARKERS = 512
 _SPECIAL = 256
-"""The symbols of a text are its bytes, and a special token's id from here on."""
+"""The symbols of a text are its bytes, and a special token's id plus this offset."""
 
 Symbols = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningPrefix:
-    """What opens the text, () where it begins with the output, and what closes it, () where there is none.
+    """Markers that open the text, () if it begins with the output, and that close it, () if there is none.
 
-    Where an output begins with none of the openers, it is JSON at once.
+    An output that begins with none of the openers is JSON at once.
     """
 
     openers: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class ReasoningPrefix:
 
 @lru_cache(maxsize=256)
 def text_before(source: str) -> ReasoningPrefix | None:
-    """Return the text before the JSON of a structural tag, None where it is not JSON with text before it at most."""
+    """Return the text before the JSON of a structural tag, None if the tag is more than JSON after an optional text."""
     tag: Any = json.loads(source)
     found = _read(tag.get("format"))
     if found is None or sum(map(len, (*found.openers, *found.closes))) > _MAX_MARKERS:
@@ -58,7 +58,7 @@ def _read(item: Any) -> ReasoningPrefix | None:
 
 
 def _either(options: list[ReasoningPrefix]) -> ReasoningPrefix | None:
-    """Return what several options have before them; where one begins with text, all have to."""
+    """Return the combined prefix of several options; if one begins with text, all must be equal."""
     if any(option.closes and not option.openers for option in options):
         return options[0] if all(option == options[0] for option in options) else None
     openers = dict.fromkeys(text for option in options for text in option.openers)
@@ -66,7 +66,7 @@ def _either(options: list[ReasoningPrefix]) -> ReasoningPrefix | None:
 
 
 def _text_tags(item: Any) -> list[dict[str, Any]]:
-    """Return the tags of which one is free text, [] where something else may come, too."""
+    """Return the tags with free text among which one may be chosen, [] if something else may come, too."""
     kind, elements = _elements(item)
     if kind == "or":
         found = [_text_tags(element) for element in elements]
@@ -81,13 +81,13 @@ def _ends(tag: dict[str, Any]) -> list[str]:
 
 
 def _is_json(item: Any) -> bool:
-    """Whether a format is JSON and fixed text around it."""
+    """Return whether a format is JSON, possibly with fixed text around it."""
     kinds = list(_leaves(item))
     return "json" in kinds and all(kind in ("json", "const_string", "regex") for kind in kinds)
 
 
 def _leaves(item: Any) -> Iterator[str]:
-    """Yield the types of the formats that hold no other; "json" for a schema of what is written as JSON."""
+    """Yield the types of the formats without inner formats; "json" for a schema in JSON style."""
     kind, elements = _elements(item)
     if kind in ("sequence", "or", "tags_with_separator"):
         for element in elements:
@@ -108,7 +108,7 @@ def _elements(item: Any) -> tuple[str, list[Any]]:
 
 
 class TextPlaces:
-    """Where an output stands before its JSON: a place for each beginning of an opener or a close that was read last."""
+    """States of an output before its JSON: one for each prefix of an opener or a close that was read last."""
 
     def __init__(self, text: ReasoningPrefix, vocabulary: Vocabulary, special: SpecialTexts) -> None:
         self._vocabulary = vocabulary
@@ -121,11 +121,11 @@ class TextPlaces:
         self._closings = tuple(ids for ids in map(self._spell, text.closes) if ids)
 
     def closings(self, place: int) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each text that ends the free text, () where an output does not stand in it."""
+        """Return the tokens of each text that ends the free text, () if the output is not in it."""
         return self._closings if self._states[place][0] else ()
 
     def after(self, place: int, token_id: int) -> tuple[int | None, bytes]:
-        """Return the place behind one more token; None, and what of it is JSON, where the text is over."""
+        """Return the state after one more token; None, and the part of the token that is JSON, if the text is over."""
         symbols = self._symbols_of(token_id)
         state = self._states[place]
         for at, symbol in enumerate(symbols):
@@ -153,7 +153,7 @@ class TextPlaces:
         return tuple(symbol for part in parts for symbol in ((_SPECIAL + part,) if isinstance(part, int) else part.encode()))
 
     def _spell(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, () where no tokens spell it."""
+        """Return the tokens of a text, () if no tokens spell it."""
         found: list[int] = []
         for part in self._special.split(text):
             found += [part] if isinstance(part, int) else self._vocabulary.encode(part)

@@ -1,7 +1,7 @@
-"""RegexAutomaton: which texts a regular expression is found in, and how a text can go on in few characters so that it is.
+"""RegexAutomaton: decides which texts match a regular expression, and how a text can be completed to match in few characters.
 
-Masks of tokens cannot tell that: where a pattern may be found anywhere in a string, nearly every token is allowed all the time,
-and says nothing of how far the text has come.
+Token masks do not show that: if a pattern may match anywhere in a string, nearly every token is allowed all the time, and none
+shows the distance from a match.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.grammar.regex_syntax import Ranges, UnreadablePatternError, read_patt
 
 MAX_STATES = 8000
 _MAX_VISITS = 2000
-"""Sets of states that are looked at in search of one answer."""
+"""Maximum number of state sets visited in one search."""
 _MAX_CACHED = 50_000
 _NEVER = 1 << 30
 
@@ -28,7 +28,7 @@ States = frozenset[int]
 
 @lru_cache(maxsize=512)
 def automaton_of(pattern: str) -> RegexAutomaton | None:
-    """Return the automaton of an expression, which is searched for in a text; None where it cannot be read, or is large."""
+    """Return the automaton of an expression that is searched for in a text; None if it is not supported or too large."""
     try:
         return RegexAutomaton(read_pattern(pattern))
     except UnreadablePatternError:
@@ -36,14 +36,14 @@ def automaton_of(pattern: str) -> RegexAutomaton | None:
 
 
 class RegexAutomaton:
-    """A nondeterministic automaton (Thompson, 1968), whose sets of states are followed. Raises UnreadablePatternError.
+    """A nondeterministic automaton (Thompson, 1968), simulated by sets of states. Raises UnreadablePatternError.
 
-    It reads a text from its beginning; the expression may be found anywhere in it, but for its anchors.
+    It reads a text from its beginning; the expression may match anywhere in it, except for its anchors.
     """
 
     def __init__(self, node: syntax.Node) -> None:
-        self._empty: list[list[int]] = []  # edges that read nothing
-        self._begin: list[list[int]] = []  # those at the beginning of a text
+        self._empty: list[list[int]] = []  # epsilon edges
+        self._begin: list[list[int]] = []  # epsilon edges at the beginning of a text
         self._end: list[list[int]] = []  # and at its end
         self._chars: list[list[tuple[Ranges, int]]] = []
         first, self._last = self._state(), self._state()
@@ -57,7 +57,7 @@ class RegexAutomaton:
         self._steps: dict[tuple[States, int], States] = {}
 
     def read(self, text: str) -> States:
-        """Return where it stands after a text; nothing where no text that begins so can match."""
+        """Return the states after a text; empty if no text with this prefix can match."""
         states = self.start
         for character in text:
             if not states:
@@ -66,7 +66,7 @@ class RegexAutomaton:
         return states if self.distance(states) < _NEVER else frozenset()
 
     def step(self, states: States, code_point: int) -> States:
-        """Return where it stands after one more character."""
+        """Return the states after one more character."""
         key = (states, code_point)
         found = self._steps.get(key)
         if found is None:
@@ -77,20 +77,20 @@ class RegexAutomaton:
         return found
 
     def distance(self, states: States) -> int:
-        """Return how many more characters it takes at least until a text matches."""
+        """Return the minimum number of characters until a text matches."""
         return min((self._distances[state] for state in states), default=_NEVER)
 
     def ranges_from(self, states: States) -> list[tuple[int, int]]:
-        """Return the ranges of characters that it can read next."""
+        """Return the ranges of characters that can come next."""
         return [pair for state in states for ranges, _ in self._chars[state] for pair in ranges]
 
     @property
     def num_states(self) -> int:
-        """How large it is."""
+        """Number of states."""
         return len(self._empty)
 
     def is_within(self, texts: Collection[str]) -> bool:
-        """Return whether it matches no text but some of these, as far as that is seen in little time."""
+        """Return whether it matches only texts in `texts`, if that can be determined quickly."""
         tree: dict[str, Any] = {}
         for text in texts:
             node = tree
@@ -109,7 +109,7 @@ class RegexAutomaton:
         return False
 
     def _known_steps(self, node: dict[str, Any], states: States) -> list[tuple[dict[str, Any], States]] | None:
-        """Return how known texts go on that begin so, node by node; None where others match, too."""
+        """Return the continuations of known texts with this prefix, node by node; None if other texts match, too."""
         if self.distance(states) == 0 and "" not in node:
             return None
         found: list[tuple[dict[str, Any], States]] = []
@@ -176,7 +176,7 @@ class RegexAutomaton:
         return frozenset(found)
 
     def _measure(self) -> list[int]:
-        """Return the distance of every state from a match, by edges that are read after the beginning of a text."""
+        """Return the distance of every state from a match, by edges that can be used after the beginning of a text."""
         size = len(self._empty)
         back: list[list[tuple[int, int]]] = [[] for _ in range(size)]
         for state in range(size):
@@ -201,7 +201,7 @@ class RegexAutomaton:
         return distances
 
     def _reverse_closure(self) -> States:
-        """Return the states at which a text that ends there matches."""
+        """Return the states in which a text that ends there matches."""
         back: list[list[int]] = [[] for _ in self._empty]
         for edges in (self._empty, self._end):
             for state, targets in enumerate(edges):
@@ -212,7 +212,7 @@ class RegexAutomaton:
 
 @dataclass(slots=True)
 class Effort:
-    """How many states may still be looked at, over several searches."""
+    """Number of states that may still be visited, over several searches."""
 
     left: int
 
@@ -220,9 +220,9 @@ class Effort:
 def shortest_completion(
     automata: Sequence[RegexAutomaton], text: str, effort: Effort, least: int = 0, most: int | None = None
 ) -> str | None:
-    """Return what a text can go on with so that all expressions match (A*); None where nothing is found.
+    """Return a completion of a text with which all expressions match (A*); None if none is found.
 
-    least, most  characters of the whole
+    least, most  number of characters of the whole text
     """
     effort.left -= len(text) * len(automata)
     start = tuple(automaton.read(text) for automaton in automata) if effort.left > 0 else ()
@@ -249,21 +249,21 @@ def shortest_completion(
 
 
 def _bound(automata: Sequence[RegexAutomaton], states: tuple[States, ...], room: tuple[int, int], length: int) -> int:
-    """Return how long a completion through some states is at least, _NEVER where that is more than there is room for."""
+    """Return the minimum length of a completion through some states, _NEVER if there is no room for it."""
     ahead = max(one.distance(at) for one, at in zip(automata, states, strict=True))
     total = max(length + ahead, room[0])
     return total if total <= room[1] and ahead < _NEVER else _NEVER
 
 
 def _representatives(automata: Sequence[RegexAutomaton], states: tuple[States, ...]) -> list[int]:
-    """Return one character of each kind that makes a difference to where the automata go, common ones first."""
+    """Return one character of each class that the automata distinguish, common ones first."""
     ranges = [pair for one, at in zip(automata, states, strict=True) for pair in one.ranges_from(at)]
     found = [_common(low, high) for low, high in _intervals(ranges)]
     return sorted((one for one in found if one is not None), key=_rarity)
 
 
 def _common(low: int, high: int) -> int | None:
-    """Return a character of a range that is as common as can be; None where there are only halves of surrogate pairs."""
+    """Return a common character of a range; None if it contains only surrogates."""
     for first, last in ((0x61, 0x7A), (0x30, 0x39), (0x41, 0x5A), (0x20, 0x7E), (0xA1, 0xD7FF), (0xE000, 0x10FFFF), (0, 0x1F)):
         if max(low, first) <= min(high, last):
             return max(low, first)
@@ -271,13 +271,13 @@ def _common(low: int, high: int) -> int | None:
 
 
 def _rarity(code_point: int) -> int:
-    """Return 0 for letters and digits, 1 for what JSON writes as it is, 2 for what it escapes."""
+    """Return 0 for letters and digits, 1 for other characters that JSON does not escape, 2 for those that it does."""
     character = chr(code_point)
     return 0 if character.isascii() and character.isalnum() else 2 if code_point < 0x20 or character in '"\\' else 1
 
 
 def _intervals(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pieces of ranges, in order, of which each range holds all or nothing; `"` and the backslash are their own."""
+    """Return disjoint intervals, in order, that do not cross the border of any range; `"` and the backslash are separate."""
     cuts = {low for low, _ in ranges} | {high + 1 for _, high in ranges}
     cuts |= {special for special in (0x20, 0x22, 0x23, 0x5C, 0x5D) if any(low <= special <= high for low, high in ranges)}
     points = sorted(cuts)

@@ -1,7 +1,7 @@
-"""Reads regular expressions as JSON schemas have them into a tree, for RegexAutomaton.
+"""Parses regular expressions of JSON schemas into a tree, for RegexAutomaton.
 
-Both the syntax of ECMA-262 and that of Rust's regex crate are read. A class that is not known exactly, such as `\\p{L}`, is
-read as any character: whoever takes a text from the automaton has to check it.
+Both the syntax of ECMA-262 and that of Rust's regex crate are accepted. A class that is not known exactly, such as `\\p{L}`, is
+read as any character: texts from the automaton have to be checked.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, both ends of each range inclusive, sorted and apart from each other."""
+"""Code points, both ends of each range inclusive, sorted and disjoint."""
 
 _MAX_CODE_POINT = 0x10FFFF
 _MAX_DEPTH = 60
@@ -34,12 +34,12 @@ _POSIX: dict[str, Ranges] = {
 
 
 class UnreadablePatternError(ValueError):
-    """An expression is not valid, or has something that no automaton of this kind can follow, such as look-around."""
+    """An expression is invalid, or has a feature that such an automaton does not support, for example look-around."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character out of some."""
+    """One character of a set."""
 
     ranges: Ranges
 
@@ -53,14 +53,14 @@ class Anchor:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """One part after the other."""
+    """A sequence of parts."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One part out of some."""
+    """An alternative of parts."""
 
     parts: tuple[Node, ...]
 
@@ -78,7 +78,7 @@ Node = Chars | Anchor | Sequence | Choice | Repeat
 
 
 def read_pattern(pattern: str) -> Node:
-    """Return the tree of an expression. Raises UnreadablePatternError."""
+    """Return the syntax tree of an expression. Raises UnreadablePatternError."""
     reader = _Reader(pattern)
     node = reader.choice(0)
     if reader.at < len(pattern):
@@ -87,7 +87,7 @@ def read_pattern(pattern: str) -> Node:
 
 
 def invert(ranges: Ranges) -> Ranges:
-    """Return all other characters."""
+    """Return the complement."""
     found: list[tuple[int, int]] = []
     low = 0
     for begin, end in ranges:
@@ -98,7 +98,7 @@ def invert(ranges: Ranges) -> Ranges:
 
 
 def merge(ranges: list[tuple[int, int]]) -> Ranges:
-    """Return ranges sorted and apart from each other."""
+    """Return ranges sorted and disjoint."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1] + 1:
@@ -109,7 +109,7 @@ def merge(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def _both_cases(ranges: Ranges) -> Ranges:
-    """Return ranges with the ASCII letters of the other case."""
+    """Return ranges with the ASCII letters of the other case added."""
     found = list(ranges)
     for begin, end in ranges:
         for first, last, shift in ((0x41, 0x5A, 32), (0x61, 0x7A, -32)):
@@ -120,7 +120,7 @@ def _both_cases(ranges: Ranges) -> Ranges:
 
 
 class _Reader:
-    """Reads by recursive descent; at: the next character."""
+    """Recursive-descent parser; at: the next character."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
@@ -128,7 +128,7 @@ class _Reader:
         self._ignores_case = self._dot_is_any = False
 
     def choice(self, depth: int) -> Node:
-        """Read alternatives up to the end or a closing parenthesis."""
+        """Parse alternatives up to the end or a closing parenthesis."""
         if depth > _MAX_DEPTH:
             raise UnreadablePatternError("groups are nested too deeply")
         parts = [self._sequence(depth)]
@@ -181,13 +181,13 @@ class _Reader:
             else:
                 self.at = begin
                 return part
-            self._takes("?")  # lazy, which changes nothing of what is matched
+            self._takes("?")  # lazy, which does not change what is matched
             if part is None:
                 raise UnreadablePatternError("nothing is there to repeat")
             part = Repeat(part, *bounds)
 
     def _counts(self) -> tuple[int, int | None] | None:
-        """Read {2}, {2,} or {2,3}; None where the brace is a character."""
+        """Parse {2}, {2,} or {2,3}; None if the brace is a literal character."""
         stop = self._pattern.find("}", self.at)
         least, comma, most = self._pattern[self.at + 1 : max(stop, 0)].partition(",")
         if not least.isdecimal() or (most and not most.isdecimal()):
@@ -198,7 +198,7 @@ class _Reader:
         return int(least), int(most) if most else None if comma else int(least)
 
     def _atom(self, depth: int) -> Node | None:
-        """Read one part; None for flags, which are none."""
+        """Parse one part; None for flags, which match nothing."""
         character = self._take()
         if character == "(":
             return self._group(depth)
@@ -235,7 +235,7 @@ class _Reader:
         return found
 
     def _set_flags(self) -> None:
-        """Read flags up to ) or :, after which they hold up to the end of the group."""
+        """Parse flags up to ) or :; they apply up to the end of the group."""
         value = True
         while (flag := self._take()) not in (")", ":"):
             if flag == "-":
@@ -248,7 +248,7 @@ class _Reader:
                 raise UnreadablePatternError(f"(?{flag} is not known here")
 
     def _class(self) -> Ranges:
-        """Read a class, whose opening bracket is taken."""
+        """Parse a class after its opening bracket."""
         is_negated, found, is_first = self._takes("^"), list[tuple[int, int]](), True
         while is_first or self._next != "]":
             is_first = False
@@ -280,7 +280,7 @@ class _Reader:
         return ((ord(character), ord(character)),)
 
     def _skip_class(self) -> None:
-        """Skip the rest of a class that other classes are nested in."""
+        """Skip the rest of a class that contains nested classes."""
         depth = 1
         while depth:
             character = self._take()
@@ -289,7 +289,7 @@ class _Reader:
             depth += {"[": 1, "]": -1}.get(character, 0)
 
     def _escape(self, in_class: bool) -> Ranges:
-        """Read what stands after a backslash."""
+        """Parse an escape after its backslash."""
         character = self._take()
         known = {"d": _DIGITS, "w": _WORD, "s": _SPACE}.get(character.lower())
         if known is not None:

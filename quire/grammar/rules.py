@@ -1,4 +1,4 @@
-"""Rules: the rules and terminals of a grammar in llguidance's Lark while it is written."""
+"""Rules: collects the rules and terminals of a grammar in llguidance's Lark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_PARTS = 16384
 
 
 class Rules:
-    """What was written so far; names are given in order."""
+    """The rules and terminals so far; names are numbered."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -22,11 +22,11 @@ class Rules:
         self._special: SpecialTexts | None = None
 
     def write(self, start: str) -> str:
-        """Return the grammar whose outputs are those of a rule."""
+        """Return the grammar whose start rule is `start`."""
         return "\n".join(["%llguidance {}", f"start: {start}", *self._lines]) + "\n"
 
     def rule(self, body: str, options: str = "") -> str:
-        """Add a rule and return its name. Raises GrammarError where there are too many."""
+        """Add a rule and return its name. Raises GrammarError if there are too many."""
         if self._num_rules >= _MAX_PARTS:
             raise GrammarError(f"a structural tag may have {_MAX_PARTS} parts")
         name = f"r{self._num_rules}"
@@ -35,7 +35,7 @@ class Rules:
         return name
 
     def terminal(self, body: str) -> str:
-        """Return the name of a terminal, which is added unless it is there."""
+        """Return the name of a terminal, adding it if necessary."""
         name = self._terminals.get(body)
         if name is None:
             name = self._terminals[body] = f"T{len(self._terminals)}"
@@ -43,23 +43,23 @@ class Rules:
         return name
 
     def literal(self, text: str) -> str:
-        """Return a text as items of a rule, special tokens in it by their ids; it may be empty."""
+        """Return a text as items of a rule, with special tokens by id; it may be empty."""
         return " ".join(self.literal_parts(text)) or '""'
 
     def literal_parts(self, text: str) -> list[str]:
-        """Return the items of a text, none where it is empty."""
+        """Return the items of a text, none if it is empty."""
         if self._special is None:
             self._special = SpecialTexts.of(self._vocabulary)
         return [f"<[{part}]>" if isinstance(part, int) else quote(part) for part in self._special.split(text)]
 
     def is_special(self, text: str) -> bool:
-        """Whether a text is spelled with special tokens, so that it cannot stand within other text."""
+        """Return whether a text contains special tokens, so that it cannot be part of other text."""
         return any(part.startswith("<[") for part in self.literal_parts(text))
 
     def ended(self, body: str, end: str) -> str:
-        """Return a rule of a text, by the body of a terminal, and the `end` behind it; the text goes up to the first one.
+        """Return a rule of a text, given the body of a terminal, followed by `end`; the text ends at the first `end`.
 
-        A special token ends a text by itself, as it is none.
+        A special token ends a text anyway, as it is not text.
         """
         parts = self.literal_parts(end)
         if not parts:

@@ -1,4 +1,4 @@
-"""The branches of a JSON schema: the types that it allows, and for each what it demands of a value of that type."""
+"""The branches of a JSON schema: the types that it allows, and its constraints on values of each type."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CHOICES = ("$ref", "enum", "const", "anyOf", "oneOf", "allOf")
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Values of one type, or some literal ones.
+    """Values of one type, or literal values.
 
-    kind      the type, "literal" where only `values` are allowed
-    schema    its keywords are of that type
+    kind      the type, "literal" if only `values` are allowed
+    schema    its keywords apply to that type
     pointer   to the schema
     path      the references that led to it
     """
@@ -54,7 +54,7 @@ def branches_of(
 
 
 class _Branches:
-    """What is looked up on the way."""
+    """Collects the branches; holds the root for references."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -93,14 +93,14 @@ class _Branches:
         if target is None:
             raise GrammarError(f"$ref {reference!r:.100} leads nowhere that can be followed", pointer)
         if reference in path:
-            raise GrammarError("a schema that holds itself cannot be enforced in tool calls of this form", pointer)
+            raise GrammarError("a recursive schema cannot be enforced in tool calls of this form", pointer)
         yield from self.of(target, reference[1:], types, (*path, reference))
 
     def _check_alone(self, fields: dict[str, Any], choices: list[str], pointer: str) -> None:
         others = [key for key in fields if key in KNOWN_KEYWORDS and key not in _IDLE and key != choices[0]]
         if others:
             raise GrammarError(
-                f"{others[0]} beside {choices[0]} cannot be enforced in tool calls of this form",
+                f"{others[0]} next to {choices[0]} cannot be enforced in tool calls of this form",
                 f"{pointer}/{escape_pointer(others[0])}",
             )
 
@@ -124,7 +124,7 @@ def _narrowed(types: frozenset[str], declared: object) -> frozenset[str]:
 
 
 def _are_apart(options: list[list[Branch]]) -> bool:
-    """Whether no value is of two options, as far as types and literals tell."""
+    """Return whether no value matches two options, judging by types and literals."""
     pairs = ((one, other) for at, option in enumerate(options) for one in option for rest in options[:at] for other in rest)
     return not any(_overlap(one, other) for one, other in pairs)
 

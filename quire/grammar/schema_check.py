@@ -1,7 +1,7 @@
-"""Which JSON schemas a grammar can enforce whole; what it would weaken or ignore in silence is found here.
+"""Checks whether a grammar can enforce a JSON schema completely; finds what it would weaken or silently ignore.
 
-A keyword that no draft knows means nothing and is ignored, as the standard has it. One that a draft knows is enforced, or an
-annotation, or refused.
+A keyword that no draft defines has no meaning and is ignored, according to the standard. One that a draft defines is enforced,
+an annotation, or refused.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ KNOWN_KEYWORDS = frozenset(
         "$anchor", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary",
     )
 )  # fmt: skip
-"""Every keyword of a draft that demands something, or may."""
+"""Every keyword of any draft that is or may be a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """What a backend enforces.
 
-    missing   keywords that it does not
-    formats   those that it does; others are annotations unless they are in FORMATS
-    counts_closed  it counts the properties of closed objects, also where not all are required
+    missing   keywords that it does not enforce
+    formats   those that it enforces; others are annotations unless they are in FORMATS
+    counts_closed  it counts the properties of closed objects, even if not all are required
     """
 
     missing: tuple[str, ...]
@@ -64,7 +64,7 @@ _OLD_DRAFTS = re.compile(r"/draft-0[0-3]\b")
 _DRAFTS = re.compile(
     r"(?:http://json-schema\.org/draft-0[4-7]/schema|https://json-schema\.org/draft/(?:2019-09|2020-12)/schema)#?"
 )
-"""Whatever else $schema may name is no draft that is known here, and the newest one is followed."""
+"""Other values of $schema name no known draft; the newest one applies then."""
 
 
 def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
@@ -100,7 +100,7 @@ def check_schema(schema: object, reach: Reach = LLGUIDANCE) -> object:
 
 
 def close_ends(schema: object, limit: int | None) -> object:
-    """Return a checked schema whose strings and arrays have a limit where they had none: what it allows, the schema allows."""
+    """Return a checked schema with limits for strings and arrays that had none; it allows only what the schema allows."""
     if limit is None:
         return schema
     closed: object = json.loads(json.dumps(schema))
@@ -119,9 +119,9 @@ def _as_int(value: object) -> int:
 
 
 def _check_draft(schema: dict[str, Any], pointer: str, is_lone: bool) -> None:
-    """Take out a draft that is not known; refuse one of which more would count than of the draft around it.
+    """Remove an unknown draft; refuse a nested draft in which more keywords apply than in the outer draft.
 
-    is_lone  nothing counts beside a $ref in the draft of the whole
+    is_lone  keywords next to a $ref are ignored in the draft of the root
     """
     draft = schema.get("$schema")
     if not isinstance(draft, str) or _DRAFTS.fullmatch(draft) is None:
@@ -131,7 +131,7 @@ def _check_draft(schema: dict[str, Any], pointer: str, is_lone: bool) -> None:
 
 
 def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
-    """Take out keywords that are written down but demand nothing, and write counts such as 2.0 as integers."""
+    """Remove keywords without effect, and convert counts such as 2.0 to integers."""
     for key in _COUNTS & schema.keys():
         if isinstance(schema[key], float) and schema[key].is_integer():
             schema[key] = int(schema[key])
@@ -155,7 +155,7 @@ def _drop_idle(schema: dict[str, Any], is_lone: bool) -> None:
 
 
 def _says_nothing_of_names(names: object) -> bool:
-    """Whether every name of a property is right: names are strings."""
+    """Return whether every property name is allowed: names are strings."""
     if not isinstance(names, dict):
         return names is True
     fields = cast("dict[str, Any]", names)
@@ -164,7 +164,7 @@ def _says_nothing_of_names(names: object) -> bool:
 
 
 def iter_tag_schemas(part: object, pointer: str) -> Iterator[tuple[str, object]]:
-    """Yield the schemas of JSON in a structural tag, each with the JSON pointer to it."""
+    """Yield the JSON schemas in a structural tag, each with its JSON pointer."""
     if isinstance(part, dict):
         fields = cast("dict[str, object]", part)
         if fields.get("type") == "json_schema" and fields.get("style", "json") == "json" and "json_schema" in fields:
@@ -208,7 +208,7 @@ def _check_pattern(pattern: str, pointer: str) -> None:
 
 
 def _check_counts(schema: dict[str, Any], pointer: str) -> None:
-    """Properties that the schema does not name may come twice, so that a count of them says nothing."""
+    """Refuse counts that cannot be enforced: properties that the schema does not name may occur twice."""
     required = schema.get("required")
     num_required = len(set(map(str, cast("list[object]", required)))) if isinstance(required, list) else 0
     least = schema.get("minProperties")
@@ -219,7 +219,8 @@ def _check_counts(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
-    """A whole exclusive bound gets through where the other one is less than 1 away: exclusiveMinimum 0, maximum 0.5."""
+    """Refuse exclusive integer bounds less than 1 from another bound, for example exclusiveMinimum 0, maximum 0.5: the bound
+    itself would be allowed."""
     for exclusive, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
@@ -235,14 +236,14 @@ def _check_bounds(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _write_bounds(schema: dict[str, Any], pointer: str, is_draft4: bool) -> None:
-    """Write exclusive bounds of draft 4, which are true or false, as the numbers of later drafts; refuse them in those."""
+    """Convert exclusive bounds of draft 4, which are booleans, to the numbers of later drafts; refuse them in those."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         flag = schema.get(exclusive)
         if not isinstance(flag, bool):
             continue
         if not is_draft4:
             raise GrammarError(
-                f"{exclusive} is a number, and true or false in draft 4 alone, which $schema has to name: "
+                f"{exclusive} is a number; true or false is only allowed in draft 4, which $schema has to name: "
                 f"write the number in place of {bound}",
                 f"{pointer}/{exclusive}",
             )
@@ -262,7 +263,7 @@ def _is_new_draft(root: object) -> bool:
 
 
 def _literals(root: object, references: References) -> dict[int, object]:
-    """Return the objects within the values of enum and const by their ids: these are no schemas, and must stay as they are."""
+    """Return the objects within the values of enum and const by id(): these are not schemas, and must not be changed."""
     values = [inner[key] for _, inner in iter_reached(root, references) for key in ("enum", "const") if key in inner]
     return {id(found): found for _, found in iter_objects(values)}
 
@@ -270,7 +271,7 @@ def _literals(root: object, references: References) -> dict[int, object]:
 def _check_reference(
     reference: object, pointer: str, has_ids: bool, references: References, literals: Mapping[int, object]
 ) -> None:
-    """What is not found here is not checked either, so that nobody else may find it."""
+    """Refuse a reference that is not found here, because its target would not be checked."""
     if not isinstance(reference, str):
         return
     if not reference.startswith("#"):
@@ -282,11 +283,11 @@ def _check_reference(
     if not any(isinstance(target, dict | bool) for target in targets):
         raise GrammarError(f"$ref {reference!r:.100} leads nowhere", pointer)
     if any(id(target) in literals for target in targets):
-        raise GrammarError(f"$ref {reference!r:.100} leads to a value of enum or const, which is no schema", pointer)
+        raise GrammarError(f"$ref {reference!r:.100} leads to a value of enum or const, which is not a schema", pointer)
 
 
 def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
-    """Raise GrammarError for references that lead to each other, and to nothing else."""
+    """Raise GrammarError for a cycle of references without anything else."""
     seen: set[str] = set()
     found: object = schema
     while isinstance(found, dict):
@@ -294,7 +295,7 @@ def _check_loop(root: object, schema: dict[str, Any], pointer: str) -> None:
         if not isinstance(reference, str):
             return
         if reference in seen:
-            raise GrammarError(f"$ref {reference!r:.100} leads back to itself, and says nothing", pointer)
+            raise GrammarError(f"$ref {reference!r:.100} leads back to itself and constrains nothing", pointer)
         seen.add(reference)
         found = find_reference(root, reference)
 

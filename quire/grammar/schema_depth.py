@@ -1,4 +1,4 @@
-"""Deep schemas written flat: the backends read JSON that is nested about a hundred deep at most."""
+"""Flattens deep schemas, because the backends accept JSON with at most about a hundred levels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from quire.grammar.errors import GrammarError, escape_pointer
 from quire.grammar.schema_walk import iter_objects, iter_parts
 
 MAX_FLAT_DEPTH = 48
-"""Levels of JSON that stay in one piece."""
+"""Levels of JSON that are kept in one piece."""
 
 
 def flatten_schema(root: object) -> object:
-    """Return a schema, changed, whose deep parts are definitions that are referred to; one that is not deep stays as it is.
+    """Return a schema, changed, whose deep parts are moved to definitions; one that is not deep is not changed.
 
-    Raises GrammarError, with its pointer, for a value of enum, const or an unknown keyword that is deep itself.
+    Raises GrammarError, with its pointer, for a value of enum, const or an unknown keyword that is itself deep.
     """
     if not isinstance(root, dict) or json_depth(cast("object", root)) <= MAX_FLAT_DEPTH:
         return cast("object", root)
@@ -59,7 +59,7 @@ def _numbered(name: str) -> Iterator[str]:
 
 
 def _moved_reference(reference: str, moved: dict[str, str]) -> str:
-    """Return a reference into what was moved as one into where it is now."""
+    """Return a reference adjusted for moved parts."""
     parts = unquote(reference[1:]).split("/")
     for length in range(len(parts), 0, -1):
         name = moved.get("/".join(parts[:length]))

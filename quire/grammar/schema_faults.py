@@ -1,4 +1,4 @@
-"""What llguidance says of a constraint in the words of this server, and where in a schema the fault lies."""
+"""Translates llguidance's error messages, and finds the faulty part of a schema."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.grammar.schema_walk import iter_schemas
 
 NOTHING_MATCHES = "nothing can match it"
 _MAX_SEARCH_S = 0.3
-"""What looking for the place of a fault may take: compiling may have two seconds in all."""
+"""Time limit of the search for the faulty part: compiling may take two seconds in all."""
 _REQUIRED = re.compile(r"Unsatisfiable schema: required property '(.*)' is unsatisfiable", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
 class _Saying:
-    """What is said, which keywords it is about, and what that means."""
+    """A message of llguidance, the keywords that it is about, and its translation."""
 
     pattern: re.Pattern[str]
     keywords: tuple[str, ...]
@@ -56,7 +56,7 @@ _SAYINGS = (
     _saying(
         r"Unsatisfiable schema: Regex is empty: .*",
         ("pattern",),
-        f"{NOTHING_MATCHES}: there is no text that its patterns allow",
+        f"{NOTHING_MATCHES}: no text matches all of its patterns",
     ),
     _saying(r"Unsatisfiable schema: (.*)", (), rf"{NOTHING_MATCHES}: \1"),
     _saying(
@@ -67,7 +67,7 @@ _SAYINGS = (
     _saying(
         r"patternProperty regexes (.*) and (.*) are not disjoint",
         ("patternProperties",),
-        r"patternProperties can only be enforced where no name matches two of them, as one may \1 and \2",
+        r"patternProperties can only be enforced where no name matches two of them, but a name may match \1 and \2",
     ),
     _saying(
         r"lookarounds not supported yet; \w+ in regex (.*)",
@@ -79,7 +79,7 @@ _SAYINGS = (
     _saying(
         "circular references with sibling keys.*",
         (),
-        "a $ref that leads back to its own schema cannot be enforced beside other keywords",
+        "a $ref that leads back to its own schema cannot be enforced next to other keywords",
     ),
     _saying(
         r".*Current row has (\d+) items; max is (\d+).*",
@@ -94,7 +94,7 @@ _SAYINGS = (
     _saying(
         "Unable to determine if regex is empty: .*",
         ("allOf", "pattern"),
-        "it is too complex: whether any text matches all of its patterns cannot be told; use fewer of them",
+        "it is too complex: whether any text matches all of its patterns cannot be determined; use fewer of them",
     ),
     _saying("Value for 'multipleOf' has too many digits.*", ("multipleOf",), "multipleOf may have 15 digits"),
     _saying(r".*NoExtensionBias.*", (), NOTHING_MATCHES),
@@ -103,7 +103,7 @@ _SAYINGS = (
 
 
 def plain_words(message: str) -> str:
-    """Return what a message of llguidance means; one that is not known comes back as it is."""
+    """Return the translation of a message of llguidance; an unknown one is returned as it is."""
     found = _find(message)
     return message if found is None else found[0].expand(found[1].words)
 
@@ -117,9 +117,9 @@ def _find(message: str) -> tuple[re.Match[str], _Saying] | None:
 
 
 def find_fault(schema: object, message: str, failure_of: Callable[[object], str | None]) -> GrammarError:
-    """Return why llguidance refuses a schema, with the JSON pointer where it is found.
+    """Return why llguidance refuses a schema, with the JSON pointer if it is found.
 
-    failure_of  compiles a schema alone; returns what is said of it, None where nothing is
+    failure_of  compiles a schema on its own; returns the error message, None if there is none
     """
     search = _Search(schema, failure_of)
     fault, pointer, message = search.find(message)
@@ -135,7 +135,7 @@ def find_fault(schema: object, message: str, failure_of: Callable[[object], str 
 
 
 class _Search:
-    """Compiles parts of a schema alone to see which one is at fault."""
+    """Compiles parts of a schema on their own to find the faulty one."""
 
     def __init__(self, root: object, failure_of: Callable[[object], str | None]) -> None:
         self._root = root
@@ -143,7 +143,7 @@ class _Search:
         self._until = time.thread_time() + _MAX_SEARCH_S
 
     def find(self, message: str) -> tuple[object, str, str]:
-        """Return the innermost schema that is at fault, its pointer, and what is said of it."""
+        """Return the innermost faulty schema, its pointer, and its message."""
         fault, pointer = self._root, ""
         while True:
             fault, pointer = self._innermost(fault, pointer, message)
@@ -158,7 +158,7 @@ class _Search:
             fault, pointer, message = inner, f"{pointer}/properties/{escape_pointer(required[1])}", below
 
     def _innermost(self, schema: object, pointer: str, message: str) -> tuple[object, str]:
-        """Return the innermost schema within a schema of which the same is said, and its pointer."""
+        """Return the innermost schema within a schema that has the same message, and its pointer."""
         found, where = schema, pointer
         for inner_pointer, inner in iter_schemas(schema, pointer):
             is_within = found is schema or inner_pointer.startswith(f"{where}/")
@@ -167,7 +167,7 @@ class _Search:
         return found, where
 
     def _failure(self, schema: object) -> str | None:
-        """Return what is said of a schema alone, with the definitions of the whole; None also when the time is over."""
+        """Return the message for a schema on its own, with the definitions of the root; None also after the time limit."""
         if time.thread_time() > self._until:
             return None
         alone = dict(cast("dict[str, Any]", schema))

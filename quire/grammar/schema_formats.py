@@ -1,6 +1,6 @@
-"""Formats of strings as regular expressions: what each format that is enforced allows, and how long it may be.
+"""String formats as regular expressions: the texts that each enforced format allows, and their maximum length.
 
-Each is no wider than its standard, so that a validator accepts what is written. Some are narrower: internationalised names are
+Each is at most as wide as its standard, so that a validator accepts the output. Some are narrower: internationalised names are
 written in ASCII, and host names have no two hyphens in the third and fourth place, where a prefix such as `xn--` would be.
 """
 
@@ -35,7 +35,7 @@ _ATOM = "[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
 
 
 def _label(most: int) -> str:
-    """Return a label of a host name with up to so many characters, 5 or more."""
+    """Return a label of a host name with at most `most` characters, 5 or more."""
     long = f"{_INNER}(?:{_ALNUM}{_INNER}{{0,{most - 4}}}|-{_ALNUM}{_INNER}{{0,{most - 5}}})"
     return f"{_ALNUM}(?:(?:{_INNER}|{long}|{_INNER}-)?{_ALNUM})?"
 
@@ -62,7 +62,7 @@ _QUANTIFIER = r"(?:(?:[*+?]|\{[1-9][0-9]?(?:,)?\})\??)?"
 
 
 def _expression(groups: int) -> str:
-    """Return regular expressions with groups nested so deep."""
+    """Return regular expressions with groups nested up to this depth."""
     atom = _REGEX_ATOM if groups == 0 else rf"{_REGEX_ATOM}|\((?:\?:)?{_expression(groups - 1)}\)"
     sequence = f"(?:(?:{atom}){_QUANTIFIER})*"
     return rf"{sequence}(?:\|{sequence})*"
@@ -73,9 +73,9 @@ class Format:
     """What a format allows.
 
     body        an expression of the whole text
-    starts      one more, of what the text has to begin with; "" for none
-    max_length  of the text, None where there is no limit
-    single      one expression that says all of this, where `body` does not; it may be narrower
+    starts      an additional expression that a prefix of the text must match; "" for none
+    max_length  of the text, None without a limit
+    single      one expression for all of this, if `body` is not; it may be narrower
     """
 
     body: str
@@ -85,7 +85,7 @@ class Format:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The expressions, anchored as a search for them needs it."""
+        """The expressions, anchored for a search."""
         return (f"^(?:{self.body})$", *([f"^{self.starts}"] if self.starts else []))
 
 
@@ -120,13 +120,13 @@ FORMATS: dict[str, Format] = {
     "relative-json-pointer": Format(rf"(?:0|[1-9][0-9]*)(?:#|{_POINTER})"),
     "regex": Format(rf"\^?(?:{_expression(2)})\$?"),
 }
-"""What the standard names. Dates and times are those of RFC 3339, without the seconds that are inserted once in years."""
+"""The formats of the standard. Dates and times are those of RFC 3339, without leap seconds."""
 
 _TEXT_KEYS = frozenset(("pattern", "allOf"))
 
 
 def write_format(schema: dict[str, Any]) -> None:
-    """Put patterns and a length that say what the format does in its place, if it is one of these."""
+    """Replace a format in FORMATS by equivalent patterns and a length."""
     known = FORMATS.get(str(schema.get("format")))
     if known is None:
         return

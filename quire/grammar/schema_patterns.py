@@ -1,7 +1,7 @@
-"""Patterns whose classes llguidance would take too wide within JSON.
+"""Rewrites patterns whose classes llguidance would treat as too wide within JSON.
 
-It writes a class that holds all control characters, or all but the line feed, as if `"` and the backslash were in it, too. Such
-classes are written without U+0000, which no output needs.
+It treats a class that contains all control characters, or all but the line feed, as if `"` and the backslash were in it, too.
+Such classes are written without U+0000, which no output needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PIECE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x..|u....|U.......
 
 
 def narrow_patterns(schema: dict[str, Any], pointer: str) -> None:
-    """Write the patterns of a schema so that no class in them is taken too wide. Raises GrammarError where one cannot be."""
+    """Rewrite the patterns of a schema so that no class is too wide. Raises GrammarError if one cannot be rewritten."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
         schema["pattern"] = narrow_pattern(pattern, f"{pointer}/pattern")
@@ -33,7 +33,7 @@ def narrow_patterns(schema: dict[str, Any], pointer: str) -> None:
 
 
 def narrow_pattern(pattern: str, pointer: str) -> str:
-    """Return an expression that matches the same but for texts with U+0000. Raises GrammarError where there is none."""
+    """Return an expression with the same matches except texts with U+0000. Raises GrammarError if there is none."""
     if _MAY_BE_WIDE.search(pattern) is None:
         return pattern
     if _VERBOSE.search(pattern):
@@ -45,7 +45,8 @@ def narrow_pattern(pattern: str, pointer: str) -> str:
 
 
 def _is_exact(part: str) -> bool:
-    """Whether a part of an expression is no class, or one without U+0000, or with all that it would be taken to hold."""
+    """Return whether a part of an expression needs no change: it is no class, or one without U+0000, or with `"` and the
+    backslash."""
     if part[:2] in (r"\p", r"\P"):
         return False
     if not part.startswith("["):
@@ -60,7 +61,7 @@ def _is_exact(part: str) -> bool:
 
 
 def _parts(pattern: str) -> list[str]:
-    """Return an expression in parts: classes with all that is nested in them, escapes, and single characters."""
+    """Return an expression in parts: classes including nested ones, escapes, and single characters."""
     parts: list[str] = []
     depth, begin, is_empty = 0, 0, False
     for match in _PIECE.finditer(pattern):

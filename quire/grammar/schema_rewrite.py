@@ -1,6 +1,6 @@
-"""Rewriter: puts what a backend can enforce in place of keywords that it cannot, where that means the same.
+"""Rewriter: replaces keywords that a backend cannot enforce by equivalent ones that it can.
 
-Some rewritings allow less than the schema does, so that what is written is valid, but never more.
+Some rewritings allow less than the schema does, so that the output is valid, but never more.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from quire.grammar.regex_automaton import MAX_STATES, RegexAutomaton, automaton_
 from quire.grammar.schema_walk import SCHEMA_LISTS, SCHEMA_MAPS, SCHEMAS
 
 MAX_UNIQUE_VALUES = 5
-"""Values of an enum of which unique items are drawn: 5 have 326 arrangements."""
+"""Maximum number of enum values for unique items: 5 have 326 arrangements."""
 _MAX_REFERENCES = 8
 _MAX_COMPARED = 8
-"""How deep schemas are compared to see whether they exclude each other."""
+"""Maximum depth to which schemas are compared to see whether they exclude each other."""
 _MAX_STATES = 100_000
-"""Of automata of names: patterns beyond that are left as they are."""
+"""Total number of states of automata for names: further patterns are not changed."""
 _TYPES = ("null", "boolean", "number", "string", "array", "object")
 _MEANINGLESS = frozenset(("title", "description", "default", "examples", "example", "deprecated", "$comment"))
 
 
 class Rewriter:
-    """Rewrites the schemas within one, each before those within it.
+    """Rewrites the schemas within a root, outer ones first.
 
-    is_lone  nothing counts beside a $ref in the draft of the whole
+    is_lone  keywords next to a $ref are ignored in the draft of the root
     """
 
     def __init__(self, root: object, is_lone: bool) -> None:
@@ -36,7 +36,7 @@ class Rewriter:
         self._num_states_left = _MAX_STATES
 
     def rewrite(self, schema: dict[str, Any], pointer: str) -> None:
-        """Rewrite one schema, whose keywords have the shapes that they must have."""
+        """Rewrite one schema, whose keywords have valid types."""
         self._close_impossible(schema)
         _leave_out_type(schema)
         self._join_covered_patterns(schema)
@@ -44,14 +44,14 @@ class Rewriter:
         self._tell_one_apart(schema)
 
     def is_impossible(self, schema: object) -> bool:
-        """Whether a schema says that it allows nothing, as `not` of anything."""
+        """Return whether a schema explicitly allows nothing, such as `not` of anything."""
         if not isinstance(schema, dict) or "not" not in schema or (self._is_lone and "$ref" in schema):
             return False
         inner: object = cast("dict[str, object]", schema)["not"]
         return inner is True or (isinstance(inner, dict) and not cast("dict[str, object]", inner).keys() - _MEANINGLESS)
 
     def _close_impossible(self, schema: dict[str, Any]) -> None:
-        """Write false for schemas within one that allow nothing."""
+        """Replace inner schemas that allow nothing by false."""
         for key in SCHEMA_MAPS:
             inner = schema.get(key)
             if isinstance(inner, dict):
@@ -66,9 +66,9 @@ class Rewriter:
                 schema[key] = False
 
     def _join_covered_patterns(self, schema: dict[str, Any]) -> None:
-        """Take out patterns of names that match declared names only; what they demand is demanded of those properties.
+        """Remove patterns of names that match only declared names; their constraints are added to those properties.
 
-        A backend would begin another property for such a pattern, of which there is none.
+        A backend would otherwise start another property for such a pattern, which can never be completed.
         """
         named: dict[str, object] = schema.get("properties") or {}
         patterns: dict[str, object] = schema.get("patternProperties") or {}
@@ -91,7 +91,7 @@ class Rewriter:
         return found
 
     def _spell_unique_items(self, schema: dict[str, Any]) -> None:
-        """Write all arrays of unique items of a small enum."""
+        """Enumerate all arrays of unique items of a small enum."""
         if schema.get("uniqueItems") is not True or "prefixItems" in schema or schema.keys() & {"enum", "const", "contains"}:
             return
         values = self._values_of(schema.get("items"))
@@ -106,7 +106,7 @@ class Rewriter:
             schema["enum"] = arrays
 
     def _values_of(self, schema: object) -> list[object] | None:
-        """Return the values that a schema lists, each once; None where it lists none, or demands more."""
+        """Return the values that a schema lists, without duplicates; None if it lists none, or has other constraints."""
         fields = self._resolved(schema)
         if fields is None or (fields.keys() - _MEANINGLESS) - {"type", "enum", "const"}:
             return None
@@ -118,12 +118,12 @@ class Rewriter:
         if not values or {"enum", "const"} <= fields.keys():
             return None
         if any(isinstance(value, float | list | dict) for value in values):
-            return None  # equal ones may be spelled in several ways
+            return None  # equal ones may have several spellings
         allowed = [one for one in values if type_name(one) in names or (type_name(one) == "integer" and "number" in names)]
         return list({json.dumps(value): value for value in allowed}.values())
 
     def _resolved(self, schema: object) -> dict[str, Any] | None:
-        """Return what a schema refers to, itself where it refers to nothing; None where that is no object."""
+        """Return the target of a schema's references, itself without a reference; None if that is no object."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, dict):
                 return None
@@ -137,7 +137,7 @@ class Rewriter:
         return None
 
     def _tell_one_apart(self, schema: dict[str, Any]) -> None:
-        """Write anyOf for a oneOf whose schemas exclude each other."""
+        """Replace a oneOf whose schemas exclude each other by anyOf."""
         options: list[object] = schema.get("oneOf") or []
         pairs = ((one, other) for at, one in enumerate(options) for other in options[:at])
         if not options or not all(self._exclude(one, other, _MAX_COMPARED) for one, other in pairs):
@@ -149,7 +149,7 @@ class Rewriter:
             schema["anyOf"] = options
 
     def _exclude(self, one: object, other: object, depth: int) -> bool:
-        """Whether it is plain that no value matches both schemas."""
+        """Return whether it is evident that no value matches both schemas."""
         if one is False or other is False:
             return True
         first, second = self._resolved(one), self._resolved(other)
@@ -171,7 +171,7 @@ class Rewriter:
 
 
 def _types_of(schema: dict[str, Any]) -> set[str]:
-    """Return the types that a schema allows, with "number" for integers, too."""
+    """Return the types that a schema allows; integers count as "number"."""
     kinds = schema.get("type", _TYPES)
     names = {kinds} if isinstance(kinds, str) else set(cast("list[str]", kinds))
     if (values := _listed(schema)) is not None:
@@ -184,16 +184,16 @@ def _listed(schema: dict[str, Any]) -> list[object] | None:
 
 
 def _is_equal(one: object, other: object) -> bool:
-    """Whether two JSON values may be equal: numbers by their values, and true is not 1."""
+    """Return whether two JSON values may be equal: numbers are compared by value, and true is not 1."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list | dict) and isinstance(other, list | dict):
-        return True  # not looked into
+        return True  # not compared in detail
     return one == other
 
 
 def _leave_out_type(schema: dict[str, Any]) -> None:
-    """Write `not` of types as the other types."""
+    """Replace `not` of types by the other types."""
     inner = schema.get("not")
     if not isinstance(inner, dict) or cast("dict[str, object]", inner).keys() - _MEANINGLESS != {"type"}:
         return
@@ -212,7 +212,7 @@ def _leave_out_type(schema: dict[str, Any]) -> None:
 
 
 def _both(one: object, other: object) -> object:
-    """Return the schema of what matches both."""
+    """Return the schema of values that match both."""
     if one is False or other is False:
         return False
     if one in (True, {}) or one == other:

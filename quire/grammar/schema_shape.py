@@ -1,4 +1,4 @@
-"""Whether the keywords of a JSON schema have values that they can have; what has not would be ignored, or end oddly."""
+"""Checks that the keywords of a JSON schema have values of valid types; others would be ignored, or cause odd errors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _SHAPES: tuple[tuple[str, Callable[[object], bool], tuple[str, ...]], ...] = (
 
 
 def check_shape(schema: dict[str, Any], pointer: str) -> None:
-    """Check one schema, not those within it. Raises GrammarError with the JSON pointer of the keyword at fault."""
+    """Check one schema, without inner ones. Raises GrammarError with the JSON pointer of the invalid keyword."""
     for expected, is_right, keys in _SHAPES:
         for key in keys:
             if key in schema and not is_right(schema[key]):
@@ -77,7 +77,7 @@ def check_shape(schema: dict[str, Any], pointer: str) -> None:
 
 
 def check_integers(value: object) -> None:
-    """Raise GrammarError, with the JSON pointer, for an integer within a JSON value that has more than 64 bits."""
+    """Raise GrammarError, with the JSON pointer, for an integer within a JSON value that needs more than 64 bits."""
     waiting: list[tuple[str, object]] = [("", value)]
     while waiting:
         pointer, found = waiting.pop()

@@ -1,4 +1,4 @@
-"""The schemas within a JSON schema, and those that its references lead to."""
+"""Iterates over the schemas within a JSON schema, and the targets of its references."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SCHEMAS = ("additionalProperties", "additionalItems", "items", "not", "if", "the
 
 
 def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every object that is a schema within a schema, itself first, each with the JSON pointer to it.
+    """Yield every schema that is an object within a schema, itself first, each with its JSON pointer.
 
-    What is changed in one that was yielded is followed as it is then. They may be nested as deep as they like.
+    Changes to a yielded schema are taken into account. The nesting is unlimited.
     """
     waiting = [(pointer, schema)]
     while waiting:
@@ -30,7 +30,7 @@ def iter_schemas(schema: object, pointer: str = "") -> Iterator[tuple[str, dict[
 
 
 def iter_parts(fields: dict[str, Any], pointer: str) -> Iterator[tuple[str, object]]:
-    """Yield the schemas that a schema consists of, each with the JSON pointer to it."""
+    """Yield the schemas that are direct parts of a schema, each with its JSON pointer."""
     for key in SCHEMA_MAPS:
         inner = fields.get(key)
         if isinstance(inner, dict):
@@ -47,9 +47,9 @@ def iter_parts(fields: dict[str, Any], pointer: str) -> Iterator[tuple[str, obje
 
 
 def iter_reached(root: object, references: References | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield every schema within a whole one as iter_schemas does, then those elsewhere that a $ref leads to, each once.
+    """Yield every schema within a root as iter_schemas does, then other targets of references, each once.
 
-    What is changed in a schema that was yielded is followed as it is then. references: of the same root, if there are any yet
+    Changes to a yielded schema are taken into account. references: of the same root, if they exist already
     """
     references = references or References(root)
     seen: dict[int, object] = {}
@@ -68,7 +68,8 @@ def iter_reached(root: object, references: References | None = None) -> Iterator
 
 
 def has_open_names(part: object) -> bool:
-    """Whether names of an object are told in several ways, as declared and open ones; looks anywhere, as a $ref may."""
+    """Return whether names of an object are distinguished in several ways, such as declared and open ones; looks everywhere,
+    because a $ref may lead anywhere."""
     return any(_has_open_names(fields) for _, fields in iter_objects(part))
 
 
@@ -78,13 +79,13 @@ def _has_open_names(fields: dict[str, Any]) -> bool:
 
 
 class References:
-    """Finds what the references within a schema may mean: with $id in it, more than they do."""
+    """Finds all possible targets of the references within a schema; with $id, more than the actual ones."""
 
     def __init__(self, root: object) -> None:
         self._root = root
 
     def targets(self, reference: str) -> list[tuple[str, object]]:
-        """Return the values that it may lead to, each with the JSON pointer to it; none where it leads nowhere."""
+        """Return the possible targets of a reference, each with its JSON pointer; empty if there are none."""
         base, _, written = reference.partition("#")
         fragment = unquote(written)
         if not base and not fragment:
@@ -100,7 +101,7 @@ class References:
 
     @cached_property
     def _resources(self) -> list[tuple[str, object]]:
-        """The whole, and what has a name of its own, where references may begin anew."""
+        """Return the root, and subschemas with an id, which are base URIs of references."""
         return [("", self._root), *((pointer, fields) for pointer, fields in self._objects if pointer and any(_names(fields)))]
 
     @cached_property
@@ -113,7 +114,7 @@ def _names(fields: dict[str, Any]) -> list[str]:
 
 
 def iter_objects(value: object, pointer: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield all objects in a JSON value, schemas or not, each with the JSON pointer to it."""
+    """Yield all objects in a JSON value, schemas or not, each with its JSON pointer."""
     waiting = [(pointer, value)]
     while waiting:
         where, found = waiting.pop()

@@ -1,4 +1,4 @@
-"""ShortestCompletions: how an output that is JSON could come to its end in few tokens."""
+"""ShortestCompletions: finds short completions of an output that is JSON."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from quire.grammar.string_forms import NO_FORMS, StringForms
 from quire.grammar.vocabulary import Vocabulary
 
 OUTSIDE, IN_STRING, AFTER_BACKSLASH = range(3)
-"""Where in JSON an output stands; places from FIRST_TEXT_PLACE on are in the text before it."""
+"""Lexical states of JSON output; values from FIRST_TEXT_PLACE on are states of the text before it."""
 
 _NEVER = 1 << 20
 MAX_MASKS = 128
-"""Masks that are filled in search of one end: they cost up to a millisecond each, while a step may wait."""
+"""Maximum number of masks filled in one search: they cost up to a millisecond each, while a step may wait."""
 _MAX_COMPLETED = 8
 _FEW_WORDS = 64
 _FIRST_TOKENS = 512
-"""Tokens that are looked at first, those that come to an end soonest; one of them is mostly allowed."""
+"""Number of tokens that are checked first, those that complete the output soonest; one of them is usually allowed."""
 _MAX_LENGTH = 255
 _CLOSES_STRING = re.compile(rb'"(?:[}\]]*|:)')
 _CLOSES_ITEM = re.compile(rb"[}\]]+")
@@ -40,20 +40,21 @@ _RANKS_OUTSIDE = tuple(
         rb"[^ \t\r\n][\x00-\xff]*",
     )
 )  # fmt: skip
-"""What comes to an end soonest first; of equal ones the longest token. A comma comes after what would do without one."""
+"""In order of how soon they complete the output; of equal ones the longest token. A comma comes after alternatives without
+one."""
 _RANKS_IN_STRING = (_CLOSES_STRING, re.compile(rb"[A-Za-z0-9 ]*[A-Za-z0-9][A-Za-z0-9 ]*"), re.compile(rb"[^\\][\x00-\xff]*"))
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Tokens that end an output; num_texts: how many strings begin in them, keys too."""
+    """Tokens that complete an output; num_texts: number of strings that begin in them, including keys."""
 
     tokens: tuple[int, ...]
     num_texts: int
 
 
 class ShortestCompletions:
-    """The tokens of a vocabulary by how soon they bring JSON to an end."""
+    """The tokens of a vocabulary, ranked by how soon they complete JSON."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -83,7 +84,7 @@ class ShortestCompletions:
         self._closing = (_pack(closes_item), _pack(closes_string))
 
     def behind(self, text: ReasoningPrefix, forms: StringForms = NO_FORMS) -> ShortestCompletions:
-        """Return the endings of outputs whose JSON comes behind a text.
+        """Return the completions of outputs whose JSON follows a text.
 
         forms  of the strings in it
         """
@@ -95,11 +96,11 @@ class ShortestCompletions:
 
     @property
     def start(self) -> int:
-        """Where an output stands at its beginning."""
+        """The state at the beginning of an output."""
         return OUTSIDE if self._text is None else self._text.start
 
     def after(self, place: int, token_id: int) -> int:
-        """Return where the output stands behind one more token."""
+        """Return the state after one more token."""
         token = self._tokens[token_id] if token_id < len(self._tokens) else b""
         if self._text is not None and place >= FIRST_TEXT_PLACE:
             following, token = self._text.after(place, token_id)
@@ -110,13 +111,13 @@ class ShortestCompletions:
 
     @property
     def has_forms(self) -> bool:
-        """Whether there is anything to say of strings but that they end."""
+        """Whether any string has constraints."""
         return bool(self._forms)
 
     def open_string(self, token_ids: Sequence[int], places: Sequence[int]) -> bytes:
-        """Return the string that is open at the end of an output, as JSON writes it; empty where none is.
+        """Return the open string at the end of an output, in its JSON spelling; empty if there is none.
 
-        places  where the output stands before each token, and behind the last one
+        places  the states before each token, and after the last one
         """
         if not self.has_forms or not places or places[-1] not in (IN_STRING, AFTER_BACKSLASH):
             return b""
@@ -127,7 +128,7 @@ class ShortestCompletions:
         return found
 
     def open_after(self, place: int, opened: bytes, token_id: int) -> bytes:
-        """Return the string that is open behind one more token, as open_string does; empty where there are no forms."""
+        """Return the open string after one more token, like open_string; empty without forms."""
         if not self.has_forms:
             return b""
         token = self._tokens[token_id] if token_id < len(self._tokens) else b""
@@ -136,7 +137,7 @@ class ShortestCompletions:
         return _open_after(place, opened, token)
 
     def completions(self, opened: bytes) -> Iterator[tuple[int, ...]]:
-        """Yield the tokens that an open string can go on with so that it has one of the forms, the shortest first."""
+        """Yield token sequences that complete an open string so that it has one of the forms, the shortest first."""
         try:
             text = json.loads(b'"' + opened + b'"', strict=False) if self._forms else None
         except ValueError:  # within a character, or an escape
@@ -147,17 +148,17 @@ class ShortestCompletions:
                 yield tokens
 
     def may_close(self, words: Any) -> bool:
-        """Return whether a mask, of a place in a string, allows a token that closes it."""
+        """Return whether a mask within a string allows a token that closes it."""
         return bool((words[: self.num_words] & self._closing[IN_STRING][: len(words)]).any())
 
     @property
     def quote(self) -> tuple[int, ...]:
-        """The token of a quotation mark; () where there is none."""
+        """The token of a quotation mark; () if there is none."""
         found = self._punctuation.get(b'"')
         return () if found is None else (found,)
 
     def _spell(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, () where there are none."""
+        """Return the tokens of a text, () if it cannot be spelled."""
         encoded = tuple(self._vocabulary.encode(text))
         if b"".join(self._tokens[token_id] for token_id in encoded) == text.encode():
             return encoded
@@ -165,11 +166,11 @@ class ShortestCompletions:
         return () if -1 in found else found
 
     def closings(self, place: int) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of which any end the text before the JSON, () where the output does not stand in that."""
+        """Return the token sequences that end the text before the JSON, () if the output is not in that text."""
         return () if self._text is None or place < FIRST_TEXT_PLACE else self._text.closings(place)
 
     def num_leaving(self, token_ids: tuple[int, ...], place: int) -> int:
-        """Return how many of these tokens lead out of the text before the JSON, 0 where the output does not stand in it."""
+        """Return how many of these tokens are needed to leave the text before the JSON, 0 if the output is not in it."""
         count = 0
         while count < len(token_ids) and self.closings(place):
             place = self.after(place, token_ids[count])
@@ -177,11 +178,11 @@ class ShortestCompletions:
         return count
 
     def closing_mask(self, place: int) -> Any:
-        """Return the tokens that close what is open, numpy [num_mask_words] i32; None where no token alone does."""
+        """Return the tokens that close what is open, numpy [num_mask_words] i32; None if no single token does."""
         return self._closing[place] if place in (OUTSIDE, IN_STRING) else None
 
     def rest(self, token_ids: tuple[int, ...], place: int) -> Ending:
-        """Return the ending that these tokens are for an output that stands at `place`."""
+        """Return these tokens as an Ending for an output in the state `place`."""
         num_texts = 0
         for token_id in token_ids:
             following = self.after(place, token_id)
@@ -190,14 +191,14 @@ class ShortestCompletions:
         return Ending(token_ids, num_texts)
 
     def find(self, matcher: MaskedMatcher, place: int, limit: int, opened: bytes = b"") -> Ending | None:
-        """Return how an output can end that stands at `place`; None where no way is found within `limit` tokens.
+        """Return a completion of an output in the state `place`; None if none is found within `limit` tokens.
 
         opened  the string that is open there, see open_string
         """
         return Search(self, matcher, place, limit, opened).result()
 
     def find_further(self, matcher: MaskedMatcher, place: int, limit: int) -> Ending | None:
-        """Return how an output that may end could go on and end then; None where no way is found within `limit` tokens."""
+        """Return how a complete output could continue to another end; None if nothing is found within `limit` tokens."""
         fork, words = matcher.fork_ahead(), np.zeros((1, self.num_words), dtype=np.int32)
         if fill_mask(fork, words[0]) is not None:
             return None
@@ -209,14 +210,15 @@ class ShortestCompletions:
         return None if found is None else self.rest((token_id, *found.tokens), place)
 
     def fits(self, ending: tuple[int, ...], matcher: MaskedMatcher) -> bool:
-        """Return whether tokens end an output."""
+        """Return whether tokens complete an output."""
         return matcher.num_fitting((*ending, matcher.end_token_id)) == len(ending) + 1
 
     def fitting_part(self, ending: tuple[int, ...], matcher: MaskedMatcher, limit: int) -> tuple[int, ...] | None:
-        """Return the shortest part from the back of an ending that ends an output which has gone on since; None: none does.
+        """Return the shortest suffix of a completion that completes an output which has continued since; None: no suffix does.
 
-        It may begin with a piece of a token: an output writes `"` and then `:` where the ending has them in one.
-        limit  tokens of the part at most
+        It may begin with a part of a token: an output writes `"` and then `:` where the completion has one token for both.
+
+        limit  maximum number of tokens of the suffix
         """
         if matcher.can_end:
             return ()
@@ -233,16 +235,16 @@ class ShortestCompletions:
         return None
 
     def _pieces(self, token_id: int) -> list[int]:
-        """Return the tokens of punctuation that a token ends with."""
+        """Return the punctuation tokens that are suffixes of a token."""
         token = self._tokens[token_id]
         ends = (token[start:] for start in range(1, len(token)))
         return [self._punctuation[end] for end in ends if end in self._punctuation]
 
     def choose(self, words: Any, place: int, tried: set[int]) -> int | None:
-        """Return the best token that a mask allows, of another kind than those tried at this mask, where there is one.
+        """Return the best token that a mask allows; if possible not of a kind that was tried at this mask.
 
-        A mask that comes again shows that what was tried leads nowhere: digits, say, where a slash has to come. But brackets
-        that close something always lead on, also where several objects are closed one after the other.
+        A repeated mask shows that the previous choice was a dead end, for example digits where a slash must come. Closing
+        brackets are exempt, also where several objects are closed one after the other.
         """
         mask = words[0].view(np.uint32)
         token_id = self._best(mask, place, ())
@@ -255,7 +257,7 @@ class ShortestCompletions:
         return token_id
 
     def _best(self, mask: Any, place: int, tried: Collection[int]) -> int | None:
-        """Return the allowed token that comes first in the order of the place, and is of no kind that was tried."""
+        """Return the allowed token that ranks first in this state, excluding the kinds that were tried."""
         place = OUTSIDE if place >= FIRST_TEXT_PLACE else place
         filled = np.flatnonzero(mask)
         if len(filled) <= _FEW_WORDS:
@@ -276,10 +278,11 @@ class ShortestCompletions:
 
 
 class Search:
-    """A search for an end, from where a matcher stands now; where that goes meanwhile makes no difference.
+    """A search for a completion from a matcher's current state; later changes of the matcher do not affect it.
 
     Thread-safe: the forks of a matcher share it.
-    limit   tokens of the end at most
+
+    limit   maximum number of tokens of the completion
     opened  the string that is open, see ShortestCompletions.open_string
     """
 
@@ -312,25 +315,25 @@ class Search:
         self._tokens: list[int] = []
         self._num_texts = 0
         self._num_masks = 0
-        self._num_completed = 0  # how often this string was looked at for a completion
+        self._num_completed = 0  # number of attempts to complete this string
         self._opened = opened
         self._is_done = self._has_found = self._matcher.can_end
         self._lock = threading.Lock()
 
     def is_known(self, max_masks: int) -> bool:
-        """Go on until that many masks are filled altogether; return whether so many, or fewer, tell the result."""
+        """Continue until max_masks masks are filled in total; return whether the result is known with at most that many."""
         with self._lock:
             while not self._is_done and self._num_masks < max_masks:
                 self._go_on()
             return self._is_done and self._num_masks <= max_masks
 
     def result(self) -> Ending | None:
-        """Go on to the end and return what was found."""
+        """Finish the search and return the result."""
         self.is_known(MAX_MASKS)
         return Ending(tuple(self._tokens), self._num_texts) if self._has_found else None
 
     def _go_on(self) -> None:
-        """Fill one mask and take what it says, and what is forced on the way to the next one."""
+        """Fill one mask, take the best token, and the tokens that are forced before the next mask."""
         self._num_masks += 1
         forced = self._matcher.forced_tokens()
         while forced and self._take(forced):
@@ -351,7 +354,7 @@ class Search:
             self._take((token_id,))
 
     def _complete_string(self) -> bool:
-        """Go on with what completes a string that cannot be closed yet; return False where that is not known."""
+        """Take tokens that complete a string which cannot be closed yet; return False if there are none."""
         if self._place != IN_STRING or self._num_completed >= _MAX_COMPLETED or self._endings.may_close(self._words[0]):
             return False
         self._num_completed += 1
@@ -363,7 +366,7 @@ class Search:
         return False
 
     def _take(self, token_ids: Sequence[int]) -> bool:
-        """Go on by some tokens; return False, and be done, at an end or where there are too many."""
+        """Advance by some tokens; return False and finish at an end, or if there are too many."""
         place = self._place
         is_fine = len(self._tokens) + len(token_ids) <= self._limit
         for token_id in token_ids if is_fine else ():
@@ -382,7 +385,7 @@ class Search:
 
 
 def _after_bytes(place: int, token: bytes) -> int:
-    """Return where in JSON an output stands behind some bytes."""
+    """Return the lexical state after some bytes."""
     if b'"' not in token and b"\\" not in token:
         return IN_STRING if place == AFTER_BACKSLASH and token else place
     for byte in token:
@@ -396,7 +399,7 @@ def _after_bytes(place: int, token: bytes) -> int:
 
 
 def _open_after(place: int, opened: bytes, token: bytes) -> bytes:
-    """Return the string that is open behind some bytes, b"" where none is."""
+    """Return the open string after some bytes, b"" if there is none."""
     begin = 0
     for at, byte in enumerate(token):
         following = _after_bytes(place, token[at : at + 1])

@@ -1,4 +1,4 @@
-"""SpecialTexts: finds special tokens, which are no text, in the texts that a grammar is given."""
+"""SpecialTexts: finds the spellings of special tokens, which are not text, in the texts of a grammar."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quire.grammar.vocabulary import Vocabulary
 
 
 class SpecialTexts:
-    """Splits texts where a special token is spelled.
+    """Splits texts at spellings of special tokens.
 
-    ids  of the special tokens, by how they are spelled
+    ids  of the special tokens, by spelling
     """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
@@ -21,7 +21,7 @@ class SpecialTexts:
 
     @classmethod
     def of(cls, vocabulary: Vocabulary) -> SpecialTexts:
-        """Return the one of a vocabulary."""
+        """Return the instance for a vocabulary."""
         spelled = {
             vocabulary.tokens[token_id].decode("utf-8", errors="replace"): token_id for token_id in vocabulary.special_token_ids
         }
@@ -30,6 +30,6 @@ class SpecialTexts:
         )
 
     def split(self, text: str) -> list[str | int]:
-        """Return the parts of a text, a special token as its id; none where it is empty."""
+        """Return the parts of a text, special tokens as their ids; empty for an empty text."""
         parts = [text] if self._pattern is None else self._pattern.split(text)
         return [self.ids.get(part, part) for part in parts if part]

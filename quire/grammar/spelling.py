@@ -1,4 +1,4 @@
-"""Spelling: the tokens of a text that continues an output, byte for byte; everything that forces or injects text asks here."""
+"""Spelling: the tokens of a text that continues an output, byte for byte; used wherever text is forced or injected."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from functools import cached_property
 from quire.grammar.errors import GrammarError
 
 _MAX_SHOWN = 60
-"""Characters of a text that an error message shows."""
+"""Maximum number of characters of a text in an error message."""
 _UTF8_BYTES = (*range(0x80), *range(0x80, 0xC0), *range(0xC2, 0xF5))
-"""The bytes that UTF-8 may have."""
+"""The bytes that occur in UTF-8."""
 
 
 class Spelling:
-    """How texts are written with the tokens of a vocabulary.
+    """Spells texts with the tokens of a vocabulary.
 
     tokens             the bytes of each token; b"" for one without a text
-    special_token_ids  tokens that are no text
-    encode             functions from text to tokens as the model was trained to see them, which are tried in order; the bytes
-                       of the tokens may differ from those of the text: a tokenizer may put a space before a text, normalize it,
-                       or find special tokens in it
+    special_token_ids  tokens that are not text
+    encode             functions from text to tokens as in training, tried in order; the bytes of the tokens may differ from
+                       those of the text: a tokenizer may add a leading space, normalize, or find special tokens
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class Spelling:
         self._encode = tuple(encode)
 
     def encode(self, text: str) -> list[int]:
-        """Return tokens whose bytes are those of the text; of a text that cannot be spelled, those of its longest beginning."""
+        """Return tokens with the bytes of the text; if it cannot be spelled, those of its longest possible prefix."""
         spelled = text.encode("utf-8")
         for encode in self._encode:
             token_ids = encode(text)
@@ -40,7 +39,7 @@ class Spelling:
         return self._fewest_tokens(spelled)[0]
 
     def check(self, text: str) -> None:
-        """Raise GrammarError, with the text and the character, where the tokens cannot spell the text."""
+        """Raise GrammarError, with the text and the character, if the tokens cannot spell the text."""
         spelled = text.encode("utf-8")
         if self.is_complete:
             return
@@ -53,11 +52,11 @@ class Spelling:
 
     @cached_property
     def is_complete(self) -> bool:
-        """Whether all texts can be spelled, because each byte is a token: byte-level, or <0x00> to <0xFF>."""
+        """Whether all texts can be spelled, because each byte has a token: byte-level, or <0x00> to <0xFF>."""
         return all(bytes([byte]) in self._ids for byte in _UTF8_BYTES)
 
     def _bytes_of(self, token_ids: Sequence[int]) -> bytes | None:
-        """Return the bytes of tokens, None where one is no text."""
+        """Return the bytes of tokens, None if one is not text."""
         size = len(self._tokens)
         if any(token_id >= size or token_id in self._special for token_id in token_ids):
             return None
@@ -65,21 +64,21 @@ class Spelling:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        """The tokens by their bytes; of <0x61> and `a` the latter, which comes later."""
+        """The tokens by their bytes; of <0x61> and `a` the latter, which has the higher id."""
         return {token: token_id for token_id, token in enumerate(self._tokens) if token and token_id not in self._special}
 
     @cached_property
     def _lengths(self) -> dict[bytes, list[int]]:
-        """How long tokens are, by their first two bytes."""
+        """Possible lengths of tokens by their first two bytes."""
         found: dict[bytes, set[int]] = {}
         for token in self._ids:
             found.setdefault(token[:2], set()).add(len(token))
         return {start: sorted(lengths) for start, lengths in found.items()}
 
     def _fewest_tokens(self, text: bytes) -> tuple[list[int], int]:
-        """Return as few tokens as spell the text, or its longest beginning, and how many bytes they spell."""
+        """Return the fewest tokens that spell the text, or its longest possible prefix, and the number of bytes spelled."""
         ids, lengths = self._ids, self._lengths
-        # For each place the number of tokens before it, and the last of them; a place that no tokens lead to is absent.
+        # For each position the number of tokens before it, and the last of them; unreachable positions are absent.
         best: dict[int, tuple[int, int]] = {0: (0, -1)}
         furthest = 0
         for place in range(len(text)):

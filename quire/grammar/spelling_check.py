@@ -1,4 +1,4 @@
-"""Whether a vocabulary without a token for each byte can spell what a constraint requires, found before a request runs."""
+"""Checks before a request runs whether a vocabulary without a token for each byte can spell what a constraint requires."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quire.grammar.special_tokens import SpecialTexts
 from quire.grammar.vocabulary import Vocabulary
 
 _MAX_PLACES = 128
-"""Places in outputs that are looked at in search of one where nothing can follow."""
+"""Maximum number of states of outputs that are checked for dead ends."""
 _MAX_ALIKE = 4
-"""Places with the same mask, of which some tokens each are followed."""
+"""Maximum number of states with the same mask from which some tokens are followed."""
 _MAX_FOLLOWED = 16
 _TAG_TEXTS = frozenset(("value", "begin", "end", "separator", "triggers"))
 
@@ -49,7 +49,7 @@ def _texts_of(constraint: Constraint, vocabulary: Vocabulary) -> Iterator[str]:
 
 
 def _schema_texts(schema: object) -> Iterator[str]:
-    """Yield names and values, without what JSON writes around them: a string may be a part of a token."""
+    """Yield names and values, without JSON quoting: a string may be a part of a token."""
     for _, fields in iter_schemas(schema):
         for key in ("properties", "const"):
             if key in fields:
@@ -83,7 +83,7 @@ def _tag_texts(part: Any) -> Iterator[str]:
 
 
 def check_places(grammar: Grammar, vocabulary: Vocabulary) -> None:
-    """Follow outputs of a grammar; raise GrammarError, with the text, at the first place where no token can follow."""
+    """Follow outputs of a grammar; raise GrammarError, with the text, at the first state in which no token can follow."""
     if vocabulary.spelling.is_complete:
         return
     alike: Counter[bytes] = Counter()
@@ -96,7 +96,7 @@ def check_places(grammar: Grammar, vocabulary: Vocabulary) -> None:
         forced = matcher.forced_bytes()
         error = fill_mask(matcher, words)
         if error is not None and NOTHING_MATCHES not in error:
-            return  # it is too complex, which is found elsewhere
+            return  # it is too complex, which is reported elsewhere
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if error is not None or len(allowed) == 0:
             raise _dead_end(text, forced, vocabulary)
@@ -111,10 +111,10 @@ def check_places(grammar: Grammar, vocabulary: Vocabulary) -> None:
 
 
 def _dead_end(text: bytes, forced: bytes, vocabulary: Vocabulary) -> GrammarError:
-    """Return what is said of a place where nothing can follow; forced: what would have to, as far as that is known."""
+    """Return the error for a state in which nothing can follow; forced: the text that would have to, if known."""
     try:
         vocabulary.spelling.check(forced.decode("utf-8", errors="ignore"))
     except GrammarError as error:
         return error
     where = f" after {text[-60:].decode('utf-8', errors='replace')!r}" if text else ""
-    return GrammarError(f"no tokens of this model spell what has to come{where}")
+    return GrammarError(f"no tokens of this model spell the text that has to come next{where}")

@@ -1,8 +1,8 @@
-"""StringForms: how a string of JSON that is open can go on in few characters so that it matches what a schema says of strings.
+"""StringForms: finds short completions of an open JSON string that satisfy the string constraints of a schema.
 
-The masks of a matcher do not show the way where a pattern may be found anywhere in a string: nearly all tokens are allowed
-until it is there. So the expressions of the schema are followed themselves. Which of them the open string has to match is not
-known: the matcher is asked which completion fits.
+A matcher's masks do not help if a pattern may match anywhere in a string: nearly all tokens are allowed until it has matched.
+So the expressions of the schema are simulated. Which of them apply to the open string is not known: the matcher is asked
+which completion is valid.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MAX_FORMS = 64
 _MAX_STATES = 20_000
 _MAX_TEXT = 8192
 _MAX_EFFORT = 30_000
-"""States that may be looked at for the completions of one text: tens of milliseconds."""
+"""Maximum number of states visited for the completions of one text: tens of milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StringForm:
-    """What one schema says of strings: expressions that are all found in them, and how long they are."""
+    """String constraints of one schema: expressions that must all match, and the length."""
 
     patterns: tuple[str, ...]
     least: int = 0
@@ -37,7 +37,7 @@ class StringForm:
 class StringForms:
     """The forms of all strings of a constraint. Thread-safe.
 
-    Those that no automaton can follow, or that are too many, are left out.
+    Forms that no automaton supports, or beyond the limits, are ignored.
     """
 
     def __init__(self, forms: tuple[StringForm, ...]) -> None:
@@ -56,7 +56,7 @@ class StringForms:
         return bool(self._forms)
 
     def completions(self, text: str) -> list[str]:
-        """Return what a text can go on with so that it matches one of the forms, the shortest first."""
+        """Return completions of a text that satisfy one of the forms, the shortest first."""
         if len(text) > _MAX_TEXT:
             return []
         effort = Effort(_MAX_EFFORT)
@@ -69,7 +69,7 @@ NO_FORMS = StringForms(())
 
 @lru_cache(maxsize=256)
 def string_forms_of(kind: str, source: str) -> StringForms:
-    """Return the forms of the strings in the JSON of a constraint of a kind."""
+    """Return the forms of the JSON strings of a constraint of some kind."""
     if kind not in ("json_schema", "structural_tag"):
         return NO_FORMS
     parsed = Constraint(kind=cast("Any", kind), source=source).parsed()
@@ -90,7 +90,7 @@ def _forms(root: object) -> Iterator[StringForm]:
 
 
 def _form(schemas: list[dict[str, Any]]) -> StringForm:
-    """Return what several schemas say of the same string."""
+    """Return the combined constraints of several schemas on the same string."""
     patterns: list[str] = []
     least, most = 0, None
     for schema in schemas:

@@ -1,4 +1,4 @@
-"""Which texts the keywords of a JSON schema allow for a string, as the body of a terminal."""
+"""The texts that a JSON schema's keywords allow for a string, as the body of a terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FLAGS = re.compile(r"\(\?[A-Za-z-]+\)")
 
 
 def has_form(schema: dict[str, Any]) -> bool:
-    """Whether a schema says more of strings than how long they are."""
+    """Return whether a schema constrains strings by more than their length."""
     return "pattern" in schema or "format" in schema
 
 
 def form_body(schema: dict[str, Any], pointer: str) -> str:
-    """Return what pattern, format and lengths allow. Raises GrammarError."""
+    """Return the texts that pattern, format and lengths allow. Raises GrammarError."""
     parts = [length_body(schema)]
     if "pattern" in schema:
         parts.append(search_body(str(schema["pattern"]), f"{pointer}/pattern"))
@@ -32,13 +32,13 @@ def form_body(schema: dict[str, Any], pointer: str) -> str:
 
 
 def length_body(schema: dict[str, Any]) -> str:
-    """Return what the lengths allow."""
+    """Return the texts that the lengths allow."""
     bounds = repeat_bounds(schema, "Length")
     return ANY_TEXT if bounds == "*" else f"/(?s:.{bounds})/"
 
 
 def repeat_bounds(schema: dict[str, Any], counted: str) -> str:
-    """Return minLength and maxLength, or minItems and maxItems, as what stands behind what is repeated."""
+    """Return minLength and maxLength, or minItems and maxItems, as a repetition operator."""
     least, most = schema.get(f"min{counted}", 0), schema.get(f"max{counted}")
     if most is None:
         return f"{{{least},}}" if least else "*"
@@ -46,7 +46,7 @@ def repeat_bounds(schema: dict[str, Any], counted: str) -> str:
 
 
 def search_body(pattern: str, pointer: str) -> str:
-    """Return the texts in which a pattern is found, which may be anchored at the ends of its alternatives."""
+    """Return the texts in which a pattern is found; its alternatives may be anchored at their ends."""
     alternatives = _alternatives(pattern)
     if not any(_has_anchor(part) for part in alternatives):
         return f"{ANY_TEXT} {quote_regex(f'(?:{pattern})')} {ANY_TEXT}"
@@ -64,7 +64,7 @@ def search_body(pattern: str, pointer: str) -> str:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """Return the parts of a pattern between the | that stand in no group."""
+    """Return the alternatives of a pattern, split at each | outside of groups."""
     parts, depth = [""], 0
     for piece, is_plain in _pieces(pattern):
         depth += {"(": 1, ")": -1}.get(piece, 0) if is_plain else 0
@@ -87,7 +87,7 @@ def _ends_anchored(pattern: str) -> bool:
 
 
 def _pieces(pattern: str) -> list[tuple[str, bool]]:
-    """Return the characters of a pattern, each with its backslash, and whether it stands outside of classes and escapes."""
+    """Return the characters of a pattern, each with its backslash, and whether it is outside of classes and escapes."""
     found: list[tuple[str, bool]] = []
     at, class_begin = 0, -1
     while at < len(pattern):

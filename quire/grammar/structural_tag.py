@@ -1,13 +1,14 @@
-"""Structural tags: text and constrained parts one after the other, as llguidance's Lark.
+"""Structural tags: sequences of text and constrained parts, as llguidance's Lark.
 
 The old form has "structures" and "triggers"; the other one a "format", by its type:
+
   const_string         value
-  any_text             excludes: what may not stand in it; begins_without: an expression of what it may not begin with; the text
-                       ends where what follows it begins
-  json_schema          json_schema; style: how its values are written, "json" or the arguments of a tool, see argument_styles.py
-  regex                pattern; excludes: what may not stand in it
+  any_text             excludes: texts that it may not contain; begins_without: an expression that it may not begin with; the
+                       text ends where the next format begins
+  json_schema          json_schema; style: how its values are written, "json" or arguments of a tool, see tool_call_grammar.py
+  regex                pattern; excludes: texts that it may not contain
   sequence, or         elements
-  tag                  begin, content, end: a text, or a list of which any
+  tag                  begin, content, end: a text, or a list of alternatives
   triggered_tags       free text, in which each trigger begins one of the tags; at_least_one, stop_after_first, excludes
   tags_with_separator  tags with a text between them; begin: a text before the first one; at_least_one, stop_after_first
 """
@@ -40,7 +41,7 @@ from quire.grammar.vocabulary import Vocabulary
 
 
 def structural_tag_source(constraint: Constraint, vocabulary: Vocabulary) -> str:
-    """Return the grammar. Raises GrammarError with the JSON pointer of what is wrong."""
+    """Return the grammar. Raises GrammarError with the JSON pointer of the error."""
     tag = constraint.parsed()
     if "structures" in tag or "triggers" in tag:
         tag = {"format": _from_old(tag)}
@@ -66,7 +67,7 @@ def _from_old(tag: Fields) -> Fields:
 
 
 class _Writer:
-    """Writes a rule per format; what a format follows and is followed by is never looked at, but for free text."""
+    """Writes a rule per format; the surrounding formats matter only to free text."""
 
     def __init__(self, constraint: Constraint, vocabulary: Vocabulary) -> None:
         self._constraint = constraint
@@ -76,7 +77,7 @@ class _Writer:
         return self._rules.write(self._format(root, "/format", ""))
 
     def _format(self, item: Any, pointer: str, end: str) -> str:
-        """Return the name of a rule for a format and the text `end` behind it."""
+        """Return the name of a rule for a format followed by the text `end`."""
         fields = as_fields(item, pointer)
         kind = fields.get("type")
         writers: dict[str, Callable[[Fields, str, str], str]] = {
@@ -144,7 +145,7 @@ class _Writer:
         return self._rules.rule(f"{self._rules.literal(begin)} {self._tag_rest(fields, pointer, end)}")
 
     def _tag_rest(self, fields: Fields, pointer: str, end: str) -> str:
-        """Return what comes after the beginning of a tag."""
+        """Return the part of a tag after its beginning."""
         texts = ends_of(fields, pointer)
         return self._rules.rule(
             " | ".join(self._format(fields.get("content"), f"{pointer}/content", text + end) for text in texts)

@@ -1,4 +1,4 @@
-"""The fields of structural tags: what they have to be, and where free text in them ends."""
+"""Checked access to the fields of structural tags, and the ends of free text in them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _KEYS = {
     "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
     "tags_with_separator": ("tags", "separator", "begin", "at_least_one", "stop_after_first"),
 }
-"""What formats may have beside their type; the others look for themselves."""
+"""Allowed fields of formats in addition to the type; the other formats check theirs themselves."""
 
 
 def iter_elements(fields: Fields, pointer: str, end: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield the formats of a sequence, each with the pointer to it and the text behind it, which ends it where it is free text.
+    """Yield the formats of a sequence, each with its pointer and the following text, which ends it if it is free text.
 
-    end  behind the whole
+    end  after the whole sequence
     """
     elements = items_of(fields, "elements", pointer)
     is_begun = False
@@ -38,12 +38,12 @@ def iter_elements(fields: Fields, pointer: str, end: str) -> Iterator[tuple[Any,
 
 
 def ends_open(item: Any) -> bool:
-    """Whether a format is free text, which has to know what ends it."""
+    """Return whether a format is free text, which needs a following text as its end."""
     return isinstance(item, dict) and cast("Fields", item).get("type") == "any_text"
 
 
 def _beginning_of(item: Any, pointer: str) -> str:
-    """Return the text that a format begins with. Raises GrammarError where it has none."""
+    """Return the text that a format begins with. Raises GrammarError if there is none."""
     fields = as_fields(item, pointer)
     key = {"const_string": "value", "tag": "begin"}.get(str(fields.get("type")))
     if key is None or not get_field(fields, key, str, pointer):
@@ -58,7 +58,7 @@ def _after_beginning(item: Fields) -> Fields:
 
 
 def ends_of(fields: Fields, pointer: str) -> list[str]:
-    """Return the texts of which any ends a tag. Raises GrammarError where there is none."""
+    """Return the alternative end texts of a tag. Raises GrammarError if there are none."""
     ends = fields.get("end")
     texts = [ends] if isinstance(ends, str) else texts_of(fields, "end", pointer)
     if not texts:
@@ -67,7 +67,7 @@ def ends_of(fields: Fields, pointer: str) -> list[str]:
 
 
 def begun_tags(fields: Fields, pointer: str) -> list[Fields]:
-    """Return the tags of tags_with_separator, with what stands before the first one."""
+    """Return the tags of tags_with_separator, each including the text before the first one."""
     begin = fields.get("begin", "") and get_field(fields, "begin", str, pointer)
     tags = [as_fields(tag, f"{pointer}/tags/{at}") for at, tag in enumerate(items_of(fields, "tags", pointer))]
     return [{**tag, "begin": f"{begin}{tag.get('begin', '')}"} for tag in tags] if begin else tags
@@ -92,7 +92,7 @@ def check_keys(fields: Fields, kind: str, pointer: str) -> None:
 
 
 def get_field(fields: Fields, key: str, kind: type, pointer: str) -> Any:
-    """Return a field of a certain type. Raises GrammarError."""
+    """Return a field of a given type. Raises GrammarError."""
     value = fields.get(key)
     if not isinstance(value, kind):
         name = {str: "a text", list: "a list", dict: "an object"}[kind]
@@ -108,7 +108,7 @@ def as_fields(item: Any, pointer: str) -> Fields:
 
 
 def items_of(fields: Fields, key: str, pointer: str) -> list[Any]:
-    """Return a list that is not empty. Raises GrammarError."""
+    """Return a non-empty list. Raises GrammarError."""
     items = cast("list[Any]", get_field(fields, key, list, pointer))
     if not items:
         raise GrammarError(f"{key} must not be empty", f"{pointer}/{key}")
@@ -116,7 +116,7 @@ def items_of(fields: Fields, key: str, pointer: str) -> list[Any]:
 
 
 def texts_of(fields: Fields, key: str, pointer: str) -> list[str]:
-    """Return a list of texts, none of them empty; it may be left out. Raises GrammarError."""
+    """Return an optional list of non-empty texts. Raises GrammarError."""
     items: Any = fields.get(key) or []
     if not isinstance(items, list) or not all(isinstance(item, str) and item for item in cast("list[Any]", items)):
         raise GrammarError(f"{key} must be a list of texts", f"{pointer}/{key}")
@@ -124,7 +124,7 @@ def texts_of(fields: Fields, key: str, pointer: str) -> list[str]:
 
 
 def refuse_others(fields: Fields, pointer: str, *known: str) -> None:
-    """Refuse fields but the type and known ones."""
+    """Refuse fields other than the type and `known`."""
     for key, value in fields.items():
         if key not in ("type", *known):
             raise GrammarError(f"{key} {value!r:.50} is not supported here", f"{pointer}/{key}")

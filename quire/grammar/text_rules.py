@@ -1,6 +1,6 @@
-"""Free text as rules of xgrammar's EBNF: up to the first place where its end is found, and without some texts.
+"""Free text as rules of xgrammar's EBNF: up to the first occurrence of its end, and without excluded texts.
 
-xgrammar has formats for that, but lets special tokens, and bytes that are no characters, into them.
+xgrammar has formats for that, but allows special tokens, and bytes that are not characters, in them.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from collections.abc import Sequence
 
 
 def free_text_rules(end: str, excludes: Sequence[str]) -> str:
-    """Return a grammar of the texts that end with `end` and have it nowhere else; "": of all texts.
+    """Return a grammar of the texts that end with `end` and contain it nowhere else; "": of all texts.
 
-    excludes  texts that may not be found before
-    A rule stands for what the text so far could go on with: the longest beginning of one of the texts that it ends with.
+    excludes  texts that must not occur before
+
+    A rule is a state: the longest prefix of one of the texts with which the text so far ends.
     """
     words = [word for word in (end, *excludes) if word]
     begun = sorted({word[:length] for word in words for length in range(len(word))} | {""}, key=lambda text: (len(text), text))
@@ -22,7 +23,7 @@ def free_text_rules(end: str, excludes: Sequence[str]) -> str:
 
 
 def _options(text: str, words: list[str], end: str, numbers: dict[str, int]) -> list[str]:
-    """Return how a text can go on that ends with the beginning of a word."""
+    """Return the continuations in the state of a text that ends with the prefix of a word."""
     following = sorted({word[len(part)] for part in _suffixes(text) for word in words if word.startswith(part)})
     options = [] if end else ['""']
     for character in following:
@@ -38,7 +39,7 @@ def _options(text: str, words: list[str], end: str, numbers: dict[str, int]) -> 
 
 
 def _suffixes(text: str) -> list[str]:
-    """Return what a text ends with, the longest first, itself and "" too."""
+    """Return the suffixes of a text, the longest first, including itself and ""."""
     return [text[start:] for start in range(len(text) + 1)]
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a tool call as formats other than JSON write them; what is let through, its reader parses into the schema.
+"""The arguments of a tool call in formats other than JSON; the parser of a format reads all outputs according to the schema.
 
 Arguments come in the order of the schema, each once, then others where additionalProperties allows them.
   qwen_xml, minimax_xml, deepseek_xml, glm_xml, seed_xml, step_xml, hy_xml
@@ -40,10 +40,11 @@ _SPACES = r"[\s\x1c-\x1f]*"
 
 @dataclass(frozen=True, slots=True)
 class PairStyle:
-    """How a pair is written: before key, before value, value, close. "\\n?" is a line break that may be left out.
+    """How a pair is written: before the key, before the value, after it (close), after the pair. "\\n?" is an optional line
+    break.
 
-    json_opens    before a value that is JSON, where the format tells it from a string; None: the schema tells them apart
-    marker        of the close: no value may have it in it
+    json_opens    before a JSON value, if the format distinguishes it from a string; None: the schema distinguishes them
+    marker        of the close: no value may contain it
     trims_lines   a line break at the end or the beginning of a value is lost
     """
 
@@ -92,7 +93,7 @@ STYLES: dict[str, PairStyle | Dialect | None] = {
 
 
 class ArgumentWriter:
-    """Writes the arguments of one tool, by a checked schema. Raises GrammarError with the pointer of what it cannot."""
+    """Writes the arguments of one tool, by a checked schema. Raises GrammarError with the pointer of an unsupported part."""
 
     def __init__(self, rules: Rules, style: str, schema: object, constraint: Constraint) -> None:
         found = STYLES[style]
@@ -162,7 +163,7 @@ class ArgumentWriter:
             raise GrammarError(f"{name!r:.100} cannot be written as the key of an argument in this form of calls", pointer)
 
     def _write_pair(self, style: PairStyle, key: str, schema: object, pointer: str, types: frozenset[str]) -> str:
-        """Return a pair. types: what its reader takes the value for, "string" for one that is written as it is."""
+        """Return a pair. types: the types as which the parser may read the value, "string" for literal text."""
         behind = self._pieces((style.behind,))
         before = f"{self._rules.literal(style.before_key)} {key}"
         path = self._branch.path
@@ -186,7 +187,7 @@ class ArgumentWriter:
         return " ".join('"\\n"?' if text == "\n?" else self._rules.literal(text) for text in texts)
 
     def _typed_value(self, style: PairStyle, found: list[Branch], pointer: str, types: frozenset[str]) -> str:
-        """Return a value whose type its reader knows by the schema, and the close."""
+        """Return a value whose type the parser knows from the schema, and the close."""
         close = self._rules.literal(style.close)
         if "string" not in types:
             return f"{self._values.one_of(found, pointer, 1)} {close}"
@@ -204,7 +205,7 @@ class ArgumentWriter:
         return self._rules.rule(" | ".join(options))
 
     def _plain_text(self, style: PairStyle, branches: list[Branch], otherwise: str) -> str:
-        """Return texts up to the close: strings as they are, but those that would be read as something else, and words."""
+        """Return texts up to the close: strings that the parser does not read as another type, and bare words."""
         bodies: list[str] = []
         for branch in branches:
             if branch.kind == "literal":
@@ -230,7 +231,7 @@ class ArgumentWriter:
     def _plain_literal(self, style: PairStyle, value: object, otherwise: str, pointer: str) -> str:
         if not isinstance(value, str):
             if isinstance(value, dict | list):
-                raise GrammarError("lists and objects beside strings cannot be enforced in tool calls of this form", pointer)
+                raise GrammarError("lists and objects next to strings cannot be enforced in tool calls of this form", pointer)
             return f"({self._values.literal(value, pointer)})"
         is_lost = style.trims_lines and (value.startswith("\n") or value.endswith("\n"))
         if style.marker in value or is_lost:
@@ -241,7 +242,7 @@ class ArgumentWriter:
 
 
 def _split_texts(branches: list[Branch]) -> tuple[list[Branch], list[Branch]]:
-    """Return the strings, and the other values, of some branches."""
+    """Return the branches for strings, and those for other values."""
     texts: list[Branch] = []
     others: list[Branch] = []
     for branch in branches:
@@ -256,7 +257,7 @@ def _split_texts(branches: list[Branch]) -> tuple[list[Branch], list[Branch]]:
 
 
 def _read_otherwise(types: frozenset[str]) -> str:
-    """Return what is put behind the body of a string where its reader would take some texts for values of another type."""
+    """Return a suffix for the body of a string that excludes texts which the parser would read as values of another type."""
     starts = {"array": r"\[", "object": r"\{"}
     bodies = [rf"{_SPACES}\"(?s:.*)", *(f"{_SPACES}{start}(?s:.*)" for kind, start in starts.items() if kind in types)]
     if "null" in types:

@@ -10,7 +10,7 @@ from quire.grammar.spelling import Spelling
 
 
 class TokenSource(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer's interface that is needed."""
 
     vocab_size: int
     special_token_ids: frozenset[int]
@@ -26,11 +26,12 @@ class TokenSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Vocabulary:
-    """A token for each logit of a model; those without a text are empty, and no grammar lets them through.
+    """A token for each logit of a model; tokens without a text are empty, and no grammar allows them.
 
-    One more, end_token_id, stands behind them: it is never sampled, and is allowed where an output may end. So it does not
-    matter how many tokens of its own a model ends with, or that they are none at all.
-    special_token_ids  tokens that are no text: a grammar has to name them
+    An additional token end_token_id follows them: it is never sampled, and is allowed where an output may end. So the number of
+    a model's own end tokens does not matter; there may be none.
+
+    special_token_ids  tokens that are not text: a grammar has to name them
     spelling           text to tokens
     id_of              a token by its spelling
     """
@@ -42,17 +43,17 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Tokens of the model."""
+        """Number of tokens of the model."""
         return len(self.tokens)
 
     @property
     def end_token_id(self) -> int:
-        """The token that stands for an end."""
+        """The token that represents an end."""
         return len(self.tokens)
 
     @property
     def num_mask_words(self) -> int:
-        """Words of 32 bits in a mask: a bit per token and one for the end."""
+        """Number of 32-bit words of a mask: a bit per token and one for the end."""
         return (len(self.tokens) + 32) // 32
 
     def encode(self, text: str) -> list[int]:
@@ -60,13 +61,13 @@ class Vocabulary:
         return self.spelling.encode(text)
 
     def special_id_of(self, text: str) -> int | None:
-        """Return the special token that is spelled like this."""
+        """Return the special token with this spelling."""
         token_id = self.id_of(text)
         return token_id if token_id in self.special_token_ids else None
 
 
 def read_vocabulary(tokenizer: TokenSource, size: int) -> Vocabulary:
-    """Return the tokens of a model with `size` logits; the tokenizer may know fewer or more."""
+    """Return the vocabulary of a model with `size` logits; the tokenizer may have fewer or more tokens."""
     num_known = min(size, tokenizer.vocab_size)
     tokens = [tokenizer.token_bytes(token_id) for token_id in range(num_known)] + [b""] * (size - num_known)
     special = frozenset(token_id for token_id in tokenizer.special_token_ids if token_id < size)

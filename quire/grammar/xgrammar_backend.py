@@ -1,4 +1,4 @@
-"""Grammars by xgrammar, compiled for the whole vocabulary in a SandboxedCompiler's process, which returns text."""
+"""The xgrammar backend; grammars are compiled for the whole vocabulary in a SandboxedCompiler's process, which returns text."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ _NEED_TYPE = frozenset(
 )  # fmt: skip
 _BESIDE_NAMES = frozenset(("type", "propertyNames", "additionalProperties", "minProperties", "maxProperties"))
 _OWN_FORMATS = ("json-pointer", "relative-json-pointer")
-"""Formats with quotation marks and backslashes, which it escapes; of others it is given the pattern."""
+"""Formats with quotation marks and backslashes, which xgrammar escapes; other formats are passed as patterns."""
 _MAX_WHITESPACE = 24
 _ESCAPES = re.compile(r"^basic_escape ::= .*$", re.MULTILINE)
 _ESCAPED_LETTERS = r"basic_escape ::= [\"\\bfnrt]"
-"""What may stand behind a backslash where names are declared and others are open, which escapes would be a way around."""
+"""Characters allowed after a backslash if some names are declared and others are open; escapes would circumvent that."""
 
 _MENDED = (
     (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),  # characters that are counted
     (r"([\0-.]) | ([0-}]) |", r"([ !#-.]) | ([0-[\]-}]) |"),  # of pointers
 )
-"""Parts of its rules that let through control characters, quotation marks or backslashes which JSON has to escape, and what
-stands for them. None can be within a text of a schema."""
+"""Parts of its rules that allow control characters, quotation marks or backslashes which JSON has to escape, and their
+replacements. None of the parts can occur within a text of a schema."""
 
 _SURROGATE_LEAD = b"\xed"
-"""A byte from 0xA0 on behind it would begin one of U+D800 to U+DFFF."""
+"""Followed by a byte from 0xA0 on, it would begin one of U+D800 to U+DFFF."""
 
 
 class XgrammarBackend:
@@ -92,9 +92,10 @@ class XgrammarBackend:
 
 
 def token_texts(vocabulary: Vocabulary) -> list[bytes]:
-    """Return the tokens as xgrammar has them: what is empty is never let through, and special tokens are no text.
+    """Return the tokens for xgrammar: an empty token is never allowed, and special tokens are not text.
 
-    These begin with a byte that no text has, as xgrammar would let empty ones through not even where a grammar names them.
+    Special tokens begin with a byte that no text has, because xgrammar would never allow empty ones, even if a grammar names
+    them.
     """
     special = vocabulary.special_token_ids
     texts = [b"\xff%d" % token_id if token_id in special else token for token_id, token in enumerate(vocabulary.tokens)]
@@ -102,14 +103,14 @@ def token_texts(vocabulary: Vocabulary) -> list[bytes]:
 
 
 def make_tokenizer_info(tokens: list[bytes]) -> Any:
-    """Return the vocabulary as xgrammar has it; the last token is the end."""
+    """Return xgrammar's vocabulary; the last token is the end."""
     from xgrammar import TokenizerInfo, VocabType
 
     return TokenizerInfo(tokens, VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[len(tokens) - 1])
 
 
 class ProbedXgrammar:
-    """What a SandboxedCompiler's process does: compile, and write down what came out."""
+    """The compiler in a SandboxedCompiler's process: compiles, and serialises the result."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from xgrammar import GrammarCompiler
@@ -138,7 +139,7 @@ class ProbedXgrammar:
             return compiler.compile_grammar(f"root ::= {words}\n")
         if kind == "grammar":
             if "::=" not in constraint.source:
-                raise GrammarError("xgrammar takes GBNF, and this has no rule with ::=; use llguidance for Lark")
+                raise GrammarError("xgrammar only supports GBNF, and this has no rule with ::=; use llguidance for Lark")
             return compiler.compile_grammar(constraint.source)
         return compiler.compile_structural_tag({"type": "structural_tag", "format": self._tag(constraint)})
 
@@ -161,7 +162,7 @@ def check_for_xgrammar(constraint: Constraint, special: SpecialTexts) -> None:
 
 
 def _rules_of(schema: object, constraint: Constraint) -> str:
-    """Return a checked schema as xgrammar's EBNF. Raises GrammarError where that has no rule for escapes."""
+    """Return a checked schema as xgrammar's EBNF. Raises GrammarError if that has no rule for escapes."""
     from xgrammar import Grammar
 
     flat = flatten_schema(json.loads(json.dumps(schema)))
@@ -184,7 +185,7 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
     for pointer, inner in iter_reached(schema):
         for key in list(inner):
             if key not in KNOWN_KEYWORDS:
-                del inner[key]  # it means nothing
+                del inner[key]  # it has no meaning
             elif key not in _ENFORCED:
                 raise GrammarError(f"{key} is not enforced by xgrammar: use backend 'auto'", f"{pointer}/{key}")
         _check_beside(inner, pointer)
@@ -199,9 +200,9 @@ def _checked(parsed: object, constraint: Constraint) -> Any:
 
 
 def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
-    """Leave out properties that no value fits, which xgrammar does not take.
+    """Remove properties that no value satisfies, which xgrammar does not accept.
 
-    Raises GrammarError where they have to be excluded.
+    Raises GrammarError if they have to be excluded.
     """
     named: dict[str, Any] = schema.get("properties") or {}
     for name in [name for name, inner in named.items() if inner is False]:
@@ -214,7 +215,7 @@ def _leave_out_properties(schema: dict[str, Any], pointer: str) -> None:
 
 
 def _check_beside(schema: dict[str, Any], pointer: str) -> None:
-    """Refuse what xgrammar forgets in silence beside other keywords."""
+    """Refuse keywords that xgrammar silently ignores next to others."""
     if schema.keys() & {"enum", "const"}:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         kinds = schema.get("type", ())
@@ -224,50 +225,50 @@ def _check_beside(schema: dict[str, Any], pointer: str) -> None:
         if {"enum", "const"} <= schema.keys() or (names and any(type_name(value) not in names for value in values)):
             others.append("type")
         if others:
-            raise GrammarError("xgrammar forgets what stands beside enum and const", f"{pointer}/{others[0]}")
+            raise GrammarError("xgrammar ignores keywords next to enum and const", f"{pointer}/{others[0]}")
     elif "type" not in schema and not re.search(r"(?<!/properties)/propertyNames$", pointer):  # names are strings
         for key in sorted(schema.keys() & _NEED_TYPE):
-            raise GrammarError(f"xgrammar forgets {key} where there is no type", f"{pointer}/{key}")
+            raise GrammarError(f"xgrammar ignores {key} where there is no type", f"{pointer}/{key}")
     properties: Any = schema.get("properties")
     named = set(cast("dict[str, Any]", properties)) if isinstance(properties, dict) else set[str]()
     if set(cast("list[str]", schema.get("required") or ())) - named:
-        raise GrammarError("xgrammar forgets required names that are not among the properties", f"{pointer}/required")
+        raise GrammarError("xgrammar ignores required names that are not among the properties", f"{pointer}/required")
     if schema.get("additionalProperties") is not False:
         for name in named:
             if json.dumps(name, ensure_ascii=False) != f'"{name}"':
                 raise GrammarError(
-                    "xgrammar takes a name that is escaped for another one: set additionalProperties to false",
+                    "xgrammar treats an escaped name as a different name: set additionalProperties to false",
                     f"{pointer}/properties/{escape_pointer(name)}",
                 )
     for key in ("anyOf", "$ref"):
         if key in schema and schema.keys() - {key, "$defs", "definitions"}:
-            raise GrammarError(f"xgrammar forgets what stands beside {key}", f"{pointer}/{key}")
+            raise GrammarError(f"xgrammar ignores keywords next to {key}", f"{pointer}/{key}")
     reference = schema.get("$ref", "#")
     if not isinstance(reference, str) or (reference != "#" and not reference.startswith("#/")):
-        raise GrammarError("xgrammar forgets references but those into the schema itself", f"{pointer}/$ref")
+        raise GrammarError("xgrammar ignores references that do not lead into the schema itself", f"{pointer}/$ref")
     if "propertyNames" in schema and schema.get("type") != "object":
-        raise GrammarError('xgrammar forgets propertyNames where the type is not "object"', f"{pointer}/propertyNames")
+        raise GrammarError('xgrammar ignores propertyNames where the type is not "object"', f"{pointer}/propertyNames")
     if "propertyNames" in schema and schema.keys() - _BESIDE_NAMES:
-        raise GrammarError("xgrammar forgets propertyNames beside properties", f"{pointer}/propertyNames")
+        raise GrammarError("xgrammar ignores propertyNames next to properties", f"{pointer}/propertyNames")
     if schema.keys() >= {"format", "pattern"} or ("format" in schema and schema.keys() & {"minLength", "maxLength"}):
-        raise GrammarError("xgrammar forgets lengths and patterns beside format", f"{pointer}/format")
+        raise GrammarError("xgrammar ignores lengths and patterns next to format", f"{pointer}/format")
     pattern = schema.get("pattern")
     if pattern is not None and (not isinstance(pattern, str) or not SAFE_PATTERN.fullmatch(pattern)):
         raise GrammarError("the pattern may let through what xgrammar does not escape", f"{pointer}/pattern")
     if pattern is not None and schema.keys() & {"minLength", "maxLength"}:
-        raise GrammarError("xgrammar forgets lengths beside pattern", f"{pointer}/pattern")
+        raise GrammarError("xgrammar ignores lengths next to pattern", f"{pointer}/pattern")
 
 
 def _whitespace(constraint: Constraint) -> dict[str, Any]:
     if constraint.whitespace_pattern is not None:
-        raise GrammarError("whitespace_pattern is for llguidance alone: use backend 'auto'")
+        raise GrammarError("whitespace_pattern is only supported by llguidance: use backend 'auto'")
     if constraint.disable_any_whitespace:
         return {"any_whitespace": False, "separators": (",", ":")}
     return {"any_whitespace": True, "max_whitespace_cnt": _MAX_WHITESPACE}
 
 
 class _Masks:
-    """Fills masks; tokens without a text are left out of each."""
+    """Fills masks; tokens without a text are excluded from each."""
 
     first_mask_s = math.inf
 
@@ -280,7 +281,7 @@ class _Masks:
         ends_surrogate = np.zeros_like(has_text)
         ends_surrogate[: len(tokens)] = [bool(token) and 0xA0 <= token[0] <= 0xBF for token in tokens]
         self._no_surrogate = ~np.packbits(ends_surrogate, bitorder="little").view(np.int32)
-        self._own = threading.local()  # of each thread, the bits that xgrammar writes
+        self._own = threading.local()  # the bits that xgrammar writes, per thread
 
     def fill(self, matcher: MaskedMatcher, words: Any) -> str | None:
         """See MaskSource."""
@@ -301,16 +302,16 @@ class _Masks:
         return self._possible & found if is_written else self._possible.copy()
 
     def is_lead(self, token_id: int) -> bool:
-        """Whether the byte that a token ends with may begin a surrogate."""
+        """Return whether the last byte of a token may begin a surrogate."""
         return token_id in self._lead_ids
 
     def forbid_surrogate(self, words: Any) -> None:
-        """Take out of a mask what would complete a surrogate."""
+        """Remove from a mask the tokens that would complete a surrogate."""
         words[: len(self._no_surrogate)] &= self._no_surrogate
 
 
 def _forced_bytes(state: Any) -> bytes:
-    """Return the text that has to come next; it may end within a character, where those that may follow begin alike."""
+    """Return the text that must come next; it may end within a character, if the possible characters share a prefix."""
     try:
         return state.find_jump_forward_string().encode("utf-8", errors="surrogatepass")
     except UnicodeDecodeError as error:  # xgrammar has bytes, and returns them as a str
@@ -318,7 +319,7 @@ def _forced_bytes(state: Any) -> bytes:
 
 
 class XgrammarMatcher(StateMatcher):
-    """See MaskedMatcher. Surrogates, which are no characters, are kept out: xgrammar would let their bytes through."""
+    """See MaskedMatcher. Surrogates, which are not characters, are excluded: xgrammar would allow their bytes."""
 
     __slots__ = ("_is_behind_lead",)
 
@@ -348,7 +349,7 @@ class XgrammarMatcher(StateMatcher):
         return count
 
     def forced_tokens(self) -> Sequence[int]:
-        """See GrammarMatcher; a text that is forced may be told in several ways, between which the model decides."""
+        """See GrammarMatcher; a forced text may have several tokenizations, between which the model decides."""
         return ()
 
     def forced_bytes(self) -> bytes:

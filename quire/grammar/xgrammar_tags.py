@@ -1,4 +1,4 @@
-"""Structural tags as xgrammar has them, where it can do the same: reasoning before an answer, calls of tools in JSON."""
+"""Structural tags in xgrammar's format, if it supports the same: reasoning before an answer, tool calls in JSON."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ SAFE_PATTERN = re.compile(
     r"|\[\^?(?:\\[d./-]|[a-z]-[a-z]|[A-Z]-[A-Z]|[0-9]-[0-9]|[\w ,:/@.])+-?\])*\$?",
     re.ASCII,
 )
-"""Patterns that mean the same to all readers, and cannot let through a quotation mark or a backslash, which xgrammar would not
+"""Patterns that all implementations read alike, and that cannot match a quotation mark or a backslash, which xgrammar would not
 escape within JSON."""
 
 _OPTIONAL_GROUP = re.compile(r"(\\.|\[\^?\]?(?:\\.|[^\]\\])*\])|\)\?\??", re.DOTALL)
 
 
 def count_optional_groups(pattern: str) -> str:
-    """Return a pattern with {0,1} for ? after groups: xgrammar lets through a group without its beginning, `0` for `(a0*)?`."""
+    """Return a pattern with {0,1} for ? after groups: xgrammar allows a group without its beginning, `0` for `(a0*)?`."""
     return _OPTIONAL_GROUP.sub(lambda found: found[1] or "){0,1}", pattern)
 
 
 def xgrammar_format(tag: Fields, special: SpecialTexts, write: Callable[[dict[str, Any] | bool], str]) -> Fields:
-    """Return what a structural tag allows as a format of xgrammar.
+    """Return a structural tag as a format of xgrammar.
 
-    Raises GrammarError, with the JSON pointer, for what xgrammar would not do, or not in the same way.
+    Raises GrammarError, with the JSON pointer, for what xgrammar does not support, or handles differently.
+
     write  returns the values of a schema as xgrammar's EBNF, or raises GrammarError
     """
     if "structures" in tag or "triggers" in tag:
-        raise GrammarError("structural tags of the old form are compiled by llguidance alone: use backend 'auto'", "")
+        raise GrammarError("structural tags of the old form are only supported by llguidance: use backend 'auto'", "")
     return _Translator(special, write).format(get_field(tag, "format", dict, ""), "/format", "")
 
 
 class _Translator:
-    """Writes a format per format, with the text `end` behind it, which ends it where it is free text."""
+    """Translates each format followed by the text `end`, which ends it if it is free text."""
 
     def __init__(self, special: SpecialTexts, write: Callable[[dict[str, Any] | bool], str]) -> None:
         self._special = special
@@ -86,7 +87,7 @@ class _Translator:
 
     def _json_schema(self, fields: Fields, pointer: str, end: str) -> Fields:
         if fields.get("style", "json") != "json":
-            raise GrammarError("calls that are not JSON are written for llguidance alone", f"{pointer}/style")
+            raise GrammarError("calls that are not JSON are only supported by llguidance", f"{pointer}/style")
         refuse_others(fields, pointer, "json_schema", "style")
         try:
             written = self._write(schema_of(fields, pointer))
@@ -139,7 +140,7 @@ class _Translator:
 
 
 def _without(content: Any, ends: list[str], end: str, pointer: str) -> Any:
-    """Return the content of a tag that ends with `end`; free text goes up to the first of all ends."""
+    """Return the content of a tag that ends with `end`; free text ends at the first of all ends."""
     if not ends_open(content) or len(ends) == 1:
         return content
     others = [other for other in ends if other not in ("", end)]
@@ -151,7 +152,7 @@ def _const(text: str) -> Fields:
 
 
 def _joined(parts: list[Fields]) -> Fields:
-    """Return a sequence, which xgrammar does not take empty."""
+    """Return a sequence; xgrammar does not accept empty ones."""
     if len(parts) == 1:
         return parts[0]
     return {"type": "sequence", "elements": parts} if parts else _const("")

@@ -1,4 +1,4 @@
-"""Whether the native CPU kernels are there, in one place."""
+"""Load the native CPU kernels, if they exist."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ logger = get_logger(__name__)
 
 @functools.cache
 def load_native() -> ModuleType | None:
-    """Return the extension with the native CPU kernels, or None where it was not built or QUIRE_NATIVE=0 turns it off.
+    """Return the extension with the native CPU kernels, or None if it was not built or QUIRE_NATIVE=0 disables it.
 
-    QUIRE_CPU_ISA names an instruction set to use instead of the best one. Found once; whoever builds a model with
-    it says so in the log.
-    Raises ConfigError where one of the two variables has a value that is not allowed.
+    QUIRE_CPU_ISA names an instruction set to use instead of the best one. The result is cached; callers that build a model with
+    it log that.
+
+    Raises ConfigError if one of the two variables has a value that is not allowed.
     """
     switch = os.environ.get("QUIRE_NATIVE", "1")
     if switch not in ("0", "1"):
-        raise ConfigError(f"QUIRE_NATIVE must be 0 (use torch alone) or 1 (the default), got {switch!r}")
+        raise ConfigError(f"QUIRE_NATIVE must be 0 (use only torch) or 1 (the default), got {switch!r}")
     if switch == "0":
         logger.debug("native CPU kernels are turned off by QUIRE_NATIVE=0")
         return None

@@ -1,4 +1,4 @@
-"""What the machine can do right now: the peaks beside which a run is put."""
+"""Measure the machine's current peak rates, to which the speed of a run is compared."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ class Peaks:
 
 
 def measure_peaks(report: ModelReport, effort: float = LONG, num_threads: int | None = None) -> Peaks:
-    """Measure what the machine can do for a model: reads, and products in the numbers that it multiplies.
+    """Measure the machine's peak rates for a model: memory reads, and products in the dtype that the model multiplies in.
 
-    With the native kernels these are theirs: plain reads, and products in registers, of bytes where the weights are quantised.
-    With torch: a sum of a large tensor, and a matmul. Shared machines drift: measure right beside the run that is compared.
+    With the native kernels both are measured by these: plain reads, and products in registers, of bytes if the weights are
+    quantised. With torch: a sum of a large tensor, and a matmul. The speed of shared machines drifts, so measure directly
+    before or after the run to compare.
 
     effort       LONG takes about a second and 256 MiB; SHORT a twentieth of the time and half of the memory
-    num_threads  of all processes that run the model; None: those that torch computes with in this one
+    num_threads  of all processes that run the model; None: the number of torch's threads in this one
     """
     dtype = report.spec.dtype
-    buffer = torch.ones(1 << (26 if effort >= LONG else 25), dtype=torch.float32)  # far larger than any cache
+    buffer = torch.ones(1 << (26 if effort >= LONG else 25), dtype=torch.float32)  # much larger than any cache
     num_bytes, num_threads = buffer.numel() * 4, num_threads or torch.get_num_threads()
     num_times = 5 if effort >= LONG else 2
     native = load_native()

@@ -1,4 +1,4 @@
-"""ProcessBarrier: where ranks that share memory wait for each other, and how they learn why a group has ended."""
+"""ProcessBarrier: a barrier for ranks that share memory, and the reason why a group has ended."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ logger = get_logger(__name__)
 
 NUM_SPINS = 100
 NUM_YIELDS = 3000
-"""Of a wait before it sleeps: about a millisecond together. Few spins, as two ranks may share a core for a while, and then the
-one that is waited for runs only after the other has yielded."""
+"""Number of yields in a wait before it sleeps: about a millisecond in total. There are few spins, as two ranks may share a core
+for a while, and then the missing rank runs only after the other has yielded."""
 
 _FEW_SPINS, _FEW_YIELDS = 50, 200
-"""Where there are more ranks than cores."""
+"""Used if there are more ranks than cores."""
 
 MESSAGE_YIELD_S = 0.002
-"""How long the reader of a message ring yields after the last message before it sleeps, where there are enough cores."""
+"""How long the reader of a message ring yields after the last message before it sleeps, if there are enough cores."""
 
 _WARN_S = 5.0
 _ACCOUNT_BYTES = 1024
-_ACCOUNT_HEAD = struct.Struct("<ii")  # rank + 1 that it is about, bytes of the text
+_ACCOUNT_HEAD = struct.Struct("<ii")  # rank + 1 of the subject, bytes of the text
 _LEADER_ACCOUNT_S = 0.3
 _DONE, _ABORTED, _TIMED_OUT = 0, 1, 2
 
@@ -50,10 +50,10 @@ class GroupClosedError(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class RankCounts:
-    """What one rank's barriers have been so far.
+    """Statistics of one rank's barriers.
 
     num_barriers  that it has arrived at, modulo 2**32
-    num_waits     at which another rank was missing when it came; wait_s: the seconds of these
+    num_waits     at which another rank was missing on arrival; wait_s: the seconds of these
     num_bytes     of rows that it has written for the others in native steps
     """
 
@@ -64,7 +64,7 @@ class RankCounts:
 
 
 def native_extension() -> ModuleType:
-    """Return the native kernels. Raises UnsupportedError where they were not built or are turned off."""
+    """Return the native kernels. Raises UnsupportedError if they were not built or are disabled."""
     native = load_native()
     if native is None:
         raise UnsupportedError("ranks that share memory need the native kernels, which were not built or are off")
@@ -74,13 +74,13 @@ def native_extension() -> ModuleType:
 class ProcessBarrier:
     """A barrier of a group's ranks, in an area of shared memory; used by one thread of each rank at a time.
 
-    ranks  what the members are called in messages and in the abort word: their ranks in the world
+    ranks  ranks in the world of the members, for messages and the abort word
     """
 
     def __init__(
         self, memory: SharedMemoryFile, rank: int, size: int, name: str = "barrier", ranks: Sequence[int] | None = None
     ) -> None:
-        """Attach to the areas of `areas()`; `initialise` has been called by whoever made the memory."""
+        """Attach to the areas of `areas()`; the creator of the memory must have called `initialise`."""
         self._native = native_extension()
         self._memory = memory
         self._name = name
@@ -91,12 +91,12 @@ class ProcessBarrier:
 
     @staticmethod
     def areas(size: int, name: str = "barrier") -> dict[str, int]:
-        """Return the areas that a barrier of so many ranks needs."""
+        """Return the areas that a barrier of this size needs."""
         return {name: native_extension().BARRIER_STATE_BYTES, f"{name}.accounts": size * _ACCOUNT_BYTES}
 
     @staticmethod
     def initialise(memory: SharedMemoryFile, size: int, name: str = "barrier", num_cores: int | None = None) -> None:
-        """Set up the state, once, before any rank attaches."""
+        """Initialise the state, once, before any rank attaches."""
         cores = num_usable_cores() if num_cores is None else num_cores
         spins, yields = (NUM_SPINS, NUM_YIELDS) if size <= cores else (_FEW_SPINS, _FEW_YIELDS)
         message_yield_s = MESSAGE_YIELD_S if size <= cores else 0.0
@@ -105,9 +105,9 @@ class ProcessBarrier:
     # Waits
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Arrive and wait for all ranks. Raises WorkerError where the group has ended, or after timeout_s.
+        """Arrive and wait for all ranks. Raises WorkerError if the group has ended, or after timeout_s.
 
-        Whoever is waited for is named in the log every 5 s.
+        The missing rank is logged every 5 s.
         """
         self._native.arrive_at_barrier(self.address, self.rank)
         waited_s = 0.0
@@ -136,7 +136,7 @@ class ProcessBarrier:
         return result == _DONE
 
     def wait_for_message(self, address: int, least: int, timeout_s: float | None = None) -> bool:
-        """Do as wait_for_counter, but yield for MESSAGE_YIELD_S before sleeping: messages often follow each other closely."""
+        """Like wait_for_counter, but yield for MESSAGE_YIELD_S before sleeping: messages often follow each other closely."""
         result = self._native.wait_for_message(
             self.address, self.rank, address, least & 0xFFFFFFFF, -1.0 if timeout_s is None else timeout_s
         )
@@ -145,12 +145,12 @@ class ProcessBarrier:
         return result == _DONE
 
     def counts(self, member: int) -> RankCounts:
-        """Return what has been counted for a member's barriers."""
+        """Return the statistics of a member's barriers."""
         num_waits, wait_ns, num_bytes = self._native.rank_counts(self.address, member)
         return RankCounts(self.num_arrived(member), num_waits, wait_ns / 1e9, num_bytes)
 
     def warn_slow(self, missing: int, waited_s: float) -> None:
-        """Say in the log which member this rank waits for."""
+        """Log which member this rank waits for."""
         logger.warning("rank %d has waited for %s for %.0f s", self._global(self.rank), self.describe_rank(missing), waited_s)
 
     @property
@@ -165,35 +165,35 @@ class ProcessBarrier:
     # Signs of life
 
     def beat(self) -> None:
-        """Say that this rank is alive; waits do so themselves."""
+        """Signal that this rank is alive; waits do so themselves."""
         self._native.raise_heartbeat(self.address, self.rank)
 
     def heartbeat(self, member: int) -> int:
-        """A number that changes as long as a member waits or says that it is alive."""
+        """Return a number that changes as long as a member waits or signals that it is alive."""
         return self._native.heartbeat(self.address, member)
 
     def process_beat(self, member: int) -> int:
-        """A number that changes as long as the process of a member runs."""
+        """Return a number that changes as long as the process of a member runs."""
         return self._native.process_beat(self.address, member)
 
     def beat_process(self) -> None:
-        """Called by a thread of this rank's process."""
+        """Signal that this rank's process runs; called by a thread of it."""
         self._native.raise_process_beat(self.address, self.rank)
 
     def set_pid(self, pid: int) -> None:
-        """Tell the others which process this rank is."""
+        """Publish the pid of this rank."""
         self._native.set_pid(self.address, self.rank, pid)
 
     def pid(self, member: int) -> int:
-        """The process of a member, 0 as long as it has not said so."""
+        """Return the pid of a member, 0 until it is published."""
         return self._native.pid(self.address, member)
 
     def set_location(self, layer: int | None) -> None:
-        """Note which layer this rank computes, for messages; native steps do so themselves."""
+        """Set the layer that this rank computes, for messages; native steps do so themselves."""
         self._native.set_location(self.address, self.rank, 0 if layer is None else layer + 1)
 
     def describe_rank(self, member: int) -> str:
-        """Return "rank 2 (pid 4711, layer 3)", as much as is known."""
+        """Return "rank 2 (pid 4711, layer 3)", as far as known."""
         pid, location = self.pid(member), self._native.location(self.address, member)
         known = ([f"pid {pid}"] if pid else []) + ([f"layer {location - 1}"] if location else [])
         return f"rank {self._global(member)}" + (f" ({', '.join(known)})" if known else "")
@@ -204,9 +204,9 @@ class ProcessBarrier:
     # The end of a group
 
     def abort(self, rank: int, reason: AbortReason, text: str = "") -> bool:
-        """End the group because of a rank (of the world): waits that lack a member raise. Returns whether it was first.
+        """End the group because of a rank (of the world): waits that lack a member raise. Return whether this call was first.
 
-        text  what the others' errors shall say; kept in shared memory before the word is set
+        text  for the error messages of the others; written to shared memory before the abort word is set
         """
         if text and self._native.read_abort_word(self.address) == 0:
             self.write_account(rank, text)
@@ -219,12 +219,12 @@ class ProcessBarrier:
         return None if word == 0 else ((word & 0xFFFF) - 1, AbortReason(word >> 16))
 
     def check(self) -> None:
-        """Raise WorkerError where the group has ended."""
+        """Raise WorkerError if the group has ended."""
         if self.abort_cause is not None:
             raise self.abort_error()
 
     def abort_error(self) -> WorkerError:
-        """Return the error that says why the group has ended."""
+        """Return the error with the reason why the group has ended."""
         cause = self.abort_cause
         if cause is None:
             return WorkerError("a wait of a group of ranks ended without a reason", self._global(self.rank))
@@ -234,7 +234,8 @@ class ProcessBarrier:
         return WorkerError(self._account_of(rank, reason), rank)
 
     def _account_of(self, rank: int, reason: AbortReason) -> str:
-        """Return the best text about a rank: its own where it failed, else the leader's, which alone knows a child's signal."""
+        """Return the best text about a rank: its own if it failed, else the leader's: only the leader knows a child's
+        signal."""
         limit_s = time.monotonic() + (_LEADER_ACCOUNT_S if reason is AbortReason.ENDED and rank != self.ranks[0] else 0.0)
         while True:
             accounts = self._read_accounts(rank)
@@ -251,7 +252,7 @@ class ProcessBarrier:
         return f"{name} has {'stopped answering' if reason is AbortReason.STALLED else reason.name.lower()}"
 
     def write_account(self, rank: int, text: str) -> None:
-        """Keep what this rank knows about the end of a rank (of the world), for the errors of all."""
+        """Store what this rank knows about the end of a rank (of the world), for all error messages."""
         own = self._memory.area(f"{self._name}.accounts")[self.rank * _ACCOUNT_BYTES :][:_ACCOUNT_BYTES]
         body = text.encode(errors="replace")[: _ACCOUNT_BYTES - _ACCOUNT_HEAD.size]
         _ACCOUNT_HEAD.pack_into(own, 0, 0, len(body))

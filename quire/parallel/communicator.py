@@ -1,4 +1,4 @@
-"""Communicator: what ranks of one group exchange; a group of one rank; and a communicator that counts another's calls."""
+"""Communicator: the collectives of a group of ranks; a group of one rank; and a wrapper that counts calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Communicator(Protocol):
     """The collectives of a group. Every rank makes the same calls in the same order, with tensors of the same dtype.
 
     Tensors are contiguous and on the group's device. Sizes are numbers of rows (of the first dimension), one for each rank,
-    and may differ and be 0; None: the same for all. Every call raises WorkerError where the group has ended.
+    and may differ and be 0; None: the same for all. Every call raises WorkerError if the group has ended.
     """
 
     rank: int
@@ -28,14 +28,14 @@ class Communicator(Protocol):
         ...
 
     def all_gather(self, out: Tensor, part: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """Write the parts of all ranks into `out`, one after the other along the first dimension."""
+        """Write the parts of all ranks into `out`, concatenated along the first dimension."""
         ...
 
     def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
         """Replace x by the sum of the ranks' x.
 
         Floats are added in f32 in the order of ranks and rounded once: the same bits on every rank, whatever the size.
-        in_order=False: large tensors may be added in any order, where that is faster.
+        in_order=False: large tensors may be added in any order, if that is faster.
         """
         ...
 
@@ -44,7 +44,7 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """Send to each rank its rows of x (sizes), and write what each has sent here into `out` (out_sizes), in rank order."""
+        """Send to each rank its rows of x (sizes), and write the received rows into `out` (out_sizes), in rank order."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
@@ -52,7 +52,7 @@ class Communicator(Protocol):
         ...
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send x to one other rank, which calls recv with a tensor of the same shape. The others take no part."""
+        """Send x to one other rank, which calls recv with a tensor of the same shape. The others do not participate."""
         ...
 
     def recv(self, x: Tensor, source: int) -> None:
@@ -61,7 +61,7 @@ class Communicator(Protocol):
 
 
 def check_tensor(name: str, x: Tensor, device_type: str | None = None) -> None:
-    """Raise InvariantError for a tensor that a collective cannot take."""
+    """Raise InvariantError for a tensor that a collective does not accept."""
     if not x.is_contiguous():
         raise InvariantError(f"{name} of a collective must be contiguous, got strides {x.stride()} of shape {tuple(x.shape)}")
     if device_type is not None and x.device.type != device_type:
@@ -69,7 +69,7 @@ def check_tensor(name: str, x: Tensor, device_type: str | None = None) -> None:
 
 
 def check_peer(name: str, peer: int, rank: int, size: int, may_be_self: bool = False) -> None:
-    """Raise InvariantError for a rank that is not in the group, or that is this rank where that has no meaning."""
+    """Raise InvariantError for a rank that is not in the group, or that is this rank unless may_be_self."""
     if not 0 <= peer < size or (peer == rank and not may_be_self):
         raise InvariantError(
             f"{name} must be {'a' if may_be_self else 'another'} rank from 0 to {size - 1}, got {peer} on rank {rank}"
@@ -77,7 +77,7 @@ def check_peer(name: str, peer: int, rank: int, size: int, may_be_self: bool = F
 
 
 def sizes_of(sizes: Sequence[int] | None, own_rows: int, num_ranks: int) -> list[int]:
-    """Return the rows of each rank. Raises InvariantError for another number of sizes than ranks."""
+    """Return the rows of each rank. Raises InvariantError if there is not one size per rank."""
     if sizes is None:
         return [own_rows] * num_ranks
     if len(sizes) != num_ranks or any(size < 0 for size in sizes):
@@ -86,14 +86,14 @@ def sizes_of(sizes: Sequence[int] | None, own_rows: int, num_ranks: int) -> list
 
 
 def check_rows(name: str, x: Tensor, rows: int, like: Tensor) -> None:
-    """Raise InvariantError unless x has so many rows, of the shape and dtype of another tensor's."""
+    """Raise InvariantError unless x has this number of rows, of the shape and dtype of another tensor's."""
     if x.dim() < 1 or x.shape[0] != rows or x.shape[1:] != like.shape[1:] or x.dtype != like.dtype:
         wanted = (rows, *like.shape[1:])
         raise InvariantError(f"{name} must be {like.dtype} of shape {wanted}, got {x.dtype} of shape {tuple(x.shape)}")
 
 
 def check_gather(out: Tensor, part: Tensor, sizes: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """Return the rows of each rank of an all_gather. Raises InvariantError where shapes do not fit."""
+    """Return the rows of each rank of an all_gather. Raises InvariantError if shapes do not match."""
     rows = sizes_of(sizes, part.shape[0] if part.dim() else 0, size)
     check_rows("part", part, rows[rank], part)
     check_rows("out", out, sum(rows), part)
@@ -101,7 +101,7 @@ def check_gather(out: Tensor, part: Tensor, sizes: Sequence[int] | None, rank: i
 
 
 def check_scatter(out: Tensor, x: Tensor, sizes: Sequence[int] | None, rank: int, size: int) -> list[int]:
-    """Return the rows of each rank of a reduce_scatter. Raises InvariantError where shapes do not fit."""
+    """Return the rows of each rank of a reduce_scatter. Raises InvariantError if shapes do not match."""
     rows = sizes_of(sizes, out.shape[0] if out.dim() else 0, size)
     check_rows("out", out, rows[rank], out)
     check_rows("x", x, sum(rows), out)
@@ -111,7 +111,7 @@ def check_scatter(out: Tensor, x: Tensor, sizes: Sequence[int] | None, rank: int
 def check_exchange(
     out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int], rank: int, size: int
 ) -> tuple[list[int], list[int]]:
-    """Return the rows received and sent of an all_to_all. Raises InvariantError where shapes do not fit."""
+    """Return the rows received and sent of an all_to_all. Raises InvariantError if shapes do not match."""
     received, sent = sizes_of(out_sizes, 0, size), sizes_of(sizes, 0, size)
     check_rows("x", x, sum(sent), x)
     check_rows("out", out, sum(received), x)
@@ -139,7 +139,7 @@ def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def least_of(communicator: Communicator, value: int) -> int:
-    """Return the least of what all ranks of a group on the host give."""
+    """Return the minimum of the values of all ranks of a group on the host."""
     values = torch.empty(communicator.size, dtype=torch.int64)
     communicator.all_gather(values, torch.tensor([value]))
     return int(values.min())
@@ -151,7 +151,7 @@ def all_agree(communicator: Communicator, says_yes: bool) -> bool:
 
 
 class LocalCommunicator:
-    """A group of one rank: everything is a copy."""
+    """A group of one rank: collectives copy."""
 
     rank = 0
     size = 1
@@ -165,7 +165,7 @@ class LocalCommunicator:
         out.copy_(part)
 
     def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
-        """Leave x as it is."""
+        """Do nothing."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
         """Copy x."""
@@ -178,24 +178,24 @@ class LocalCommunicator:
         out.copy_(x)
 
     def broadcast(self, x: Tensor, source: int) -> None:
-        """Leave x as it is."""
+        """Do nothing."""
         check_peer("source", source, 0, 1, may_be_self=True)
 
     def send(self, x: Tensor, to: int) -> None:
-        """Raise InvariantError: there is nobody else."""
+        """Raise InvariantError: there is no other rank."""
         check_peer("to", to, 0, 1)
 
     def recv(self, x: Tensor, source: int) -> None:
-        """Raise InvariantError: there is nobody else."""
+        """Raise InvariantError: there is no other rank."""
         check_peer("source", source, 0, 1)
 
 
 @dataclass(slots=True)
 class OperationCount:
-    """What one operation has been called for.
+    """Statistics of one operation.
 
-    num_bytes  of the tensors that this rank gave
-    seconds    of the calls, as the host sees them: on a GPU the time to launch
+    num_bytes  of the tensors that this rank passed
+    seconds    of the calls, as measured on the host: on a GPU the time to launch
     """
 
     num_calls: int = 0
@@ -204,7 +204,7 @@ class OperationCount:
 
 
 class CountingCommunicator:
-    """Passes calls on to another communicator and counts them by operation; `counts` may be read at any time."""
+    """Forwards calls to another communicator and counts them by operation; `counts` may be read at any time."""
 
     def __init__(self, inner: Communicator, clock: Callable[[], float] = time.perf_counter) -> None:
         self._inner = inner

@@ -1,7 +1,7 @@
 """Groups whose processes a launcher has started (torchrun, LeaderWorkerSet, Ray): rank 0 leads the others.
 
-All ranks meet at a store of torch.distributed. Ranks of one host then share rank 0's memory; where they are on several hosts
-they exchange messages over TCP and rows over gloo, see remote_workers.py.
+All ranks meet at a store of torch.distributed. Ranks of one host then share rank 0's memory; if they are on several hosts, they
+exchange messages over TCP and rows over gloo, see remote_workers.py.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ _INVITATION = "group"
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Where a rank runs.
+    """The process of a rank.
 
-    host_key  the same for processes that can share memory and see each other: one kernel, one namespace of processes and of
-              the network
+    host_key  equal for processes that can share memory and see each other: the same kernel, pid namespace and network namespace
     host      its name, for messages
     """
 
@@ -49,12 +48,12 @@ class Member:
 
     @classmethod
     def own(cls, rank: int) -> Member:
-        """Return that of this process."""
+        """Return the member for this process."""
         return cls(rank, os.getpid(), host_key(), socket.gethostname())
 
 
 def host_key() -> str:
-    """Return what two processes have in common that can share memory."""
+    """Return a key that is equal for processes which can share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return " ".join([boot, *(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net"))])
 
@@ -66,11 +65,11 @@ def lead_group(
     store: Store | None = None,
     check: Callable[[], None] | None = None,
 ) -> JoinedWorkers | RemoteWorkers:
-    """Be rank 0: wait until all ranks are there, and tell them what to do. Raises WorkerError.
+    """Act as rank 0: wait for all ranks, and send them their configuration. Raises WorkerError.
 
-    config  what the workers are given: JSON
+    config  the workers' configuration: JSON
     store   where they meet; None: at the address of the rendezvous
-    check   called while ranks are missing; raises where one of them will not come
+    check   called while ranks are missing; raises if one of them will not come
     """
     store = _open_store(rendezvous, options.start_timeout_s, store)
     members = _wait_for_members(store, rendezvous, options.start_timeout_s, check)
@@ -91,11 +90,12 @@ def lead_group(
 
 
 def join_group(rendezvous: Rendezvous, main: Callable[[WorkerContext], None], own: Any = None, timeout_s: float = 900.0) -> int:
-    """Be another rank than 0 until the leader closes the group; return the status to exit with.
+    """Act as a rank other than 0 until the leader closes the group; return the exit status.
 
-    main  see run_worker; own: what it finds in its context, such as this process's own configuration
-    Raises WorkerError where rank 0 cannot be reached. Until this process has joined, it waits for a rank 0 that is stopped
-    (SIGSTOP) as for one that has not begun.
+    main  see run_worker; own: passed to its context, such as this process's own configuration
+
+    Raises WorkerError if rank 0 cannot be reached. Until this process has joined, a stopped rank 0 (SIGSTOP) is treated like
+    one that has not started yet.
     """
     store = _open_store(rendezvous, timeout_s, None)
     invitation = json.loads(_wait_for_key(store, _INVITATION, rendezvous, timeout_s))
@@ -108,10 +108,10 @@ def join_group(rendezvous: Rendezvous, main: Callable[[WorkerContext], None], ow
 
 
 def _open_store(rendezvous: Rendezvous, timeout_s: float, store: Store | None) -> Store:
-    """Return the store, in which this rank has said where it runs."""
+    """Return the store, after publishing where this rank runs."""
     from torch.distributed import PrefixStore
 
-    # torchrun's own store outlives the processes that it starts again.
+    # torchrun's own store outlives the processes that it restarts.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"quire/{attempt}", connect_store(rendezvous, timeout_s) if store is None else store)
     store.set(f"member/{rendezvous.rank}", json.dumps(dataclasses.asdict(Member.own(rendezvous.rank))))
@@ -154,7 +154,7 @@ def _wait_for_key(store: Store, key: str, rendezvous: Rendezvous, timeout_s: flo
 
 
 class JoinedWorkers(WorkerGroup):
-    """Workers of this host that a launcher has started. They map the leader's memory by /proc."""
+    """Workers of this host that a launcher has started. They map the leader's memory through /proc."""
 
     def __init__(self, members: list[Member], config: Mapping[str, Any], options: LaunchOptions, store: Store) -> None:
         super().__init__(len(members), options)

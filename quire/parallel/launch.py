@@ -1,4 +1,4 @@
-"""Starting the other ranks of one host as processes (spawn_workers), and what such a process runs (run_worker)."""
+"""Starts the other ranks of one host as processes (spawn_workers); run_worker is the main function of such a process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXIT_FAILED = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStart:
-    """What a worker is told by the leader: on its standard input, or where a launcher has started it, by the store."""
+    """The start message of a worker, from the leader: on its standard input, or by the store if a launcher started it."""
 
     rank: int
     size: int
@@ -56,8 +56,8 @@ class WorkerStart:
 class SpawnedWorkers(WorkerGroup):
     """Workers that the leader starts as processes of its host, from their start to their end.
 
-    A thread of their own starts the workers and lives as long as they do: the kernel kills them where the
-    thread that started them ends (PR_SET_PDEATHSIG), and the caller's may end before.
+    A dedicated thread starts the workers and lives as long as they do: the kernel kills them when the thread that started them
+    ends (PR_SET_PDEATHSIG), and the caller's may end before.
     """
 
     def __init__(self, module: str, size: int, config: Mapping[str, Any], options: LaunchOptions) -> None:
@@ -77,7 +77,7 @@ class SpawnedWorkers(WorkerGroup):
             raise
 
     def _spawn_all(self, module: str, config: Mapping[str, Any]) -> None:
-        """Start the workers, and stay until they have ended."""
+        """Start the workers, and wait until they have ended."""
         try:
             for rank in range(1, self.size):
                 self._spawn(module, rank, config)
@@ -113,17 +113,17 @@ class SpawnedWorkers(WorkerGroup):
             process.stdin.write(with_length(body))
             process.stdin.close()
         except BrokenPipeError:
-            logger.debug("rank %d has ended before it was told what to do; the monitor will say how", rank)
+            logger.debug("rank %d has ended before it got its configuration; the monitor will report why", rank)
 
     def _on_ended(self) -> None:
         self._ended.set()
 
 
 def spawn_workers(module: str, size: int, config: Mapping[str, Any], options: LaunchOptions | None = None) -> SpawnedWorkers:
-    """Start the workers of a group of `size` ranks, whose leader this process is; return at once, see wait_ready.
+    """Start the workers of a group of `size` ranks, with this process as the leader; return at once, see wait_ready.
 
-    module  run as `python -m module`, calls run_worker; named, so that this package knows no model
-    config  what the workers are given: JSON
+    module  run as `python -m module`, calls run_worker; a name, so that this package does not import models
+    config  the workers' configuration: JSON
     """
     return SpawnedWorkers(module, size, config, options or LaunchOptions())
 
@@ -139,15 +139,15 @@ def _make_store() -> TCPStore:
 
 @dataclass(frozen=True, slots=True)
 class WorkerContext:
-    """What a worker's main function has.
+    """The arguments of a worker's main function.
 
-    config   what the leader gave to spawn_workers
-    startup  to say which stage of the start this is, and when it is ready
+    config   the leader's argument of spawn_workers
+    startup  reports the stage of the start, and when it is ready
     ring     messages of the leader
-    leader_pid  of the leader's process where this one is not its child but on the same host
-    own      what whoever started this process has given to it, and not the leader
-    exchange where the ranks are on several hosts and share no memory: how they exchange rows; `memory` and `barrier` are this
-             rank's own; num_on_host: ranks on this host
+    leader_pid  of the leader's process if it is not this one's parent but on the same host
+    own      what this process's starter has given to it, not the leader
+    exchange if the ranks are on several hosts and share no memory: exchanges rows; `memory` and `barrier` are then this rank's
+             own; num_on_host: number of ranks on this host
     """
 
     rank: int
@@ -166,7 +166,7 @@ class WorkerContext:
     num_on_host: int | None = None
 
     def open_descriptor(self, number: int) -> int:
-        """Return a descriptor of this process for what has that number in the leader (LaunchOptions.pass_fds)."""
+        """Return a descriptor of this process for the leader's descriptor `number` (LaunchOptions.pass_fds)."""
         return number if self.leader_pid is None else open_descriptor_of(self.leader_pid, number)
 
     def connect_store(self) -> Store:
@@ -192,16 +192,16 @@ def open_descriptor_of(pid: int, number: int) -> int:
 
 
 def run_worker(main: Callable[[WorkerContext], None]) -> NoReturn:
-    """Be one worker: read the start message, call main, and end the process.
+    """Run one worker: read the start message, call main, and end the process.
 
-    main has to call context.startup.ready(), and to return when the leader says so. GroupClosedError, which every wait
-    raises when the leader closes the group, is a good end, too. Any other error ends the group with its text.
+    main has to call context.startup.ready(), and to return when the leader says so. GroupClosedError, which every wait raises
+    when the leader closes the group, is a success, too. Any other error ends the group with its text.
     """
     status = _run_worker(main)
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not sys.exit: to take down the interpreter with torch in it takes half a second, for which the leader would wait.
+    # Not sys.exit: finalizing an interpreter with torch takes half a second, for which the leader would wait.
     os._exit(status)
 
 
@@ -221,7 +221,7 @@ def run_attached(
     leader_pid: int | None = None,
     own: Any = None,
 ) -> int:
-    """Be a worker of a group on this host whose memory is mapped; return the status to exit with. leader_pid, own: see
+    """Run a worker of a group on this host whose memory is mapped; return the exit status. leader_pid, own: see
     WorkerContext."""
     barrier = ProcessBarrier(memory, start.rank, start.size)
     startup = StartupReporter(StartupBoard(memory), start.rank)
@@ -245,7 +245,7 @@ def run_attached(
 
 
 def run_main(main: Callable[[WorkerContext], None], context: WorkerContext) -> int:
-    """Call a worker's main function, tell the group how it failed; return the status to exit with."""
+    """Call a worker's main function, report a failure to the group, and return the exit status."""
     if threading.current_thread() is threading.main_thread():
         # A terminal or a launcher sends these to all ranks; the leader closes the group.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -259,7 +259,7 @@ def run_main(main: Callable[[WorkerContext], None], context: WorkerContext) -> i
     except Exception as error:
         cause = barrier.abort_cause
         if cause is not None and cause[0] != rank:
-            logger.debug("rank %d ends: %s", rank, error)  # another rank is at fault: the leader says so
+            logger.debug("rank %d ends: %s", rank, error)  # the leader reports the failure of the other rank
             return EXIT_FAILED
         text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
         if not isinstance(error, QuireError):

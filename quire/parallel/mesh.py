@@ -1,4 +1,4 @@
-"""DeviceMesh: which rank has which coordinates, and which ranks form a group. Arithmetic only."""
+"""DeviceMesh: coordinates of ranks, and the groups that they form. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MeshDimension = Literal["tensor", "context", "attention_data", "pipeline"]
 MeshGroup = Literal["tensor", "context", "attention_data", "pipeline", "expert", "stage", "world"]
 
 _DIMENSIONS: tuple[MeshDimension, ...] = ("tensor", "context", "attention_data", "pipeline")
-"""From the innermost, whose ranks are numbered one after the other."""
+"""From the innermost, whose ranks are consecutive."""
 
 _VARYING: dict[MeshGroup, tuple[MeshDimension, ...]] = {
     "tensor": ("tensor",),
@@ -27,7 +27,7 @@ _VARYING: dict[MeshGroup, tuple[MeshDimension, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class MeshCoordinates:
-    """Where a rank is along each dimension, from 0."""
+    """Coordinates of a rank along each dimension, from 0."""
 
     tensor: int = 0
     context: int = 0
@@ -60,7 +60,7 @@ class DeviceMesh:
         return self.tensor * self.context * self.attention_data * self.pipeline
 
     def coordinates(self, rank: int) -> MeshCoordinates:
-        """Return where a rank is."""
+        """Return the coordinates of a rank."""
         if not 0 <= rank < self.size:
             raise ConfigError(f"rank must be from 0 to {self.size - 1}, got {rank}")
         at: dict[str, int] = {}
@@ -69,7 +69,7 @@ class DeviceMesh:
         return MeshCoordinates(**at)
 
     def rank_of(self, coordinates: MeshCoordinates) -> int:
-        """Return the rank at some coordinates."""
+        """Return the rank with these coordinates."""
         rank = 0
         for name in reversed(_DIMENSIONS):
             at, size = getattr(coordinates, name), getattr(self, name)

@@ -1,4 +1,4 @@
-"""Messages between ranks of several hosts: the leader's connections to all workers, and who notices that one has ended."""
+"""Messages between ranks of several hosts: the leader's connections to all workers, and the detection of their end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _HELLO_TIMEOUT_S = 5.0
 
 
 class MessageListener:
-    """Where workers connect to the leader. The port is bound before anybody learns it."""
+    """Accepts the workers' connections to the leader. The port is bound before it is published."""
 
     def __init__(self, address: str, session: bytes) -> None:
         """Listen at one of this host's addresses. Raises WorkerError."""
@@ -75,7 +75,7 @@ class MessageListener:
         return rank if session == self._session else None
 
     def close(self) -> None:
-        """Take no more connections."""
+        """Accept no more connections."""
         self._socket.close()
 
 
@@ -100,7 +100,7 @@ class SocketWriter:
         self._barrier = barrier
 
     def send(self, header: Sequence[int], arrays: Sequence[NDArray[np.generic]] = ()) -> None:
-        """See RingWriter.send. Raises WorkerError where the group has ended."""
+        """See RingWriter.send. Raises WorkerError if the group has ended."""
         check_message(header, arrays)
         self._barrier.check()
         body = np.empty(message_bytes(arrays), np.uint8)
@@ -114,7 +114,7 @@ class SocketWriter:
                 raise WorkerError(f"rank {rank} cannot be reached: {error}", rank) from error
 
     def close(self) -> None:
-        """Tell all workers that the group is closed."""
+        """Send all workers that the group is closed."""
         for rank, connection in self._connections.items():
             try:
                 connection.sendall(_HEAD.pack(self._session, 0))
@@ -131,7 +131,7 @@ class SocketReader:
         self._barrier = barrier
 
     def receive(self, timeout_s: float | None = None) -> RingMessage | None:
-        """See RingReader.receive. Raises GroupClosedError where the leader has closed the group, WorkerError where it ended."""
+        """See RingReader.receive. Raises GroupClosedError if the leader has closed the group, WorkerError if it ended."""
         if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
             return None
         try:
@@ -160,9 +160,9 @@ def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
 
 
 class ConnectionMonitor:
-    """A thread that ends the group of this process where a connection ends, and ends all connections with the group.
+    """A thread that ends the group of this process when a connection ends, and ends all connections with the group.
 
-    describe  returns (reason, text) of the end of a rank
+    describe  returns (reason, text) for the end of a rank
     """
 
     def __init__(
@@ -178,12 +178,12 @@ class ConnectionMonitor:
         self._thread = threading.Thread(target=self._run, name="quire-connection-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the thread."""
         self._barrier.set_pid(os.getpid())
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_closed.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -205,13 +205,13 @@ class ConnectionMonitor:
 
     def _end(self, rank: int) -> None:
         reason, text = self._describe(rank)
-        # A leader that closes the group sends that first; the reader may not have come to it yet.
+        # A leader that closes the group sends that first, but the reader may not have read it yet.
         time.sleep(0.0 if rank else _TICK_S)
         if self._barrier.abort(rank, reason, text):
             logger.error("rank %d ends the group: %s", self._barrier.rank, text)
 
     def _hang_up(self) -> None:
-        """Let the other ranks notice."""
+        """Close the connections, so that the other ranks notice."""
         for connection in self._connections.values():
             try:
                 connection.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""PeerWatch: which rank is late or gone, where ranks share nothing but a store of torch.distributed."""
+"""PeerWatch: finds late or dead ranks if ranks share nothing but a store of torch.distributed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FAILURE_KEY = "quire/failure"
 
 
 class PeerWatch:
-    """Keeps this rank's progress in the store, and answers when another rank asks who is still there.
+    """Publishes this rank's progress in the store, and answers when another rank asks who is alive.
 
-    A thread posts the number of collectives that this rank has begun whenever it has changed, four times a second at most.
+    A thread posts the number of collectives that this rank has begun after each change, at most four times a second.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -36,11 +36,11 @@ class PeerWatch:
         self._thread.start()
 
     def begin(self) -> None:
-        """Note that this rank begins a collective, which all ranks take part in."""
+        """Record that this rank begins a collective, in which all ranks participate."""
         self._num_begun += 1
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._is_closed.set()
 
     def _run(self) -> None:
@@ -61,7 +61,7 @@ class PeerWatch:
         self._store.set(f"quire/alive/{self._rank}", "1")
 
     def late_ranks(self) -> list[int]:
-        """Return the ranks that have begun fewer collectives than this one, as far as they have posted."""
+        """Return the ranks that have posted fewer begun collectives than this one."""
         late: list[int] = []
         for other in range(self._size):
             key = f"quire/begun/{other}"
@@ -71,9 +71,9 @@ class PeerWatch:
         return late
 
     def gone_ranks(self) -> list[int]:
-        """Ask all ranks whether they are there; return those that do not answer within 0.7 s, or 2 s where that is several.
+        """Ask all ranks whether they are alive; return those that do not answer within 0.7 s, or 2 s if there are several.
 
-        The store is on rank 0: where it cannot be reached that is the rank that is gone.
+        The store is on rank 0: if it cannot be reached, rank 0 is the dead one.
         """
         try:
             self._store.set(_FAILURE_KEY, str(self._rank))

@@ -1,4 +1,4 @@
-"""ProcessMonitor: notices when another rank's process ends, stops or hangs, and ends the group with the reason."""
+"""ProcessMonitor: detects when another rank's process ends, stops or hangs, and ends the group with the reason."""
 
 from __future__ import annotations
 
@@ -22,33 +22,32 @@ _TICK_S = 0.2
 
 
 class _Sign:
-    """A value that ought to change, and since when it has not."""
+    """A value that should change, and the time since its last change."""
 
     def __init__(self, now_s: float) -> None:
         self._value: object = None
         self._since_s = now_s
 
     def age_s(self, value: object, now_s: float) -> float:
-        """Take the value as it is now; return for how long it has been the same."""
+        """Record the current value; return for how long it has not changed."""
         if value != self._value:
             self._value, self._since_s = value, now_s
         return now_s - self._since_s
 
     def restart(self, now_s: float) -> None:
-        """Count from now."""
+        """Restart the time."""
         self._since_s = now_s
 
 
 class ProcessMonitor:
-    """A thread in each rank's process that watches the processes of all others. The first to see something ends the group.
+    """A thread in each rank's process that watches the processes of all others. The first to detect a failure ends the group.
 
-    - A process that ends: its descriptor (pidfd) says so at once. Its parent also knows the signal or the status.
-    - A process that is stopped (SIGSTOP) for STOPPED_TIMEOUT_S: its monitor no longer beats, and the system says that it is
-      stopped.
+    - A process that ends: its pidfd signals it at once. Its parent also knows the signal or the status.
+    - A process that is stopped (SIGSTOP) for STOPPED_TIMEOUT_S: its monitor no longer beats, and /proc shows it as stopped.
     - A process that does not run at all for watchdog_timeout_s, for another reason.
     - With `watch_barriers`: a rank that others have waited for in a barrier for watchdog_timeout_s, without a sign of work.
 
-    A group that was closed (AbortReason.CLOSED) is left alone. Linux only.
+    A group that was closed (AbortReason.CLOSED) is ignored. Linux only.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class ProcessMonitor:
         watchdog_timeout_s: float = WATCHDOG_TIMEOUT_S,
         on_abort: Callable[[], None] | None = None,
     ) -> None:
-        """barrier: of all ranks; others: of groups of this rank, which end too; on_abort: called once in the thread."""
+        """barrier: of all ranks; others: of groups of this rank, which are ended too; on_abort: called once in the thread."""
         if not hasattr(os, "pidfd_open"):
             raise UnsupportedError("ranks as processes need Linux 5.3 or later (pidfd_open)")
         self._barrier = barrier
@@ -77,22 +76,22 @@ class ProcessMonitor:
         self._thread = threading.Thread(target=self._run, name="quire-process-monitor", daemon=True)
 
     def start(self) -> None:
-        """Tell the others this rank's process, and begin to watch theirs as soon as they are known."""
+        """Publish this rank's pid, and watch the other processes as soon as theirs are published."""
         self._barrier.set_pid(os.getpid())
         self._barrier.beat_process()
         self._thread.start()
 
     def watch(self, member: int, pid: int) -> None:
-        """Watch a child from its start, before it says which process it is. To be called before `start`."""
+        """Watch a child from its start, before it publishes its pid. Call before `start`."""
         if member not in self._descriptors:
             self._open(member, pid)
 
     def watch_barriers(self) -> None:
-        """From now on take a rank that others wait for, and that shows no sign of work, for hanging."""
+        """From now on treat a rank that others wait for, and that shows no sign of work, as hanging."""
         self._watches_barriers = True
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -128,7 +127,7 @@ class ProcessMonitor:
                     self._report_end(member, self._describe_end(member, descriptor))
             now_s = time.monotonic()
             if now_s - last_s > 3 * _TICK_S:
-                self._restart_signs(now_s)  # this process did not run itself: what it has not seen says nothing
+                self._restart_signs(now_s)  # this process did not run itself, so missing signs mean nothing
             last_s = now_s
             if self._barrier.abort_cause is None:
                 self._look_for_stalled(now_s)
@@ -139,7 +138,7 @@ class ProcessMonitor:
     # Ends
 
     def _describe_end(self, member: int, descriptor: int) -> str:
-        """Return how a process has ended, as much as this process may know of it."""
+        """Return how a process has ended, as far as this process can know."""
         name = self._barrier.describe_rank(member)
         try:
             status = os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -167,7 +166,7 @@ class ProcessMonitor:
             logger.error("rank %d ends the group: %s", self._barrier.ranks[self._barrier.rank], text)
 
     def _spread(self) -> None:
-        """Let waits of this rank's other groups end, too."""
+        """End waits of this rank's other groups, too."""
         cause = self._barrier.abort_cause
         if cause is not None:
             for other in self._barriers[1:]:
@@ -197,7 +196,7 @@ class ProcessMonitor:
                 self._look_at_barrier(barrier, signs, now_s)
 
     def _look_at_barrier(self, barrier: ProcessBarrier, signs: list[_Sign], now_s: float) -> None:
-        """Find a member that has come to fewer barriers than another, and neither comes nor shows a heartbeat."""
+        """Find a member that has arrived at fewer barriers than another, and neither arrives nor shows a heartbeat."""
         arrived = [barrier.num_arrived(member) for member in range(barrier.size)]
         for member, sign in enumerate(signs):
             is_waited_for = any(0 < (other - arrived[member]) % 2**32 < 2**31 for other in arrived)
@@ -210,9 +209,9 @@ class ProcessMonitor:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped by a signal; a debugger's does not count."""
+    """Return whether a process is stopped by a signal; a debugger's stop does not count."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:  # it has ended: its descriptor says so
+    except OSError:  # it has ended, which its pidfd signals
         return False
     return text.rpartition(")")[2].split()[0] == "T"

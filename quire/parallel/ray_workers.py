@@ -1,4 +1,4 @@
-"""Workers as actors of Ray: it starts and ends them; no message and no token goes through it."""
+"""Workers as Ray actors: Ray only starts and ends them; messages and tokens do not pass through it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ logger = get_logger(__name__)
 
 _PLACEMENT_TIMEOUT_S = 60.0
 _THIS_NODE = 0.001
-"""How much of the resource that names this node a bundle asks for: it is there once, and only on it."""
+"""Amount of this node's own resource that a bundle requests; the resource exists only on this node."""
 
 
 class RayWorkerActor:
     """A worker's process; made an actor by start_ray_workers."""
 
     def run(self, module: str, rendezvous: Rendezvous) -> int:
-        """Be the rank of a rendezvous until the leader closes the group; return the status."""
+        """Run the rank of a rendezvous until the leader closes the group; return the status."""
         main: Callable[[WorkerContext], None] = importlib.import_module(module).main
         return join_group(rendezvous, main)
 
 
 def start_ray_workers(module: str, size: int, config: Mapping[str, Any], options: LaunchOptions) -> WorkerGroup | RemoteWorkers:
-    """Start ranks 1 to size - 1 as actors of Ray, on this node, and lead them; see spawn_workers.
+    """Start ranks 1 to size - 1 as Ray actors on this node, and lead them; see spawn_workers.
 
-    One placement group has a bundle for each rank; that of rank 0 keeps room for this process. Raises UnsupportedError without
-    Ray, WorkerError where this node has no room for all ranks.
+    One placement group has a bundle for each rank; that of rank 0 reserves resources for this process. Raises UnsupportedError
+    without Ray, WorkerError if this node has no room for all ranks.
     """
     ray, placement = _import_ray()
     if not ray.is_initialized():
@@ -58,7 +58,7 @@ def start_ray_workers(module: str, size: int, config: Mapping[str, Any], options
     results: list[Any] = []
 
     def check() -> None:
-        """Raise what an actor has failed with before it came."""
+        """Raise the error of an actor that failed before its rank arrived."""
         for ended in ray.wait(results, num_returns=len(results), timeout=0)[0]:
             raise WorkerError(f"an actor of Ray has ended with status {ray.get(ended)} before its rank was there", 1)
 

@@ -44,10 +44,10 @@ _CONNECT_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteStart:
-    """What a worker on another host is told.
+    """The start message of a worker on another host.
 
     address, port  of the leader's messages
-    num_on_host    by rank: the ranks on its host
+    num_on_host    by rank: number of ranks on its host
     """
 
     size: int
@@ -61,9 +61,9 @@ class RemoteStart:
 
 
 class RemoteWorkers(StartingWorkers):
-    """Workers of which some are on other hosts. Implements what WorkerGroup does; `memory` and `barrier` are the leader's own.
+    """Workers of which some are on other hosts. Same interface as WorkerGroup; `memory` and `barrier` are the leader's own.
 
-    A worker that ends is noticed by its connection; one that hangs or is stopped by the time limit of gloo, watchdog_timeout_s.
+    A worker that ends is detected by its connection; one that hangs or is stopped by gloo's timeout, watchdog_timeout_s.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RemoteWorkers(StartingWorkers):
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the workers by rank, as their own hosts number them."""
+        """The pids of the workers by rank, on their own hosts."""
         return {rank: pid for rank, pid in enumerate(self._pids) if rank > 0}
 
     def _describe_end(self, rank: int) -> tuple[AbortReason, str]:
@@ -116,7 +116,7 @@ class RemoteWorkers(StartingWorkers):
         return AbortReason.ENDED, f"{name} has ended: its connection is closed"
 
     def stats(self) -> list[RankStats]:
-        """Return what is known here of each rank: of the workers little more than whether they are there."""
+        """Return what is known here of each rank: of the workers little more than whether they are alive."""
         cause = self.barrier.abort_cause
         found: list[RankStats] = []
         for rank in range(self.size):
@@ -142,7 +142,7 @@ class RemoteWorkers(StartingWorkers):
         pass
 
     def close(self) -> None:
-        """Let all workers leave; may be called twice, and after a failure."""
+        """Close the group and wait for the workers to leave; may be called twice, and after a failure."""
         if self._is_closed:
             return
         if self.barrier.abort(0, AbortReason.CLOSED):
@@ -160,7 +160,7 @@ class RemoteWorkers(StartingWorkers):
                 logger.warning("rank %d has not left within %.0f s: %s", rank, timeout_s, error)
 
     def kill(self) -> None:
-        """End all connections, with which the workers end, and release everything."""
+        """Close all connections, which ends the workers, and release everything."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -173,7 +173,7 @@ class RemoteWorkers(StartingWorkers):
 
 
 def _own_barrier(size: int, rank: int, areas: Mapping[str, int]) -> tuple[SharedMemoryFile, ProcessBarrier]:
-    """Return memory and a barrier that no other rank shares: it holds the reason of the end, and counts."""
+    """Return memory and a barrier that no other rank shares: it holds the reason of the end, and statistics."""
     memory = SharedMemoryFile.create({**ProcessBarrier.areas(size), **areas})
     ProcessBarrier.initialise(memory, size)
     return memory, ProcessBarrier(memory, rank, size)
@@ -197,7 +197,7 @@ def _connect_gloo(store: Store, rank: int, start: RemoteStart, address: str, bar
 def run_remote(
     main: Callable[[WorkerContext], None], start: RemoteStart, store: Store, rendezvous: Rendezvous, own: Any
 ) -> int:
-    """Be a worker of a group on several hosts; return the status to exit with."""
+    """Run a worker of a group on several hosts; return the exit status."""
     rank, session = rendezvous.rank, bytes.fromhex(start.session)
     memory, barrier = _own_barrier(start.size, rank, {})
     connection = connect_to_leader(start.address, start.port, session, rank, _CONNECT_S)

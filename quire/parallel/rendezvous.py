@@ -1,4 +1,4 @@
-"""Rendezvous: which rank this process is, as its environment says; how it meets the others; whether all run the same."""
+"""Rendezvous: the rank of this process according to its environment, how it meets the others, and whether all run the same."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ DEFAULT_PORT = 29500
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LWS = ("LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS")
 REPORT_S = (10.0, 60.0)
-"""When a rank that waits for another says so in the log."""
+"""Waiting times after which a rank that waits for another logs it."""
 _MAX_SHOWN = 200
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Which rank of how many this process is, and where rank 0 listens.
+    """The rank of this process, the number of ranks, and the address of rank 0.
 
     local_rank     among the ranks of this host
     is_store_made  the launcher has a store at the address already (torchrun's agent), so rank 0 makes none
-    source         where this comes from, for messages
+    source         the origin of these values, for messages
     """
 
     rank: int
@@ -62,10 +62,10 @@ class Rendezvous:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """Return what torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or a LeaderWorkerSet (LWS_WORKER_INDEX,
-    LWS_GROUP_SIZE, LWS_LEADER_ADDRESS) has set; None where there is neither.
+    """Return the settings of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet
+    (LWS_WORKER_INDEX, LWS_GROUP_SIZE, LWS_LEADER_ADDRESS); None if there are neither.
 
-    Raises ConfigError where some variables are missing or no numbers. MASTER_PORT may be given beside LWS_*.
+    Raises ConfigError if some variables are missing or not numbers. MASTER_PORT may be set in addition to LWS_*.
     """
     if "RANK" in environment or "WORLD_SIZE" in environment:
         _require("torchrun", _TORCHRUN, environment)
@@ -94,7 +94,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous 
 def _require(source: str, names: tuple[str, ...], environment: Mapping[str, str]) -> None:
     missing = [name for name in names if name not in environment]
     if missing:
-        raise ConfigError(f"{source}: environment variables {', '.join(missing)} are missing; it takes {', '.join(names)}")
+        raise ConfigError(f"{source}: environment variables {', '.join(missing)} are missing; required: {', '.join(names)}")
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int:
@@ -105,9 +105,9 @@ def _number(name: str, environment: Mapping[str, str]) -> int:
 
 
 def connect_store(rendezvous: Rendezvous, timeout_s: float = 600.0) -> Store:
-    """Return the store of all ranks, which rank 0 makes unless the launcher has; the others wait for it.
+    """Return the store of all ranks, which rank 0 creates unless the launcher has; the others wait for it.
 
-    What cannot be reached is in the log after 10 s and after 60 s. Raises WorkerError after timeout_s.
+    Unreachable addresses are logged after 10 s and after 60 s. Raises WorkerError after timeout_s.
     """
     from torch.distributed import TCPStore
 
@@ -149,7 +149,7 @@ def _wait_for_server(rendezvous: Rendezvous, timeout_s: float) -> None:
 def check_fingerprints(communicator: Communicator, fields: Mapping[str, str]) -> None:
     """Compare what must be the same on all ranks: version, configuration, hash of the checkpoint, kind of device.
 
-    Raises ConfigError on every rank, which names each rank that differs from rank 0, with both values.
+    Raises ConfigError on every rank, naming each rank that differs from rank 0, with both values.
     """
     own = np.frombuffer(json.dumps(dict(fields)).encode(), np.uint8).copy()
     sizes = torch.empty(communicator.size, dtype=torch.int64)

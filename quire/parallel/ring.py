@@ -27,9 +27,9 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class RingMessage:
-    """A message: views of the slot it lies in, valid until the reader receives the next one or releases it.
+    """A message: views of its slot, valid until the reader receives the next one or releases it.
 
-    header  [16] int32, for whoever sends; the ring gives it no meaning
+    header  [16] int32, defined by the sender; the ring does not interpret it
     arrays  of one dimension, in the order and dtypes in which they were sent
     """
 
@@ -38,7 +38,7 @@ class RingMessage:
 
 
 def message_bytes(arrays: Sequence[NDArray[np.generic]]) -> int:
-    """Return what a message with these arrays takes."""
+    """Return the size of a message with these arrays."""
     return _FIRST_ARRAY + sum(_padded(array.nbytes) for array in arrays)
 
 
@@ -74,7 +74,7 @@ def encode_message(into: NDArray[np.uint8], header: Sequence[int], arrays: Seque
 
 
 def decode_message(message: NDArray[np.uint8]) -> RingMessage:
-    """Return the message that lies in these bytes, as views of them."""
+    """Return the message in these bytes, as views of them."""
     words = message[:_FIRST_ARRAY].view(np.int32)
     arrays: list[NDArray[np.generic]] = []
     at = _FIRST_ARRAY
@@ -100,7 +100,7 @@ class MessageReader(Protocol):
 
 
 class _Ring:
-    """Areas of a ring: counters of the writer and of each rank, and slots, each with a line that says what is in it."""
+    """Areas of a ring: counters of the writer and of each rank, and slots, each with a line that describes its contents."""
 
     def __init__(self, memory: SharedMemoryFile, barrier: ProcessBarrier, name: str) -> None:
         self._native = native_extension()
@@ -109,22 +109,22 @@ class _Ring:
         self._slots = memory.area(f"{name}.slots").reshape(NUM_SLOTS, _LINE + SLOT_BYTES)
 
     def _read_counter(self, rank: int) -> int:
-        """The address of the counter of what a rank has read."""
+        """Return the address of the counter of a rank's read pieces."""
         return self._written + _LINE * (1 + rank)
 
     def _slot(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
-        """Return the line of a piece, [bytes of it, bytes of the message that are left with it], and its place."""
+        """Return the line of a piece, [bytes of it, bytes of the message left from it on], and its bytes."""
         slot = self._slots[number % NUM_SLOTS]
         return slot[:_LINE].view(np.int32), slot[_LINE:]
 
 
 def ring_areas(size: int, name: str = "ring") -> dict[str, int]:
-    """Return the areas of a ring of a group of so many ranks."""
+    """Return the areas of a ring for this number of ranks."""
     return {f"{name}.counters": _LINE * (1 + size), f"{name}.slots": NUM_SLOTS * (_LINE + SLOT_BYTES)}
 
 
 class RingWriter(_Ring):
-    """The one rank that sends; used by one thread."""
+    """The sending rank; used by one thread."""
 
     def __init__(self, memory: SharedMemoryFile, barrier: ProcessBarrier, name: str = "ring") -> None:
         super().__init__(memory, barrier, name)
@@ -132,7 +132,7 @@ class RingWriter(_Ring):
         self._readers = [member for member in range(barrier.size) if member != barrier.rank]
 
     def send(self, header: Sequence[int], arrays: Sequence[NDArray[np.generic]] = ()) -> None:
-        """Send to all other ranks; waits where one is 8 pieces behind. Raises WorkerError where the group has ended.
+        """Send to all other ranks; waits if one is 8 pieces behind. Raises WorkerError if the group has ended.
 
         header  up to 16 numbers of 32 bits; arrays: up to 15, contiguous, of int32, int64, uint8, float32, uint32 or uint64
         """
@@ -172,9 +172,9 @@ class RingReader(_Ring):
         self._holds_slot = False
 
     def receive(self, timeout_s: float | None = None) -> RingMessage | None:
-        """Release the message before, and return the next one; None: none came within timeout_s.
+        """Release the previous message, and return the next one; None: none came within timeout_s.
 
-        Raises WorkerError where the group has ended.
+        Raises WorkerError if the group has ended.
         """
         self.release()
         if not self._barrier.wait_for_message(self._written, self._number + 1, timeout_s):
@@ -186,7 +186,7 @@ class RingReader(_Ring):
         return decode_message(self._receive_long())
 
     def _receive_long(self) -> NDArray[np.uint8]:
-        """Return the bytes of a message in pieces, put together."""
+        """Return the bytes of a message in pieces, concatenated."""
         line, _ = self._slot(self._number)
         whole = np.empty(int(line[0]) + int(line[1]), np.uint8)
         begin = 0
@@ -200,7 +200,7 @@ class RingReader(_Ring):
         return whole
 
     def release(self) -> None:
-        """Give back the slot of the last message, whose views mean nothing afterwards."""
+        """Release the slot of the last message, whose views are invalid afterwards."""
         if self._holds_slot:
             self._holds_slot = False
             self._advance()

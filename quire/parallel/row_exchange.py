@@ -1,4 +1,4 @@
-"""RowExchange: what a barrier of a native step does where ranks do not share memory."""
+"""RowExchange: replaces a barrier of a native step if ranks do not share memory."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ WrittenBlock = tuple[int, int, int, int]
 
 
 class RowExchange:
-    """Gathers what all ranks have written to their rows since the barrier before, and puts it at the same places here.
+    """Gathers what all ranks have written to their rows since the last barrier, and writes it to the same places here.
 
-    The rows have one layout on all ranks, so a rank need not know what another one's shard is: places are sent with values.
-    Nothing is summed, so the rows have the bits of ranks that share memory.
+    The rows have the same layout on all ranks, so a rank need not know another one's shard: places are sent with values.
+    Nothing is summed, so the rows have the same bits as with shared memory.
     """
 
     def __init__(self, communicator: Communicator, barrier: ProcessBarrier) -> None:
-        """barrier: of this rank; where an exchange fails it is told why."""
+        """barrier: of this rank; it gets the reason if an exchange fails."""
         self._communicator = communicator
         self._barrier = barrier
 
     def __call__(self, base: int, written: Sequence[WrittenBlock]) -> bool:
-        """Called by the native step; False where the group has ended. Never raises, as it is called from native threads."""
+        """Called by the native step; False if the group has ended. Never raises, as it is called from native threads."""
         try:
             self._barrier.check()
             self._exchange(base, written)
@@ -65,7 +65,7 @@ class RowExchange:
 
 
 def _place(base: int, received: NDArray[np.uint8], count: int) -> None:
-    """Write another rank's blocks where they belong."""
+    """Write another rank's blocks to their places."""
     table = received[: count * 32].copy().view(np.int64).reshape(count, 4).tolist()
     at = count * 32
     for block in table:

@@ -1,4 +1,4 @@
-"""Which part of a weight, of attention heads or of experts a rank has. Arithmetic only."""
+"""Shards: the part of a weight, of attention heads or of experts on each rank. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_DENOMINATOR = 10**6
 
 @dataclass(frozen=True, slots=True)
 class ShardRange:
-    """The half-open range [start, stop) of what a rank has."""
+    """The half-open range [start, stop) of a rank."""
 
     start: int
     stop: int
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return self.stop - self.start
 
 
@@ -37,15 +37,15 @@ class HeadRange:
 
 
 def equal_shares(num_ranks: int) -> tuple[float, ...]:
-    """Return the shares of ranks that all get the same."""
+    """Return equal shares."""
     return (1.0,) * num_ranks
 
 
 def shard_range(total: int, rank: int, shares: Sequence[float], multiple: int = 1) -> ShardRange:
-    """Return the range of a rank when `total` things are divided by shares, at multiples of `multiple`.
+    """Return the range of a rank when `total` elements are divided by shares, at multiples of `multiple`.
 
-    Each rank's size is within one multiple of its exact share, and the ranges of all ranks follow each other. No range is
-    empty unless there are fewer multiples than ranks. With equal shares the first ranks get what is left over.
+    Each rank's size is within one multiple of its exact share, and the ranges of all ranks are consecutive. No range is empty
+    unless there are fewer multiples than ranks. With equal shares the first ranks get the remainder.
     """
     if not 0 <= rank < len(shares):
         raise ConfigError(f"rank must be from 0 to {len(shares) - 1}, got {rank}")
@@ -64,7 +64,8 @@ def shard_sizes(total: int, shares: Sequence[float], multiple: int = 1) -> tuple
 
 
 def _divide(num_units: int, shares: Sequence[float]) -> list[int]:
-    """Divide units by the largest remainder, ties to the lowest rank; then give empty ranks one, of those that have most."""
+    """Divide units by the largest remainder, ties to the lowest rank; then move one unit from the largest to each empty
+    rank."""
     parts = [_as_fraction(share) for share in shares]
     quotas = [num_units * part / sum(parts) for part in parts]
     counts = [int(quota) for quota in quotas]
@@ -80,7 +81,7 @@ def _divide(num_units: int, shares: Sequence[float]) -> list[int]:
 
 
 def _as_fraction(share: float) -> Fraction:
-    """Return a share as a fraction, so that rounding of floats decides nothing and all ranks agree."""
+    """Return a share as a fraction, so that float rounding has no effect and all ranks agree."""
     part = Fraction(share).limit_denominator(_MAX_DENOMINATOR)
     if part <= 0:
         raise ConfigError(f"a share must be a number >= {1 / _MAX_DENOMINATOR}, got {share!r}")
@@ -90,8 +91,9 @@ def _as_fraction(share: float) -> Fraction:
 def head_range(num_heads: int, num_kv_heads: int, rank: int, shares: Sequence[float]) -> HeadRange:
     """Return the heads of a rank; query head h uses key and value head h // (num_heads // num_kv_heads).
 
-    With at least as many kv heads as ranks, each rank has whole kv heads with all their query heads. With fewer, the ranks
-    of one kv head hold its keys and values each and divide its query heads.
+    With at least as many kv heads as ranks, each rank has whole kv heads with all their query heads. With fewer, the ranks of
+    one kv head each hold its keys and values and divide its query heads.
+
     Raises ConfigError for more ranks than query heads.
     """
     if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
@@ -115,7 +117,7 @@ def head_range(num_heads: int, num_kv_heads: int, rank: int, shares: Sequence[fl
 
 
 def _partition(shares: Sequence[float], num_groups: int, max_ranks: int) -> list[int]:
-    """Divide ranks into contiguous groups of 1 to max_ranks, so that the largest sum of shares is least.
+    """Divide ranks into contiguous groups of 1 to max_ranks, minimising the largest sum of shares.
 
     Returns the first rank of each group, and the number of ranks.
     """

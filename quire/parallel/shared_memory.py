@@ -1,4 +1,4 @@
-"""SharedMemoryFile: named areas of memory that ranks of one host share. It has no name and nothing stays behind."""
+"""SharedMemoryFile: named areas of memory that ranks of one host share. The file is anonymous and freed automatically."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from quire.base.errors import ConfigError, InvariantError
 
 ALIGNMENT = 128
-"""Of areas: a multiple of a cache line, and of the pair that processors fetch at once."""
+"""Alignment of areas: a multiple of a cache line, and of the pair that processors fetch at once."""
 
 _DIRECTORY_BYTES = 4096
 _MAGIC = b"quire shared memory 1\n"
@@ -25,12 +25,12 @@ _MAGIC = b"quire shared memory 1\n"
 class SharedMemoryFile:
     """Areas by name, at the same offsets in every process that maps the file.
 
-    The file is anonymous (memfd): a child inherits its descriptor, nothing lies in /dev/shm or in a folder, and the system
-    frees it when the last process that maps it ends, however it ends. All areas are zero at first.
+    The file is anonymous (memfd): a child inherits its descriptor, nothing is created in /dev/shm or a folder, and the system
+    frees it when the last process that maps it ends, however it ends. All areas are initially zero.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Map the file of a descriptor, which then belongs to this object. Raises ConfigError for any other file."""
+        """Map the file of a descriptor and take ownership of the descriptor. Raises ConfigError for any other file."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         if size < _DIRECTORY_BYTES:
@@ -47,7 +47,7 @@ class SharedMemoryFile:
 
     @classmethod
     def create(cls, areas: Mapping[str, int]) -> SharedMemoryFile:
-        """Make a file with areas of these sizes in bytes, in this order."""
+        """Create a file with areas of these sizes in bytes, in this order."""
         directory: list[tuple[str, int, int]] = []
         end = _DIRECTORY_BYTES
         for name, num_bytes in areas.items():
@@ -70,14 +70,14 @@ class SharedMemoryFile:
 
     @property
     def descriptor(self) -> int:
-        """What a child has to inherit (`pass_fds`). Raises InvariantError after close."""
+        """The descriptor that a child has to inherit (`pass_fds`). Raises InvariantError after close."""
         if self._descriptor < 0:
             raise InvariantError("the shared memory file has been closed")
         return self._descriptor
 
     @property
     def area_names(self) -> tuple[str, ...]:
-        """The names of all areas, in their order."""
+        """The names of all areas, in order."""
         return tuple(self._areas)
 
     def area(self, name: str) -> NDArray[np.uint8]:
@@ -86,7 +86,7 @@ class SharedMemoryFile:
         return self._bytes[offset : offset + num_bytes]
 
     def address(self, name: str) -> int:
-        """Return where an area lies in this process, for native code; valid as long as this object or a view lives."""
+        """Return the address of an area in this process, for native code; valid as long as this object or a view lives."""
         return self._address + self._find(name)[0]
 
     def _find(self, name: str) -> tuple[int, int]:
@@ -104,11 +104,11 @@ class SharedMemoryFile:
 def _create_anonymous_file() -> int:
     if hasattr(os, "memfd_create"):
         return os.memfd_create("quire", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:  # elsewhere than on Linux: it has no name either
+    with tempfile.TemporaryFile() as file:  # other systems than Linux: it has no name either
         return os.dup(file.fileno())
 
 
 def _forbid_resizing(descriptor: int) -> None:
-    """Let nobody shrink the file, which would kill those who map it."""
+    """Prevent shrinking the file, which would kill the processes that map it."""
     if hasattr(os, "memfd_create"):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)

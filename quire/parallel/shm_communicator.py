@@ -1,4 +1,4 @@
-"""ShmCommunicator: ranks of one host, as processes or as threads of one process, over shared memory."""
+"""ShmCommunicator: collectives over shared memory for ranks of one host, as processes or as threads of one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NATIVE_SUMS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 class ShmCommunicator:
     """A Communicator of CPU tensors. The barrier is the group's own; used by one thread of each rank at a time.
 
-    Nothing is allocated after the start: tensors larger than a slot (SLOT_BYTES) go in pieces. A message of at most
+    Nothing is allocated after the start: tensors larger than a slot (SLOT_BYTES) are sent in pieces. A message of at most
     MAILBOX_BYTES is sent without waiting for its receiver.
     """
 
@@ -56,7 +56,7 @@ class ShmCommunicator:
     def areas(
         size: int, name: str = "collectives", slot_bytes: int = SLOT_BYTES, mailbox_bytes: int = MAILBOX_BYTES
     ) -> dict[str, int]:
-        """Return the areas that a group of so many ranks needs; pages that are never used take no memory."""
+        """Return the areas that a group of this size needs; pages that are never used take no memory."""
         mailbox = native_extension().MAILBOX_BYTES + mailbox_bytes
         return {f"{name}.slots": (size + 1) * slot_bytes, f"{name}.mailboxes": size * size * mailbox}
 
@@ -108,7 +108,7 @@ class ShmCommunicator:
             out.copy_(result)
 
     def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
-        """See Communicator. Raises ValueError on every rank where sizes of two ranks do not agree."""
+        """See Communicator. Raises ValueError on every rank if sizes of two ranks do not agree."""
         received, sent = check_exchange(out, x, out_sizes, sizes, self.rank, self.size)
         _check(out=out, x=x)
         width = row_bytes(x)

@@ -1,4 +1,4 @@
-"""StartupBoard: how far each rank is in its start, in shared memory, where the leader reads it."""
+"""StartupBoard: the startup progress of each rank, in shared memory, for the leader."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _MAX_TEXT = 2000
 
 @dataclass(frozen=True, slots=True)
 class StartupStatus:
-    """What a rank has said.
+    """The last status of a rank.
 
-    stage    what it does, or did last; since_s: since when, by time.monotonic
-    stages   (name, seconds) of the stages that are over
-    ready    what it told when it was ready: JSON
-    error    (class, text) of what it failed with
+    stage    the current or last stage; since_s: its start, by time.monotonic
+    stages   (name, seconds) of the finished stages
+    ready    its message when it became ready: JSON
+    error    (class, text) of its failure
     """
 
     state: Literal["starting", "ready", "failed"] = "starting"
@@ -48,19 +48,19 @@ class StartupStatus:
         return f"{self.stage} for {now_s - self.since_s:.1f} s"
 
     def to_json(self) -> bytes:
-        """Return all fields."""
+        """Return all fields as JSON."""
         return json.dumps([self.state, self.stage, self.since_s, self.stages, self.ready, self.error]).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> StartupStatus:
-        """Return what to_json was called on."""
+        """Return the status from the result of to_json."""
         state, stage, since_s, stages, ready, error = json.loads(text)
         error = None if error is None else (error[0], error[1])
         return cls(state, stage, since_s, tuple((name, s) for name, s in stages), ready, error)
 
 
 class Board(Protocol):
-    """Where ranks say how far they are."""
+    """Where ranks report their progress."""
 
     def write(self, rank: int, status: StartupStatus) -> None: ...
 
@@ -68,23 +68,23 @@ class Board(Protocol):
 
 
 class StoreBoard:
-    """The same in a store of torch.distributed, for ranks of several hosts. Times are those of each host's clock."""
+    """A board in a store of torch.distributed, for ranks of several hosts. Times are those of each host's clock."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def write(self, rank: int, status: StartupStatus) -> None:
-        """Say what a rank does."""
+        """Set the status of a rank."""
         self._store.set(f"startup/{rank}", status.to_json())
 
     def read(self, rank: int) -> StartupStatus:
-        """Return what a rank has said last."""
+        """Return the last status of a rank."""
         key = f"startup/{rank}"
         return StartupStatus.from_json(self._store.get(key)) if self._store.check([key]) else StartupStatus()
 
 
 class StartupBoard:
-    """A row for each rank: a counter, and two pages of JSON that are written in turn."""
+    """A row for each rank: a counter, and two pages of JSON that are written alternately."""
 
     def __init__(self, memory: SharedMemoryFile) -> None:
         self._native = native_extension()
@@ -92,14 +92,14 @@ class StartupBoard:
 
     @staticmethod
     def areas(size: int) -> dict[str, int]:
-        """Return the area that a board of so many ranks needs."""
+        """Return the area that a board for this number of ranks needs."""
         return {AREA: size * _ROW_BYTES}
 
     def write(self, rank: int, status: StartupStatus) -> None:
         """Replace the row of a rank; by one thread at a time."""
         text = status.to_json()
         if len(text) > _PAGE_BYTES - 4:
-            raise InvariantError(f"what rank {rank} tells of its start takes {len(text)} bytes, at most {_PAGE_BYTES - 4}")
+            raise InvariantError(f"the startup report of rank {rank} has {len(text)} bytes, expected at most {_PAGE_BYTES - 4}")
         number = (self._native.read_counter(self._counter(rank)) + 1) & 0xFFFFFFFF
         page = self._page(rank, number)
         page[:4] = memoryview(len(text).to_bytes(4, "little"))
@@ -107,7 +107,7 @@ class StartupBoard:
         self._native.advance_counter(self._counter(rank), number)
 
     def read(self, rank: int) -> StartupStatus:
-        """Return what a rank has said last."""
+        """Return the last status of a rank."""
         while (number := self._native.read_counter(self._counter(rank))) != 0:
             page = bytes(self._page(rank, number))
             if self._native.read_counter(self._counter(rank)) == number:
@@ -123,7 +123,7 @@ class StartupBoard:
 
 
 class StartupReporter:
-    """Says for one rank how far it is."""
+    """Reports the progress of one rank."""
 
     def __init__(self, board: Board, rank: int) -> None:
         self._board = board
@@ -133,19 +133,19 @@ class StartupReporter:
         self._since_s = time.monotonic()
 
     def stage(self, name: str) -> None:
-        """Say that the stage before is over and another begins."""
+        """Report that a new stage begins."""
         self._end_stage()
         self._stage = name
         self._board.write(self._rank, StartupStatus("starting", name, self._since_s, tuple(self._stages)))
 
     def ready(self, told: dict[str, Any] | None = None) -> None:
-        """Say that this rank is ready, with something for the leader: JSON."""
+        """Report that this rank is ready, with a message for the leader: JSON."""
         self._end_stage()
         status = StartupStatus("ready", self._stage, self._since_s, tuple(self._stages), told or {})
         self._board.write(self._rank, status)
 
     def failed(self, error: Exception) -> None:
-        """Say what this rank failed with."""
+        """Report the failure of this rank."""
         kind_and_text = (type(error).__name__, str(error)[:_MAX_TEXT])
         status = StartupStatus("failed", self._stage, self._since_s, tuple(self._stages), {}, kind_and_text)
         self._board.write(self._rank, status)

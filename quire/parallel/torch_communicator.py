@@ -1,4 +1,4 @@
-"""TorchCommunicator: ranks of several hosts over gloo, or of several GPUs over NCCL."""
+"""TorchCommunicator: collectives over gloo for ranks of several hosts, or over NCCL for several GPUs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 ORDERED_BYTES = 1 << 20
-"""What is gathered at once to be summed in order, and up to which an all-reduce is always in order."""
+"""Size of parts that are gathered to be summed in order, and up to which an all-reduce is always in order."""
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _WARN_S = 5.0
@@ -44,8 +44,8 @@ class TorchCommunicator:
 
     group          with the methods of torch.distributed's process groups: allreduce, _allgather_base, alltoall_base, ...
     device_type    of the tensors: "cpu" or "cuda"
-    watch          says which rank is late or gone; None: errors and warnings name none
-    check          raises where something else knows that the group has ended, such as ProcessBarrier.check
+    watch          finds late or dead ranks; None: errors and warnings name none
+    check          raises if another component knows that the group has ended, such as ProcessBarrier.check
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TorchCommunicator:
     ) -> TorchCommunicator:
         """Connect over gloo; every rank calls this.
 
-        interface  of the network; hostname: an address of this host, in its place; None: what GLOO_SOCKET_IFNAME or gloo says
+        interface  of the network; hostname: alternatively an address of this host; None: GLOO_SOCKET_IFNAME or gloo's default
         """
         from torch.distributed import PrefixStore, ProcessGroupGloo
 
@@ -106,7 +106,7 @@ class TorchCommunicator:
         )
 
     def close(self) -> None:
-        """End the threads; the group must be idle."""
+        """Stop the threads; the group must be idle."""
         if self._watch is not None:
             self._watch.close()
         if self._waiter is not None:
@@ -115,7 +115,7 @@ class TorchCommunicator:
     def _finish(self, name: str, launch: Callable[[], Work | None], peer: int | None = None) -> None:
         """Launch an operation and wait for it; peer: the only other rank in it.
 
-        Raises WorkerError where it failed, naming the rank at fault if known.
+        Raises WorkerError if it failed, naming the failed rank if known.
         """
         if self._watch is not None and peer is None:
             self._watch.begin()
@@ -177,7 +177,8 @@ class TorchCommunicator:
             self._finish("all_gather", lambda: self._group._allgather_base(out.view(-1), part.view(-1)))
 
     def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
-        """See Communicator. In order it is an all-gather and a sum of our own; else, above ORDERED_BYTES, the library's."""
+        """See Communicator. In order it is an all-gather and our own sum; else, above ORDERED_BYTES, the library's
+        all-reduce."""
         self._check_tensors(x=x)
         if x.numel() == 0:
             return
@@ -191,7 +192,7 @@ class TorchCommunicator:
             piece.copy_(sum_in_order(gathered.unbind(0)))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
-        """See Communicator: an all-to-all and a sum of our own."""
+        """See Communicator: an all-to-all and our own sum."""
         rows = check_scatter(out, x, sizes, self.rank, self.size)
         self._check_tensors(out=out, x=x)
         own = rows[self.rank]
@@ -236,12 +237,13 @@ class TorchCommunicator:
 
 
 def as_sendable(x: Tensor) -> Tensor:
-    """Return a tensor, float8 as its bytes: the libraries do not know it, and moving needs no arithmetic."""
+    """Return a tensor; one-byte types are viewed as uint8, because the libraries lack float8, and copying needs no
+    arithmetic."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 class _Waiter:
-    """A thread that waits for operations, so that the caller can look at other things meanwhile and be interrupted."""
+    """A thread that waits for operations, so that the caller can do checks meanwhile and be interrupted."""
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[tuple[Work, threading.Event, list[RuntimeError]] | None] = queue.SimpleQueue()
@@ -269,5 +271,5 @@ class _Waiter:
             raise errors[0]
 
     def close(self) -> None:
-        """End the thread after what it waits for."""
+        """Stop the thread after the current operation."""
         self._works.put(None)

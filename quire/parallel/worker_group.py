@@ -1,4 +1,4 @@
-"""WorkerGroup: what the leader of a group on one host has of its workers, whoever started them, until they end."""
+"""WorkerGroup: the leader's handle of the workers of a group on one host, until they end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ logger = get_logger(__name__)
 
 _POLL_S = 0.01
 _LATE_S = 20.0
-"""After so long, and again after each so long, the log says what a rank that is not ready does."""
+"""Interval at which ranks that are not ready are logged with their stage."""
 
 _LEAVE_S = 0.5
-"""What the ranks of a group that was aborted have to leave their step, before they are killed."""
+"""Time that the ranks of an aborted group have to leave their step before they are killed."""
 
 _CLOSE_S = 5.0
 
@@ -44,13 +44,13 @@ _CLOSE_S = 5.0
 class LaunchOptions:
     """How workers are started.
 
-    start_timeout_s     until all are ready; then all are killed
+    start_timeout_s     until all are ready; all are killed after it
     watchdog_timeout_s  see ProcessMonitor
-    areas               further areas of the shared memory, by name, in bytes
-    with_store          make a store of torch.distributed on this host, for gloo or NCCL: its port is bound before a worker
+    areas               additional areas of the shared memory, by name, in bytes
+    with_store          create a store of torch.distributed on this host, for gloo or NCCL: its port is bound before a worker
                         learns it, so two groups that start at once cannot choose the same
     log_level           of the workers
-    pass_fds            further descriptors that every worker inherits, under the same numbers
+    pass_fds            additional descriptors that every worker inherits, under the same numbers
     """
 
     start_timeout_s: float = 600.0
@@ -62,7 +62,7 @@ class LaunchOptions:
 
 
 class WorkerProcess(Protocol):
-    """A worker's process, as subprocess.Popen has it."""
+    """A worker's process, with the interface of subprocess.Popen."""
 
     @property
     def pid(self) -> int: ...
@@ -73,7 +73,7 @@ class WorkerProcess(Protocol):
 
 
 class JoinedProcess:
-    """A worker's process that somebody else has started: a launcher's. Its status is not known: wait returns 0."""
+    """A worker's process that a launcher has started. Its status is not known: wait returns 0."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -98,7 +98,7 @@ class JoinedProcess:
         return 0
 
     def kill(self) -> None:
-        """Kill it by its descriptor, so never another process of the same number."""
+        """Kill it by its pidfd, so never another process with the same number."""
         if self._descriptor >= 0:
             try:
                 signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
@@ -107,12 +107,12 @@ class JoinedProcess:
 
 
 class StartingWorkers:
-    """What every group has of its start: who is how far.
+    """Startup handling that all kinds of groups share.
 
-    memory, barrier  of the group; where ranks share no memory those of the leader only
-    exchange         how ranks that share no memory exchange rows
-    num_on_host      ranks on the leader's host, where there are several hosts
-    on_end           called once when all has been released
+    memory, barrier  of the group; only the leader's own if ranks share no memory
+    exchange         exchanges rows between ranks that share no memory
+    num_on_host      ranks on the leader's host, if there are several hosts
+    on_end           called once when everything has been released
     """
 
     exchange: RowExchange | None = None
@@ -131,7 +131,7 @@ class StartingWorkers:
         self._is_closed = False
 
     def kill(self) -> None:
-        """Kill what is left of the workers and release everything."""
+        """Kill the remaining workers and release everything."""
         raise NotImplementedError
 
     def _on_ready(self) -> None:
@@ -144,10 +144,10 @@ class StartingWorkers:
             on_end()
 
     def wait_ready(self) -> list[StartupStatus]:
-        """Wait until all workers are ready; return what each rank has said, the leader included.
+        """Wait until all workers are ready; return the status of each rank, the leader included.
 
-        Raises what a worker failed with, in its class where that is one of quire's; or WorkerError, also after
-        start_timeout_s. All workers are killed then.
+        Raises the error of a failed worker, in its class if it is one of quire's; or WorkerError, also after start_timeout_s.
+        All workers are killed then.
         """
         end_s, report_s = self._began_s + self._options.start_timeout_s, self._began_s + _LATE_S
         try:
@@ -183,7 +183,7 @@ class StartingWorkers:
         return "; ".join(parts)
 
     def raise_failure(self) -> None:
-        """Raise what a worker has failed with, if one has; see wait_ready."""
+        """Raise the error of a failed worker, if there is one; see wait_ready."""
         for rank in range(1, self.size):
             self._raise_failure(rank, self.board.read(rank))
 
@@ -199,13 +199,13 @@ class StartingWorkers:
 
 
 class WorkerGroup(StartingWorkers):
-    """The shared memory of a group of one host, of which this process is rank 0, and the processes of its workers.
+    """The shared memory of a group on one host, with this process as rank 0, and the processes of its workers.
 
-    A subclass starts the processes, or learns which they are, and puts them into `_processes` by rank.
+    A subclass starts the processes, or finds them, and puts them into `_processes` by rank.
     """
 
     def __init__(self, size: int, options: LaunchOptions) -> None:
-        """Make the memory. Raises ConfigError."""
+        """Create the memory. Raises ConfigError."""
         if not 2 <= size <= MAX_RANKS:
             raise ConfigError(f"a group of processes must have 2 to {MAX_RANKS} ranks, got {size}")
         memory = SharedMemoryFile.create({**group_areas(size), **options.areas})
@@ -219,11 +219,11 @@ class WorkerGroup(StartingWorkers):
 
     @property
     def pids(self) -> dict[int, int]:
-        """The processes of the workers by rank."""
+        """The pids of the workers by rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def stats(self) -> list[RankStats]:
-        """Return what each rank does, holds and has waited for, the leader included."""
+        """Return the statistics of each rank, the leader included."""
         cause = self.barrier.abort_cause
         found: list[RankStats] = []
         for rank in range(self.size):
@@ -250,7 +250,7 @@ class WorkerGroup(StartingWorkers):
     # End
 
     def close(self) -> None:
-        """Let all workers leave, and kill those that do not within 5 s. May be called twice, and after a failure."""
+        """Close the group, and kill workers that do not leave within 5 s. May be called twice, and after a failure."""
         if self._is_closed:
             return
         self.barrier.abort(0, AbortReason.CLOSED)
@@ -263,7 +263,7 @@ class WorkerGroup(StartingWorkers):
         self.kill()
 
     def kill(self) -> None:
-        """Kill what is left of the workers and release everything."""
+        """Kill the remaining workers and release everything."""
         self._is_closed = True
         self.barrier.abort(0, AbortReason.CLOSED)
         self._kill_processes()
@@ -282,8 +282,8 @@ class WorkerGroup(StartingWorkers):
             process.kill()
 
     def _kill_soon(self) -> None:
-        """Called by the monitor when the group is aborted: what does not leave its step by itself, such as a stopped process
-        or one that waits for a GPU, is killed."""
+        """Called by the monitor when the group is aborted: processes that do not leave their step, such as a stopped one or one
+        that waits for a GPU, are killed."""
         if not self._is_closed and self.barrier.abort_cause != (0, AbortReason.CLOSED):
             timer = threading.Timer(_LEAVE_S, self._kill_processes)
             timer.daemon = True
@@ -302,7 +302,7 @@ def group_areas(size: int) -> dict[str, int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory that a process has now, 0 where it has ended."""
+    """Return the resident memory of a process, 0 if it has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):

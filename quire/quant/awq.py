@@ -18,7 +18,7 @@ _SLOT_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 def read_awq(parts: StoredParts, config: AwqConfig) -> StoredWeight:
-    """Return the weight of a module; nothing is unpacked before it is loaded. Raises ModelFormatError."""
+    """Return the weight of a module; it is unpacked when it is loaded. Raises ModelFormatError."""
     qweight = parts.take("qweight", (torch.int32,), (None, None))
     num_columns, num_words = qweight.shape
     num_rows = num_words * _CODES_PER_WORD
@@ -41,12 +41,12 @@ def _load(parts: StoredParts, config: AwqConfig, num_columns: int, num_groups: i
 
 
 def _check_symmetric(parts: StoredParts, zeros: Tensor) -> None:
-    """Refuse zero points of a weight that has none by the config, but for the middle, which some writers store anyway."""
+    """Refuse zero points of a weight that has none according to the config, except the middle, which some writers store."""
     low, high, middle = int(zeros.min()), int(zeros.max()), 1 << (_BITS - 1)
     if low != middle or high != middle:
         raise ModelFormatError(
             f"{parts.module}.qzeros holds {low} to {high}, but zero_point of the quantisation config is false, where all are "
-            f"{middle}: which of the two is right cannot be told; get the checkpoint again, or a version with zero_point true"
+            f"{middle}: which of the two is right is unknown; get the checkpoint again, or a version with zero_point true"
         )
 
 

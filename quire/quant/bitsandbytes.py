@@ -27,9 +27,9 @@ _F32, _U8 = (torch.float32,), (torch.uint8,)
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What the JSON beside a 4-bit weight says.
+    """The JSON state of a 4-bit weight.
 
-    block, nested_block  values that share a scale, and scales that share theirs; nested_block None: scales are f32
+    block, nested_block  values that share a scale, and scales that share a nested scale; nested_block None: scales are f32
     """
 
     shape: tuple[int, int]
@@ -39,7 +39,7 @@ class _State:
 
 
 def read_bitsandbytes(parts: StoredParts) -> StoredWeight:
-    """Return the weight of a module: int8 codes, or a float tensor where it is 4-bit. Raises ModelFormatError."""
+    """Return the weight of a module: int8 codes, or a float tensor if it is 4-bit. Raises ModelFormatError."""
     if "SCB" in parts:
         return _read_int8(parts)
     return _read_4bit(parts)
@@ -53,7 +53,7 @@ def _read_int8(parts: StoredParts) -> StoredWeight:
         raise parts.wrong(others[0], "only without SCB")
 
     def load() -> QuantizedWeight:
-        # A format other than 0 is a layout of rows and columns for one device.
+        # A format other than 0 is a device-specific layout of rows and columns.
         if "weight_format" in parts and int(parts.take("weight_format", (*_U8, torch.int64), (), (1,))) != 0:
             raise parts.damaged("weight_format", "is not 0 (rows of int8), the only one that is supported")
         codes = parts.take("weight", (torch.int8,), (num_rows, num_columns))
@@ -79,10 +79,10 @@ def _read_4bit(parts: StoredParts) -> StoredWeight:
 
 
 def _load_4bit(parts: StoredParts, state: _State) -> Tensor:
-    """Return [O, K] f32. The first value of a byte is its high half."""
+    """Return [O, K] f32. The first value of a byte is in its high half."""
     octets = parts.take("weight", _U8, (None, None), (None,)).flatten()
     table = parts.scale("weight.quant_map", parts.take("weight.quant_map", _F32, (_NUM_LEVELS,)))
-    # Two values at once: a table of all bytes.
+    # Two values at once, with a table indexed by bytes.
     pairs = torch.stack([table.repeat_interleave(_NUM_LEVELS), table.repeat(_NUM_LEVELS)], 1)
     num_values = math.prod(state.shape)
     values = pairs[octets.int()].flatten()[:num_values]

@@ -32,7 +32,7 @@ class CompressedScheme:
     """How the weights of a group of modules are stored.
 
     strategy            what shares a scale: the tensor, a row, group_size columns of a row, or a block [rows, columns]
-    is_token_quantized  inputs are to be quantised to int8 with one scale per token, when they come
+    is_token_quantized  inputs are quantised at run time to int8 with one scale per token
     is_ordered          columns are assigned to groups in activation order; each weight must store its weight_g_idx
     """
 
@@ -54,11 +54,11 @@ class ModuleNames:
     patterns: tuple[ModulePattern, ...]
 
     def holds(self, module: str) -> bool:
-        """Return whether a module is among them by its name."""
+        """Return whether a module is included by name."""
         return module in self.exact or any(pattern.matches(module) for pattern in self.patterns)
 
     def holds_class(self) -> bool:
-        """Return whether linear modules are among them by their class."""
+        """Return whether linear modules are included by class."""
         return any(name in self.exact for name in _CLASSES)
 
 
@@ -66,7 +66,7 @@ class ModuleNames:
 class CompressedTensorsConfig:
     """The groups of a compressed-tensors checkpoint.
 
-    notes  lines for the log: what is declared and not used
+    notes  log lines about declared options that are not used
     """
 
     groups: tuple[tuple[ModuleNames, CompressedScheme], ...]
@@ -74,7 +74,7 @@ class CompressedTensorsConfig:
     notes: tuple[str, ...] = ()
 
     def find_scheme(self, module: str) -> CompressedScheme | None:
-        """Return the scheme of a linear module, or None where it should not be quantised. A name wins over a class."""
+        """Return the scheme of a linear module, or None if it should not be quantised. A name takes precedence over a class."""
         if self.ignore.holds(module):
             return None
         by_name = next((scheme for targets, scheme in self.groups if targets.holds(module)), None)
@@ -113,7 +113,7 @@ def read_compressed_tensors(fields: JsonFields) -> CompressedTensorsConfig:
 
 
 class _PatternBudget:
-    """Compiles lists of names, up to a number of patterns in all."""
+    """Compiles lists of names, with a limit on the total number of patterns."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -136,7 +136,7 @@ class _PatternBudget:
 def _refuse_other_scheme(
     group: JsonFields, targets: ModuleNames, scheme: CompressedScheme, before: list[tuple[ModuleNames, CompressedScheme]]
 ) -> None:
-    """Raise ModelFormatError where a group names what another has a different scheme for: which is meant, nobody knows."""
+    """Raise ModelFormatError if a name has different schemes in two groups."""
     for other, other_scheme in before:
         shared = sorted(targets.exact & other.exact)
         if shared and other_scheme != scheme:
@@ -147,7 +147,7 @@ def _refuse_other_scheme(
 
 
 def _activation_notes(group: JsonFields, scheme: CompressedScheme) -> list[str]:
-    """Return lines for the log: what is declared of activations, and what is done instead."""
+    """Return log lines about declared activation quantisation, and what is done instead."""
     notes: list[str] = []
     if group.has("input_activations") and not scheme.is_token_quantized:
         done = (
@@ -202,7 +202,7 @@ def _read_scheme(group: JsonFields, default: str) -> CompressedScheme:
 
 
 def _is_ordered(weights: JsonFields, strategy: Strategy | str) -> bool:
-    """Return whether columns of a group lie anywhere in a row; with "weight" and "static" they lie in order."""
+    """Return whether a group's columns may be anywhere in a row; with "weight" and "static" they are consecutive."""
     order = weights.raw("actorder")
     if order not in (None, False, True, "group", "dynamic", "weight", "static"):
         raise weights.unsupported("actorder", "group, dynamic, weight, static, false, true or null")

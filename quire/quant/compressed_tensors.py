@@ -26,7 +26,7 @@ _ZERO_POINTS = (torch.int8, torch.int32, torch.int64)
 
 
 def read_compressed(parts: StoredParts, config: CompressedTensorsConfig) -> StoredWeight:
-    """Return the weight of a module; nothing is unpacked before it is loaded. Raises ModelFormatError."""
+    """Return the weight of a module; it is unpacked when it is loaded. Raises ModelFormatError."""
     scheme = config.find_scheme(parts.module)
     if scheme is None:
         raise ModelFormatError(
@@ -64,7 +64,7 @@ def _check_parts(parts: StoredParts, scheme: CompressedScheme) -> None:
 def _unknown_order(parts: StoredParts, problem: str) -> ModelFormatError:
     return ModelFormatError(
         f"{parts.module}.weight_g_idx {problem} although actorder of the quantisation config is 'group': which columns "
-        "share a scale cannot be told; get the checkpoint again, or a version with actorder 'weight' or null"
+        "share a scale cannot be determined; get the checkpoint again, or a version with actorder 'weight' or null"
     )
 
 
@@ -75,7 +75,7 @@ def _scale_shapes(scheme: CompressedScheme, num_rows: int, num_groups: int) -> t
 
 
 def _per_row(values: Tensor, num_rows: int, num_groups: int) -> Tensor:
-    """Return [O, G] of values as they are stored: one for the tensor, one a row, or one a group."""
+    """Return [O, G] from stored values: one for the tensor, one per row, or one per group."""
     return (values.view(1, 1) if values.numel() == 1 else values.view(num_rows, num_groups)).expand(num_rows, num_groups)
 
 
@@ -107,7 +107,7 @@ def _load_packed(
     columns = None
     if "weight_g_idx" in parts:
         groups = parts.take("weight_g_idx", INTEGERS, (num_columns,))
-        # A table that was made and never filled means that the columns lie in order.
+        # A table that holds only -1 was never filled: the columns are in order.
         if not bool((groups == -1).all()):
             columns = order_columns(parts, "weight_g_idx", groups, num_groups)
         elif scheme.is_ordered:

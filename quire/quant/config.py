@@ -1,4 +1,4 @@
-"""Read the quantisation config of a checkpoint into frozen data. No torch."""
+"""Read the quantisation config of a checkpoint into frozen dataclasses. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GPTQ_BITS = (2, 3, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class GptqScheme:
-    """How GPTQ stored a linear.
+    """How GPTQ stored a linear layer.
 
     group_size    columns that share a scale; None: the whole row
     is_v2         zero points are stored as they are; otherwise minus one
@@ -33,9 +33,9 @@ class GptqScheme:
 
 @dataclass(frozen=True, slots=True)
 class GptqConfig:
-    """Scheme of a whole GPTQ checkpoint, and what differs by name: the first pattern that matches decides.
+    """Scheme of a GPTQ checkpoint, with overrides by name: the first pattern that matches decides.
 
-    dynamic     patterns, each with its scheme or None where the modules are left unquantised
+    dynamic     patterns, each with its scheme, or None if the modules are not quantised
     is_ordered  columns are assigned to groups in activation order (desc_act); each grouped weight must store its g_idx
     """
 
@@ -44,7 +44,7 @@ class GptqConfig:
     is_ordered: bool = False
 
     def find_scheme(self, module: str) -> GptqScheme | None:
-        """Return the scheme of a module, or None where it should not be quantised."""
+        """Return the scheme of a module, or None if it should not be quantised."""
         return next((scheme for pattern, scheme in self.dynamic if pattern.matches(module)), self.scheme)
 
 
@@ -64,7 +64,7 @@ class Fp8Config:
     """Weights of float8_e4m3fn.
 
     block  rows and columns that share a scale; None: a scale per tensor or row, as stored
-    notes  lines for the log: what is declared and not used
+    notes  log lines about declared options that are not used
     """
 
     block: tuple[int, int] | None
@@ -73,29 +73,30 @@ class Fp8Config:
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytesConfig:
-    """bitsandbytes: nf4 or fp4 in blocks with their own JSON, or int8 by row; what is stored says which."""
+    """bitsandbytes: nf4 or fp4 in blocks with their own JSON, or int8 by row; the stored tensors determine which."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4Config:
-    """MXFP4 of gpt-oss: experts in blocks of 32 columns; what is stored says which."""
+    """MXFP4 of gpt-oss: experts in blocks of 32 columns; the stored tensors determine which modules."""
 
 
 QuantizationConfig = GptqConfig | AwqConfig | CompressedTensorsConfig | Fp8Config | Mxfp4Config | BitsAndBytesConfig
 
 
 def has_quantized_form(config: QuantizationConfig | None) -> bool:
-    """Return whether a GPU may run the quantised weights of a checkpoint as they are stored: integers and float8."""
+    """Return whether a GPU can run a checkpoint's quantised weights as they are stored: integers and float8."""
     return config is not None and not isinstance(config, BitsAndBytesConfig)
 
 
 def read_quantization(values: object, where: str, default_method: str | None = None) -> QuantizationConfig:
     """Return a quantisation config.
 
-    values          the JSON value of `quantization_config`, `compression_config` or a file of its own
-    where           names it in error messages
-    default_method  quant_method where the object has none
-    Raises ModelFormatError (what is there is wrong) or UnsupportedError (right, but not implemented).
+    values          the JSON value of `quantization_config`, `compression_config` or of a separate file
+    where           its name in error messages
+    default_method  quant_method if the object has none
+
+    Raises ModelFormatError (invalid) or UnsupportedError (valid, but not implemented).
     """
     fields = JsonFields(values, where)
     default_method = "" if fields.has("quant_method") else default_method or _guess_method(fields)
@@ -119,7 +120,7 @@ def read_quantization(values: object, where: str, default_method: str | None = N
 
 
 def _guess_method(fields: JsonFields) -> str:
-    """Return the method of a config that does not name it: early files did not."""
+    """Return the method of a config that does not name it, such as those of early files."""
     if fields.has("config_groups") or fields.has("sparsity_config"):
         return "compressed-tensors"
     if fields.has("load_in_4bit") or fields.has("load_in_8bit"):
@@ -128,7 +129,7 @@ def _guess_method(fields: JsonFields) -> str:
 
 
 def _is_gptq_of_auto_round(fields: JsonFields) -> bool:
-    """Return whether AutoRound wrote integers of weights in the layout of GPTQ. Raises UnsupportedError for its other forms."""
+    """Return whether AutoRound wrote integer weights in the GPTQ layout. Raises UnsupportedError for its other formats."""
     if fields.string("packing_format", default="") != _AUTO_ROUND_OF_GPTQ:
         raise fields.unsupported("packing_format", f"{_AUTO_ROUND_OF_GPTQ} of AutoRound, or a checkpoint that it wrote as GPTQ")
     if fields.string("data_type", default="int") != "int":
@@ -152,7 +153,7 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
     for key in ("is_marlin_format", "use_marlin", "adapter"):
         if fields.raw(key):
             raise fields.unsupported(key, "false or absent")
-    # `sym` is true where it is absent, as in AutoGPTQ. The second format needs no such default: it stores what is meant.
+    # An absent `sym` means true, as in AutoGPTQ. The second format needs no such default: it stores the actual zero points.
     is_v2 = kind == "gptq_v2"
     is_symmetric = fields.boolean("sym", default=not is_v2)
     base = GptqScheme(_gptq_bits(fields), fields.group_size("group_size", "q_group_size"), is_v2, is_symmetric)
@@ -161,13 +162,13 @@ def _read_gptq(fields: JsonFields) -> GptqConfig:
     for scheme in schemes:
         if not scheme.is_symmetric and not is_v2:
             _check_writer(fields, scheme.bits)
-    # With static_groups the groups are those of columns in their stored order.
+    # With static_groups a group consists of consecutive columns in the stored order.
     is_ordered = fields.boolean("desc_act", default=False) and not fields.boolean("static_groups", default=False)
     return GptqConfig(base, dynamic, is_ordered and any(scheme.group_size is not None for scheme in schemes))
 
 
 def _read_dynamic(fields: JsonFields, base: GptqScheme) -> tuple[tuple[ModulePattern, GptqScheme | None], ...]:
-    """Return what `dynamic` says of modules by name, in its order."""
+    """Return the overrides of `dynamic` by module name, in order."""
     overrides, budget = fields.table("dynamic").items(), MatchingBudget()
     if len(overrides) > _MAX_PATTERNS:
         raise UnsupportedError(f"{fields.where}: dynamic has {len(overrides)} patterns; at most {_MAX_PATTERNS} are read")
@@ -198,8 +199,8 @@ def _gptq_bits(fields: JsonFields, default: int | None = None) -> int:
 def _check_writer(fields: JsonFields, bits: int) -> None:
     """Refuse asymmetric weights of the first format unless their writer is known to store zero points minus one.
 
-    Other writers damage a zero point of 0. GPTQModel 5 and 6 store zero points as they are, in some files, and before 7.3.1
-    those of 3 bits minus other numbers than one. Symmetric weights do not need this, as their zero points are known.
+    Other writers corrupt a zero point of 0. GPTQModel 5 and 6 store zero points as they are, in some files, and before 7.3.1
+    those of 3 bits minus numbers other than one. Symmetric weights do not need this, as their zero points are known.
     """
     quantizers = fields.table("meta").raw("quantizer")
     for quantizer in quantizers if isinstance(quantizers, list) else [quantizers]:
@@ -213,7 +214,7 @@ def _check_writer(fields: JsonFields, bits: int) -> None:
         if version >= (0, 9, 0):
             raise UnsupportedError(
                 f"{fields.where}: sym false in the format 'gptq' with {bits} bits is not supported where meta.quantizer is "
-                f"{found[0]!r}: this version stored zero points in several ways, and which one cannot be told from the file; "
+                f"{found[0]!r}: this version stored zero points in several ways, and which one is not in the file; "
                 "take a version with sym true or checkpoint_format 'gptq_v2', or quantise again with GPTQModel 7.3.1 or newer"
             )
     raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""JsonFields: a JSON object of a checkpoint, read as checked values."""
+"""JsonFields: typed and checked access to a JSON object of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from quire.base.errors import ModelFormatError, UnsupportedError
 class JsonFields:
     """Reads keys of a JSON object; null counts as absent.
 
-    where  names the object in error messages
-    Every method raises ModelFormatError that names the key, what was got and what is allowed.
+    where  the object's name in error messages
+
+    Every method raises ModelFormatError with the key, the value and what is allowed.
     """
 
     def __init__(self, values: object, where: str) -> None:
@@ -23,19 +24,19 @@ class JsonFields:
         self.where = where
 
     def has(self, key: str) -> bool:
-        """Return whether the key is there with a value other than null."""
+        """Return whether the key exists with a value other than null."""
         return self._values.get(key) is not None
 
     def raw(self, *keys: str) -> object:
-        """Return the unchecked value of the first key that is there, or None."""
+        """Return the unchecked value of the first key that exists, or None."""
         return next((self._values[key] for key in keys if self.has(key)), None)
 
     def wrong(self, key: str, allowed: str) -> ModelFormatError:
-        """Return the error for a value that can never be right."""
+        """Return the error for an invalid value."""
         return ModelFormatError(f"{self.where}: {key} must be {allowed}, got {_short(self.raw(key))}")
 
     def unsupported(self, key: str, supported: str) -> UnsupportedError:
-        """Return the error for a value that other programs may know."""
+        """Return the error for a value that is valid but not supported."""
         return UnsupportedError(
             f"{self.where}: {key} {_short(self.raw(key))} is not supported; supported: {supported}; "
             "take another version of the checkpoint, or the one that is not quantised"
@@ -52,7 +53,7 @@ class JsonFields:
         return value
 
     def boolean(self, key: str, default: bool) -> bool:
-        """Return true or false."""
+        """Return a boolean."""
         value = self._values.get(key)
         if value is None:
             return default
@@ -70,7 +71,7 @@ class JsonFields:
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return a list of strings, empty where it is absent."""
+        """Return a list of strings, empty if it is absent."""
         value = self._values.get(key)
         if value is None:
             return []
@@ -79,7 +80,7 @@ class JsonFields:
         return value
 
     def table(self, key: str) -> JsonFields:
-        """Return a nested object, empty where it is absent."""
+        """Return a nested object, empty if it is absent."""
         value = self._values.get(key)
         return JsonFields({} if value is None else value, f"{self.where}.{key}")
 
@@ -88,7 +89,7 @@ class JsonFields:
         return list(self._values.items())
 
     def group_size(self, *keys: str) -> int | None:
-        """Return the columns that share a scale, or None (stored as -1) where a whole row does."""
+        """Return the number of columns that share a scale, or None (stored as -1) if a whole row does."""
         value = self.raw(*keys)
         return None if value == -1 else self.integer(*keys, minimum=1, maximum=1 << 20)
 
@@ -99,6 +100,6 @@ def _short(value: object) -> str:
 
 
 def is_finite_number(value: object) -> TypeGuard[int | float]:
-    """Return whether a JSON value is a number that a float can hold."""
+    """Return whether a JSON value is a number in the range of a float."""
     is_numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_numeric and -sys.float_info.max <= value <= sys.float_info.max

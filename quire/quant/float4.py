@@ -1,6 +1,6 @@
-"""NVFP4 and MXFP4, as compressed-tensors stores them: floats of 4 bits (e2m1) with a scale per 16 or 32 columns.
+"""NVFP4 and MXFP4 in the compressed-tensors format: 4-bit floats (e2m1) with a scale per 16 or 32 columns.
 
-Twice a value of e2m1 is an integer, so that the weights are exact as integer codes with half the scale.
+Twice an e2m1 value is an integer, so the weights are exact as integer codes with half the scale.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _F32 = (torch.float32,)
 
 
 def read_nvfp4(parts: StoredParts) -> StoredWeight:
-    """Return a weight with scales of float8 that are divided by one of the tensor. Raises ModelFormatError."""
+    """Return a weight with float8 scales that are divided by a global scale. Raises ModelFormatError."""
     num_rows, num_columns, num_groups = _sizes(parts, _NVFP4_GROUP)
     scale_dtypes, scale_shape = (torch.float8_e4m3fn,), (num_rows, num_groups)
     parts.take("weight_scale", scale_dtypes, scale_shape)
@@ -50,7 +50,7 @@ def read_mxfp4(parts: StoredParts) -> StoredWeight:
 
 
 def _sizes(parts: StoredParts, group_size: int) -> tuple[int, int, int]:
-    """Return O, K and the groups of a row."""
+    """Return O, K and the number of groups per row."""
     num_rows, num_bytes = parts.take("weight_packed", _U8, (None, None)).shape
     if not num_bytes or not num_rows:
         raise ModelFormatError(f"{parts.module}.weight_packed has no values: its shape is {[num_rows, num_bytes]}")
@@ -62,9 +62,9 @@ def _octets(parts: StoredParts) -> Tensor:
 
 
 def unpack_float4(octets: Tensor, scale: Tensor) -> QuantizedWeight:
-    """Return the weight of bytes [O, K / 2] u8, whose low half is the first of their two values, with a scale [O, G] f32."""
+    """Return the weight of bytes [O, K / 2] u8 with a scale [O, G] f32; the low half of a byte is the first value."""
     table = torch.tensor(_HALVES, dtype=torch.int8)
-    # Two values at once: a table of all bytes, whose entries are looked up as one number.
+    # Two values at once, with a table indexed by bytes whose entries are read as one int16.
     pairs = torch.stack([table.repeat(16), table.repeat_interleave(16)], 1).view(torch.int16).flatten()
     codes = pairs.index_select(0, octets.flatten().int()).view(torch.int8)
     return QuantizedWeight(codes.view(len(octets), -1), scale / 2, levels=_LEVELS)

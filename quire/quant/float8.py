@@ -1,4 +1,4 @@
-"""Float8Weight: a weight of float8_e4m3fn with scales, as it is stored and as GPUs run it."""
+"""Float8Weight: a weight of float8_e4m3fn with scales, in the form in which GPUs run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 
 LARGEST = 448.0
-"""The largest number of float8_e4m3fn."""
+"""The largest finite value of float8_e4m3fn."""
 _CHUNK_WEIGHTS = 1 << 24
 
 
@@ -36,12 +36,12 @@ class Float8Weight:
         if self.codes.dtype != torch.float8_e4m3fn or tuple(self.scale.shape) != grid:
             raise InvariantError(
                 f"codes {tuple(self.codes.shape)} of {self.codes.dtype} and scales {tuple(self.scale.shape)} of blocks "
-                f"{self.block} are no weight"
+                f"{self.block} do not form a weight"
             )
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[O, K]"""
+        """[O, K]."""
         return (self.codes.shape[0], self.codes.shape[1])
 
     def rows(self, start: int, stop: int) -> Float8Weight:
@@ -52,7 +52,7 @@ class Float8Weight:
         return replace(self, codes=self.codes[start:stop], scale=self.scale[start // high : -(-stop // high)])
 
     def by_row(self) -> Float8Weight:
-        """Return the same with scales of its own for every row."""
+        """Return the same weight with separate scales for every row."""
         if self.block[0] == 1:
             return self
         rows = torch.arange(self.shape[0], device=self.scale.device) // self.block[0]
@@ -68,9 +68,9 @@ class Float8Weight:
 
 
 def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
-    """Return the weights over one input, stacked by rows, or None where their groups of columns differ.
+    """Return weights over one input, concatenated by rows, or None if their groups of columns differ.
 
-    Scales stay those of blocks where every block of a part ends with it, and become those of rows otherwise.
+    Scales are kept per block if the parts consist of whole blocks, and are expanded to rows otherwise.
     """
     num_columns = parts[0].shape[1]
     if len({min(part.block[1], num_columns) for part in parts}) > 1 or any(part.shape[1] != num_columns for part in parts):
@@ -78,7 +78,7 @@ def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
     heights = {part.block[0] for part in parts}
     if len(parts) > 1 and (len(heights) > 1 or any(part.shape[0] % part.block[0] for part in parts[:-1])):
         parts = [part.by_row() for part in parts]
-    # Not every operation knows float8: seen as bytes.
+    # Viewed as bytes, because not every operation supports float8.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
     return Float8Weight(
         codes, torch.cat([part.scale for part in parts]), (parts[0].block[0], min(parts[0].block[1], num_columns))
@@ -88,17 +88,18 @@ def concatenate_float8(parts: Sequence[Float8Weight]) -> Float8Weight | None:
 def exact_quotient(x: Tensor, number: float) -> Tensor:
     """Return x / number with the same bits on every device.
 
-    On CUDA torch multiplies by the reciprocal of a number, or of a tensor without dimensions on the CPU, which may differ in
-    the last bit; by a tensor on the device of x it divides.
+    On CUDA, torch multiplies by the reciprocal of a number or a 0-dim CPU tensor, which may differ in the last bit; by a tensor
+    on the device of x it divides.
     """
     return x / x.new_tensor([number])
 
 
 def quantize_float8(weight: Tensor, rounded_to: torch.dtype | None = None) -> Float8Weight:
-    """Return a weight [O, K] with a scale per row: its largest magnitude is the largest number of float8.
+    """Return a weight [O, K] with a scale per row, which maps the largest magnitude to the largest float8 value.
 
     rounded_to  the weight is rounded to this dtype first
-    A row with a weight that is not finite has NaN as its scale, so that it is seen in what is computed.
+
+    A row with a non-finite weight has NaN as its scale, so that it shows in the results.
     """
     num_rows, num_columns = weight.shape
     codes = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device=weight.device)

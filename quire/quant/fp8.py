@@ -1,4 +1,4 @@
-"""Weights of float8_e4m3fn with scales that multiply: per tensor, row, group of columns, or block."""
+"""Weights of float8_e4m3fn with multiplied scales: per tensor, row, group of columns, or block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAN = 0x7F
 def read_fp8(parts: StoredParts, config: Fp8Config) -> StoredWeight:
     """Return the weight of a module, which loads as a float tensor, or as it is stored. Raises ModelFormatError.
 
-    The scales are `weight_scale_inv` (they multiply, whatever the name says) or `weight_scale`.
+    The scales are `weight_scale_inv` (multiplied in spite of the name) or `weight_scale`.
     """
     if all(part in parts for part in PARTS):
         raise ModelFormatError(f"{parts.module} has both weight_scale_inv and weight_scale; expected one of them")
@@ -32,7 +32,7 @@ def read_fp8(parts: StoredParts, config: Fp8Config) -> StoredWeight:
 
 
 def read_fp8_blocks(parts: StoredParts, part: str, block: tuple[int, int]) -> StoredWeight:
-    """Return a weight whose scales `part` are a grid [ceil(O / block[0]), ceil(K / block[1])]; one value may be []."""
+    """Return a weight whose scales `part` are a grid [ceil(O / block[0]), ceil(K / block[1])]; a single value may be []."""
     num_rows, num_columns = parts.take("weight", _FP8, (None, None)).shape
     if not num_rows or not num_columns:
         raise parts.wrong("weight", "with at least one row and column")

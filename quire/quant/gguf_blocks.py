@@ -1,4 +1,4 @@
-"""Unpack the block types of GGUF files into QuantizedWeight or float tensors, exactly as their formulas say."""
+"""Unpack the block types of GGUF files into QuantizedWeight or float tensors, exactly according to their formulas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _E2M1_LEVELS = tuple(sorted(set(_E2M1_DOUBLED)))
 _LEAST_DEVICE_GROUP = 32
 _CHUNK_ELEMENTS = 1 << 22
-"""Elements unpacked at once, which bounds the memory for what is in between."""
+"""Elements unpacked at once, which bounds the temporary memory."""
 
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What N blocks hold: codes [N, block] int8, scale and perhaps offset [N, groups of a block] f32."""
+    """Contents of N blocks: codes [N, block] int8, scale and optionally offset [N, groups per block] f32."""
 
     codes: Tensor
     scale: Tensor
@@ -34,7 +34,7 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class _BlockType:
-    """unpack: bytes [N, bytes of a block] uint8 -> parts; levels as in QuantizedWeight; groups and offset as unpack gives."""
+    """unpack: bytes [N, bytes per block] uint8 -> parts; levels as in QuantizedWeight; groups and offset as unpack returns."""
 
     unpack: Callable[[Tensor], _Parts]
     group_size: int = 32
@@ -45,9 +45,9 @@ class _BlockType:
 def unpack_blocks(type_name: str, packed: Tensor, name: str) -> QuantizedWeight:
     """Return the weight [O, K] of packed rows.
 
-    type_name  a type of integers with scales
-    packed     [O, bytes of a row] uint8, a row being whole blocks
-    name       of the tensor, for errors. Raises ModelFormatError where a scale is not finite
+    type_name  an integer type with scales
+    packed     [O, bytes per row] uint8; a row consists of whole blocks
+    name       of the tensor, for errors. Raises ModelFormatError if a scale is not finite
     """
     block_type = _BLOCK_TYPES[type_name]
     block_elements, block_bytes = BLOCK_SIZES[type_name]
@@ -70,10 +70,10 @@ def unpack_blocks(type_name: str, packed: Tensor, name: str) -> QuantizedWeight:
 
 
 def packed_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
-    """Return what the kernels of the CPU keep of tensors, but for scales of rows: codes of more than 16 levels take a byte, and
-    every group has its scale and offset in float16.
+    """Return the size of tensors in the CPU kernels' layout, without row scales: codes with more than 16 levels take a byte,
+    and every group has its scale and offset in float16.
 
-    float_bytes  of a number that is stored as a float
+    float_bytes  per value that is stored as a float
     """
     total = 0.0
     for tensor in tensors:
@@ -88,10 +88,10 @@ def packed_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
 
 
 def device_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
-    """Return what the kernels of a GPU keep of tensors: codes of sixteen integers in a row, or of floats of 4 bits, take half a
-    byte, and every group has its scale and offset in float32; groups below 32 columns are made dense.
+    """Return the size of tensors in the GPU kernels' layout: codes with 16 consecutive levels or 4-bit floats take half a byte,
+    and every group has its scale and offset in float32; groups below 32 columns are dequantised.
 
-    float_bytes  of a number that is dense
+    float_bytes  per dense value
     """
     total = 0.0
     for tensor in tensors:
@@ -107,10 +107,12 @@ def device_bytes(tensors: Iterable[GgufTensor], float_bytes: int) -> int:
 
 
 def check_is_weight(type_name: str, name: str) -> None:
-    """Raise UnsupportedError for a tensor whose type is neither in FLOAT_TYPES nor unpacked here."""
+    """Raise UnsupportedError if a tensor's type is neither in FLOAT_TYPES nor supported here."""
     if type_name not in FLOAT_TYPES and type_name not in _BLOCK_TYPES:
         supported = ", ".join([*FLOAT_TYPES, *_BLOCK_TYPES])
-        raise UnsupportedError(f"tensor {name!r} has type {type_name}, which is no type of weights; supported: {supported}")
+        raise UnsupportedError(
+            f"tensor {name!r} has type {type_name}, which is not supported for weights; supported: {supported}"
+        )
 
 
 def _half(blocks: Tensor, start: int) -> Tensor:
@@ -129,7 +131,7 @@ def _bits(packed: Tensor, shifts: tuple[int, ...], mask: int) -> Tensor:
 
 
 def _signed(codes: Tensor, minus: int = 0) -> Tensor:
-    """Return uint8 codes less `minus` as int8; the difference is within its range, so wrapping around does no harm."""
+    """Return uint8 codes less `minus` as int8; the result is in range, so the wrap-around is correct."""
     return (codes - minus if minus else codes).view(torch.int8)
 
 
@@ -210,7 +212,7 @@ def _q6_k(blocks: Tensor) -> _Parts:
 
 
 def _table(codes: Tensor, values: tuple[int, ...]) -> Tensor:
-    """Return values[codes] as int8; a translation of bytes is several times faster than an index."""
+    """Return values[codes] as int8; bytes.translate is several times faster than indexing."""
     translation = bytes(value & 255 for value in values).ljust(256, b"\0")
     found = codes.contiguous().numpy().tobytes().translate(translation)
     return torch.frombuffer(bytearray(found), dtype=torch.int8).view(codes.shape)
@@ -230,7 +232,7 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
 
 def _mxfp4(blocks: Tensor) -> _Parts:
     exponent = blocks[:, :1].int()
-    # The codes are the values doubled, so the scale is halved: 2 ** (exponent - 128).
+    # The codes are doubled values, so the scale is halved: 2 ** (exponent - 128).
     scale = torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64), exponent - 128)
     scale = torch.where(exponent == 255, torch.nan, scale).float()
     return _Parts(_table(_halves(blocks[:, 1:]), _E2M1_DOUBLED), scale)

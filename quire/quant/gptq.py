@@ -15,7 +15,7 @@ PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
-    """Return the weight of a module; nothing is unpacked before it is loaded. Raises ModelFormatError."""
+    """Return the weight of a module; it is unpacked when it is loaded. Raises ModelFormatError."""
     scheme = config.find_scheme(parts.module)
     if scheme is None:
         raise ModelFormatError(f"{parts.module} is stored quantised although `dynamic` of the quantisation config excludes it")
@@ -33,9 +33,9 @@ def read_gptq(parts: StoredParts, config: GptqConfig) -> StoredWeight:
     elif config.is_ordered and scheme.group_size is not None:
         raise ModelFormatError(
             f"{parts.module}.g_idx is missing although desc_act of the quantisation config is true: which columns share a "
-            "scale cannot be told; get the checkpoint again, or a version with desc_act false"
+            "scale cannot be determined; get the checkpoint again, or a version with desc_act false"
         )
-    form = "gptq_v2" if scheme.is_v2 else "gptq"  # most of the first have no zero points but the middle, and no offsets
+    form = "gptq_v2" if scheme.is_v2 else "gptq"  # most weights of the first format are symmetric, without offsets
     codes = CodeForm.of(bits, num_columns // max(1, num_groups), has_offset=True, has_order="g_idx" in parts)
     return parts.integers((num_rows, num_columns), codes, lambda: _load(parts, scheme, num_rows, num_columns, num_groups), form)
 
@@ -56,10 +56,10 @@ def _load(parts: StoredParts, scheme: GptqScheme, num_rows: int, num_columns: in
 
 
 def _is_symmetric(parts: StoredParts, words: Tensor, scheme: GptqScheme, num_rows: int) -> bool:
-    """Return whether all zero points are known to be the middle, by the config and by what is stored.
+    """Return whether all zero points are known to be the middle, from the config and the stored values.
 
-    What a symmetric weight stores shows how its writer stored zero points: GPTQModel 5 wrote files of the format "gptq" that
-    have them as they are. Raises ModelFormatError where the two contradict each other and the format leaves open what is meant.
+    The stored values of a symmetric weight show how its writer stores zero points: GPTQModel 5 wrote files of the format "gptq"
+    with actual zero points. Raises ModelFormatError if the two contradict each other and the format is ambiguous.
     """
     if not scheme.is_symmetric:
         return False
@@ -73,15 +73,15 @@ def _is_symmetric(parts: StoredParts, words: Tensor, scheme: GptqScheme, num_row
     raise ModelFormatError(
         f"{parts.module}.qzeros holds {low} to {high}, but sym of the quantisation config is true (also where it is absent), "
         f"and zero points of symmetric weights are stored as all {middle - 1} or all {middle}: whether these are stored minus "
-        "one cannot be told; get the checkpoint again, or a version with checkpoint_format 'gptq_v2'"
+        "one cannot be determined; get the checkpoint again, or a version with checkpoint_format 'gptq_v2'"
     )
 
 
 def _unpack_zeros(words: Tensor, scheme: GptqScheme, num_rows: int) -> Tensor:
     """Return the zero points [G, O]. The first format stores them minus one.
 
-    Its writers subtract one from every field of a word at once, so that a zero point of 0 borrows from the next field;
-    adding to the word takes exactly that back. Codes of 3 bits cross words and have no such form.
+    Its writers subtract one from every field of a word at once, so a zero point of 0 borrows from the next field; adding to the
+    word reverts exactly that. 3-bit codes cross words and are subtracted separately.
     """
     bits = scheme.bits
     if scheme.is_v2:

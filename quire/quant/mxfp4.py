@@ -1,4 +1,4 @@
-"""MXFP4 of gpt-oss: the experts of a layer in one tensor of blocks of 32 columns and one of their scales."""
+"""MXFP4 of gpt-oss: the experts of a layer are stored in one tensor of blocks of 32 columns and one of their scales."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _U8, _SCALES = (torch.uint8,), (torch.uint8, torch.float8_e8m0fnu)
 def gather_experts(tensors: Mapping[str, Tensor | StoredWeight]) -> dict[str, Tensor | StoredWeight]:
     """Return the tensors with every `<stack>_blocks` and `<stack>_scales` replaced by weights `<stack>.<expert>`.
 
-    Blocks are [E, O, K / 32, 16] u8, two values a byte, the low half first; scales [E, O, K / 32] are powers of two.
-    Raises ModelFormatError where the two do not fit together.
+    Blocks are [E, O, K / 32, 16] u8, two values per byte, the low half first; scales [E, O, K / 32] are powers of two.
+    Raises ModelFormatError if the two do not match.
     """
     kept: dict[str, Tensor | StoredWeight] = {}
     stacks: dict[str, dict[str, Tensor]] = {}

@@ -1,4 +1,4 @@
-"""Unpack integer codes from words, and make weights of them."""
+"""Unpack integer codes from words, and build weights of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _WORD_BITS = 32
 
 
 def words_for(num_codes: int, bits: int) -> int:
-    """Return the 32-bit words that hold a stream of codes."""
+    """Return the number of 32-bit words that hold a stream of codes."""
     return -(-num_codes * bits // _WORD_BITS)
 
 
 def unpack_codes(words: Tensor, bits: int, num_codes: int) -> Tensor:
-    """Return the codes of streams of bits: code i is bits [i * bits, (i + 1) * bits) of its row, lowest first.
+    """Return the codes of bit streams: code i is bits [i * bits, (i + 1) * bits) of its row, lowest first.
 
     words    [R, words_for(num_codes, bits)] int32
     bits     1 to 8
@@ -68,7 +68,7 @@ def affine_weight(
     if zeros is not None and bool((zeros != middle).any()):
         offset = scale * (middle - zeros.to(torch.int32)).float()
     return QuantizedWeight(
-        # Unsigned arithmetic wraps, which is the two's complement that int8 reads.
+        # Unsigned arithmetic wraps, and the result is read as int8.
         (codes - middle).view(torch.int8),
         scale,
         offset,
@@ -79,15 +79,16 @@ def affine_weight(
 
 
 def signed_levels(bits: int) -> tuple[int, ...] | None:
-    """Return the integers of a signed code, or None where it needs a byte."""
+    """Return the values of a signed code, or None if it needs a byte."""
     return tuple(range(-(1 << (bits - 1)), 1 << (bits - 1))) if bits <= 4 else None
 
 
 def order_columns(parts: StoredParts, part: str, groups: Tensor, num_groups: int) -> Tensor | None:
-    """Return the permutation [K] int64 that brings the columns of each group together, or None where they are already.
+    """Return the permutation [K] int64 that makes the columns of each group consecutive, or None if they are already.
 
     groups  [K] integers: the group of each input column
-    Raises ModelFormatError where a group is not in [0, num_groups) or groups have different numbers of columns.
+
+    Raises ModelFormatError if a group is not in [0, num_groups) or groups have different numbers of columns.
     """
     groups = groups.long()
     low, high = int(groups.min()), int(groups.max())

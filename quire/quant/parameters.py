@@ -1,4 +1,4 @@
-"""Parameters of a model: in their checkpoint, as they are loaded, quantised or not, and dense."""
+"""Parameters of a model: stored in a checkpoint, loaded (quantised or not), and dense."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from quire.quant.weight import QuantizedWeight
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStack:
-    """The weights [O, K] of all experts of a layer, one after the other; they may differ in all but their shape."""
+    """The weights [O, K] of all experts of a layer; they share only the shape."""
 
     weights: tuple[QuantizedWeight, ...]
 
     def __post_init__(self) -> None:
         if len({weight.shape for weight in self.weights}) != 1:
-            raise InvariantError(f"weights of shapes {sorted({weight.shape for weight in self.weights})} are no stack")
+            raise InvariantError(f"weights of shapes {sorted({weight.shape for weight in self.weights})} cannot be stacked")
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[E, O, K]"""
+        """[E, O, K]."""
         return (len(self.weights), *self.weights[0].shape)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -39,16 +39,16 @@ class QuantizedStack:
 
 Parameter = Tensor | QuantizedWeight | QuantizedStack
 DenseOrQuantized = Tensor | QuantizedWeight | Float8Weight
-"""One weight [O, K] as it is stored, where kernels can run it so."""
+"""A weight [O, K] in a form that kernels can run."""
 
 
 class StoredParameter(ABC):
-    """A parameter that is still in its checkpoint, so that a model is built with one of them in memory at a time."""
+    """A parameter that is still in its checkpoint, so that a model can be built with only one of them in memory at a time."""
 
     @property
     @abstractmethod
     def is_integer(self) -> bool:
-        """Whether it is stored as integers; it loads as such where its pieces fit together."""
+        """Whether it is stored as integers; it loads as integers if its parts are compatible."""
 
     @property
     @abstractmethod
@@ -58,36 +58,36 @@ class StoredParameter(ABC):
     @property
     @abstractmethod
     def layout(self) -> tuple[object, ...]:
-        """What is stored for it, as forms, dtypes and shapes: parameters of equal layouts load alike."""
+        """Formats, dtypes and shapes of its stored tensors: parameters of equal layouts load in the same way."""
 
     @abstractmethod
     def open(self) -> Tensor | QuantizedWeight:
-        """Return one that is no stack: a tensor may be a view of the file, have another dtype than the model's, and strides."""
+        """Return a parameter that is not a stack: a tensor may be a view of the file, with another dtype or with strides."""
 
     @abstractmethod
     def open_expert(self, index: int) -> Tensor | QuantizedWeight:
-        """Return the weight [O, K] of one expert of a stack, as `open` does."""
+        """Return the weight [O, K] of one expert of a stack, like `open`."""
 
     @abstractmethod
     def open_quantized(self, index: int | None = None) -> DenseOrQuantized:
-        """Return what `open`, or `open_expert` of an index, does, but float8 numbers with their scales as they are stored."""
+        """Like `open`, or `open_expert` for an index, but return float8 weights as they are stored."""
 
     @abstractmethod
     def load(self) -> Parameter:
-        """Return the whole in the model's dtype, contiguous; it stays a view of the file where nothing has to change."""
+        """Return the whole parameter in the model's dtype, contiguous; a view of the file if nothing has to be converted."""
 
     @abstractmethod
     def give_back(self, index: int | None = None) -> None:
-        """Give back the memory that the file takes for it, or for one expert. What was opened may be used; it is read again."""
+        """Release the file's pages for it, or for one expert. Opened tensors stay usable; the file is read again."""
 
 
 def load_parameter(parameter: Parameter | StoredParameter) -> Parameter:
-    """Return a parameter loaded, whether or not it was."""
+    """Return a parameter, loaded if necessary."""
     return parameter.load() if isinstance(parameter, StoredParameter) else parameter
 
 
 def load_all(parameters: Mapping[str, Parameter | StoredParameter]) -> dict[str, Parameter]:
-    """Return all parameters loaded; those that are one object stay one."""
+    """Return all parameters loaded; shared parameters stay shared."""
     loaded: dict[int, Parameter] = {}
     for parameter in parameters.values():
         if id(parameter) not in loaded:
@@ -96,7 +96,7 @@ def load_all(parameters: Mapping[str, Parameter | StoredParameter]) -> dict[str,
 
 
 def dense_parameters(parameters: Mapping[str, Parameter | StoredParameter], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the parameters with every quantised one as a tensor of `dtype`; plain tensors stay the same objects."""
+    """Return the parameters with quantised ones dequantised to `dtype`; plain tensors are returned as they are."""
     dense: dict[int, Tensor] = {}
     for parameter in parameters.values():
         if id(parameter) not in dense:

@@ -1,4 +1,4 @@
-"""Parse the subset of regular expressions that names of modules are matched with."""
+"""Parser for the subset of regular expressions that is supported for module names."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v"}
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One character of inclusive ranges, or, if negated, of none of them."""
+    """One character in inclusive ranges, or, if negated, outside all of them."""
 
     ranges: tuple[tuple[str, str], ...] = ()
     is_negated: bool = False
 
     def holds(self, character: str) -> bool:
-        """Return whether a character is one of these."""
+        """Return whether a character matches."""
         return any(low <= character <= high for low, high in self.ranges) != self.is_negated
 
 
@@ -38,7 +38,7 @@ class Edge:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A node `minimum` to `maximum` times; None: any number of times."""
+    """A node repeated `minimum` to `maximum` times; None: unlimited."""
 
     node: Node
     minimum: int
@@ -47,7 +47,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Nodes one after the other."""
+    """A sequence of nodes."""
 
     parts: tuple[Node, ...]
 
@@ -180,7 +180,7 @@ class _Parser:
         return Chars(tuple(ranges), is_negated)
 
     def _member(self) -> str | Chars:
-        """Return one character of a class, or several of an escape."""
+        """Return one character of a class, or several for an escape."""
         character = self._next()
         if not character:
             raise self.error("'[' without ']'")

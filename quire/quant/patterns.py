@@ -1,7 +1,7 @@
-"""Match module names against regular expressions from a checkpoint, which is text of a stranger, in linear time.
+"""Match module names against regular expressions from an untrusted checkpoint, in linear time.
 
-A pattern becomes an automaton (Thompson, 1968) whose deterministic states are made when they are first met. It never
-backtracks; its size is bounded, and so is the work of all patterns of a config together.
+A pattern becomes an automaton (Thompson, 1968) whose deterministic states are created on demand. It never backtracks; its size
+is bounded, and so is the total work for all patterns of a config.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from quire.quant.pattern_syntax import Alternatives, Chain, Chars, Edge, Node, R
 _MAX_STATES = 1024
 _MAX_NAME = 512
 _MAX_VISITS = 2_000_000
-"""States of automata looked at, about a second. Patterns of real configs need a few thousand each."""
+"""Maximum number of visited states, about a second. Patterns of real configs need a few thousand each."""
 _MAX_CHARACTERS = 100_000_000
-"""Characters of names walked over states that are known, about ten seconds: fifty patterns for the largest of models."""
+"""Maximum number of characters matched by known states, about ten seconds: fifty patterns for the largest models."""
 
 
 class MatchingBudget:
-    """What matching may cost, shared by the patterns of one config: hostile ones are refused however many there are."""
+    """Limits of matching, shared by all patterns of one config, so that a large number of patterns is refused too."""
 
     def __init__(self) -> None:
         self.num_visits = 0
         self.num_characters = 0
 
     def visit(self, num_states: int, text: str) -> None:
-        """Count states that a pattern looks at. Raises ModelFormatError where the patterns look at too many."""
+        """Count visited states of a pattern. Raises ModelFormatError above the limit."""
         self.num_visits += num_states
         if self.num_visits > _MAX_VISITS:
             raise self._refusal(text)
 
     def walk(self, name: str, text: str) -> None:
-        """Count the characters of a name. Raises ModelFormatError where it is too long, or where it is one too many."""
+        """Count the characters of a name. Raises ModelFormatError if it is too long, or above the limit."""
         if len(name) > _MAX_NAME:
             raise ModelFormatError(
                 f"the checkpoint has a module name of {len(name)} characters ({name[:40]!r}...); at most {_MAX_NAME} are read "
@@ -52,13 +52,13 @@ class MatchingBudget:
 
 
 class ModulePattern:
-    """A regular expression for names of modules, which matches at the start of a name and need not reach its end.
+    """A regular expression for module names, which matches a prefix of a name.
 
     Supported: literals, '.', classes, groups, '|', '*', '+', '?', '{m,n}', '^', '$', \\d \\w \\s and their complements.
-    Raises UnsupportedError, when constructed, for anything else (look-around, back references, flags) and for what is
+    The constructor raises UnsupportedError for anything else (look-around, back references, flags) and for patterns that are
     too long or too large.
 
-    budget  what it shares with the other patterns of its config; None: its own
+    budget  shared with the other patterns of its config; None: its own
     """
 
     def __init__(self, text: str, budget: MatchingBudget | None = None) -> None:
@@ -76,9 +76,9 @@ class ModulePattern:
         self._first = self._number(self._close((start,), "^"))
 
     def matches(self, name: str) -> bool:
-        """Return whether some beginning of the name is in the language of the pattern.
+        """Return whether the pattern matches a prefix of the name.
 
-        Raises ModelFormatError where the name is too long, or the budget at its end.
+        Raises ModelFormatError if the name is too long, or the budget is exhausted.
         """
         self._budget.walk(name, self.text)
         state = self._first
@@ -92,7 +92,7 @@ class ModulePattern:
         return self._ends_well(state, "$" if name else "^$")
 
     def _ends_well(self, state: int, edges: str) -> bool:
-        """Return whether a name that ends here is in the language."""
+        """Return whether the pattern matches if the name ends in this state."""
         if (state, edges) not in self._ends:
             self._ends[state, edges] = self._accepting in self._close(self._sets[state], edges)
         return self._ends[state, edges]
@@ -116,7 +116,7 @@ class ModulePattern:
         return self._numbers[members]
 
     def _close(self, members: Iterable[int], edges: str) -> frozenset[int]:
-        """Return what is reached without a character; states of '^' and '$' are passed where `edges` holds them."""
+        """Return the epsilon closure of states; '^' and '$' are passed if `edges` contains them."""
         found, pending = set(), list(members)
         while pending:
             member = pending.pop()
@@ -139,7 +139,7 @@ class ModulePattern:
         return len(self._free) - 1
 
     def _build(self, node: Node, start: int, stop: int) -> None:
-        """Add states that lead from `start` to `stop` over what the node matches."""
+        """Add states that lead from `start` to `stop` by matching the node."""
         if isinstance(node, Chars):
             here = self._new_state()
             self._free[start].append(here)

@@ -23,21 +23,21 @@ _LINEARS = (
     *("q", "k", "v", "o", "gate", "up", "down", "experts.gate_up", "experts.down"),
     *("shared.gate", "shared.up", "shared.down", "q_a", "kv_a"),
 )
-"""Not kv_b of multi-head latent attention: decoders transpose a half of it, and keep it in the model's dtype."""
+"""kv_b of multi-head latent attention is excluded: decoders transpose a half of it, and keep it in the model's dtype."""
 _PROGRESS_DELAY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPolicy:
-    """The scheme of every weight. Norms, biases, routers, position embeddings and kv_b of latent attention stay as they are.
+    """The scheme of every weight. Norms, biases, routers, position embeddings and kv_b of latent attention are not quantised.
 
     linears          of the projections of attention, MLPs and experts
-    embedding, head  of the embedding and the output head; a tied model has the first alone. None: left as it is
+    embedding, head  of the embedding and the output head; a tied model uses only the first. None: not quantised
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
-    min_columns      weights with fewer columns are narrow: their few values carry more
-    narrow_linears   of narrow projections; None: as the others. DenseOrQuantized embeddings and heads get int8
-    narrow_int8      names of projections that get int8 where they are narrow
+    min_columns      weights with fewer columns count as narrow: each of their values matters more
+    narrow_linears   of narrow projections; None: as the others. Quantised narrow embeddings and heads get int8
+    narrow_int8      names of projections that get int8 if they are narrow
     """
 
     linears: Scheme
@@ -50,7 +50,7 @@ class QuantizationPolicy:
     narrow_int8: frozenset[str] = frozenset()
 
     def scheme_of(self, name: str, num_columns: int, num_layers: int) -> Scheme | None:
-        """Return the scheme of a parameter by its canonical name, or None where it stays as it is."""
+        """Return the scheme of a parameter by its canonical name, or None if it is not quantised."""
         module, _, kind = name.rpartition(".")
         if kind != "weight":
             return None
@@ -78,9 +78,10 @@ POLICIES = {
     ),
     "fp8": QuantizationPolicy(FLOAT8, None, None),
 }
-"""What the engine's option `quantization` means. Half of what 4 bits lose on a small model is lost in k, v and the MLPs at both
-ends. A narrow model would lose as much again in its head, in k and v, and by groups twice as large; a wider one loses little
-(docs/performance.md), and every token reads them all. Beside fp8 embedding and head stay as they are, as is usual."""
+"""Policies of the option `quantization`. On a small model, half of the loss of 4 bits is due to k, v and the MLPs of the first
+and last layers. A model with few columns would lose as much again in its head, in k and v, and with groups twice as large; a
+wider one loses little (docs/performance.md), and every token reads them all. With fp8, embedding and head are not quantised, as
+is usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,9 @@ class ParameterQuantizer:
     dtype: torch.dtype
 
     def __call__(self, name: str, weight: Tensor) -> Parameter:
-        """Return a parameter as the policy has it: quantised, a stack of experts as a QuantizedStack, or the same tensor.
+        """Return a parameter according to the policy: quantised, a stack of experts as a QuantizedStack, or unchanged.
 
-        Pages of a mapped file that a quantised weight was read from are given back.
+        The mapped file pages of a quantised weight are released.
         """
         scheme = self.policy.scheme_of(name, weight.shape[-1], self.num_layers)
         if scheme is None:
@@ -109,7 +110,7 @@ class ParameterQuantizer:
         return self._quantize(weight, scheme)
 
     def narrowed(self, name: str, weight: Tensor) -> DenseOrQuantized:
-        """Return one weight, or that of one expert, as the policy has it, float8 included; it may be on a GPU."""
+        """Return one weight, or that of one expert, according to the policy, including float8; it may be on a GPU."""
         scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
         if scheme is None:
             return weight
@@ -118,7 +119,7 @@ class ParameterQuantizer:
         return quantize_weight(weight, scheme, is_forgotten=weight.device.type == "cpu", rounded_to=self.dtype)
 
     def _round_to_float8(self, weight: Tensor) -> Tensor:
-        """Return a weight, or a stack of them, as float8 would have it, for kernels that run it dense."""
+        """Return a weight, or a stack of them, rounded to float8 and dequantised, for kernels that run it dense."""
         rounded = torch.empty(weight.shape, dtype=self.dtype)
         for rows, to in zip(weight, rounded, strict=True) if weight.ndim == 3 else ((weight, rounded),):
             to.copy_(quantize_float8(rows, self.dtype).dequantize(self.dtype))
@@ -141,8 +142,8 @@ DEVICE_POLICIES = {
     ),
     "fp8": POLICIES["fp8"],
 }
-"""What it means on a GPU, whose kernels take 16 consecutive levels in 4 bits. Embedding and head get int8 beside int4: they are
-one weight in a tied model, which a narrower one changes most."""
+"""Policies on a GPU, whose kernels need 16 consecutive levels for 4 bits. With int4, embedding and head get int8: they are one
+weight in a tied model, and lower precision would affect it most."""
 
 
 def parameter_quantizer(
@@ -151,9 +152,9 @@ def parameter_quantizer(
     policy: QuantizationPolicy,
     keeps_float8: bool = False,
 ) -> ParameterQuantizer:
-    """Return what quantises these parameters. Raises ConfigError where one of them is quantised already.
+    """Return a quantizer for these parameters. Raises ConfigError if one of them is quantised already.
 
-    keeps_float8  what is stored as float8 counts as quantised; otherwise it is read as what it stands for
+    keeps_float8  float8 parameters count as quantised; otherwise they are dequantised
     """
     if not all(_is_float(parameter, keeps_float8) for parameter in parameters.values()):
         raise ConfigError(
@@ -172,16 +173,16 @@ def _is_float(parameter: Parameter | StoredParameter, keeps_float8: bool) -> boo
 def iterate_quantized(
     parameters: dict[str, Parameter | StoredParameter], spec: ModelSpec, policy: QuantizationPolicy
 ) -> Iterator[tuple[str, Parameter]]:
-    """Yield every parameter with its name, quantised. `parameters` is emptied on the way, so that the float weights can go.
+    """Yield every parameter with its name, quantised. `parameters` is emptied meanwhile, to free the float weights.
 
-    A head that is the embedding stays one object with it. Raises ConfigError where a parameter is quantised already.
+    A head that is tied to the embedding stays one object with it. Raises ConfigError if a parameter is quantised already.
     """
     quantize = parameter_quantizer(parameters, spec, policy)
     shared = [name for name in parameters if parameters[name] is parameters.get(_EMBED)]
     embedded: Parameter | None = None
     for name in tqdm(list(parameters), "quantising weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
         if len(shared) < 2 or name not in shared:
-            # No name for the results here: nothing is held while they are used.
+            # The result is not assigned to a variable, so that nothing is kept alive while it is used.
             yield name, quantize(name, _pop_tensor(parameters, name))
             continue
         weight = _pop_tensor(parameters, name)
@@ -206,7 +207,7 @@ def quantize_parameters(
 
 
 def quantized_bytes(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec, policy: QuantizationPolicy) -> int:
-    """Return the bytes of a model's parameters, by their shapes, once they are quantised."""
+    """Return the size of a model's parameters after quantisation, given their shapes."""
     total = 0.0
     for name, shape in shapes.items():
         scheme = policy.scheme_of(name, shape[-1], len(spec.layers)) if len(shape) > 1 else None

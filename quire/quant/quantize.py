@@ -24,27 +24,27 @@ AFFINE_LEVELS = tuple(range(16))
 _LEVELS = {"linear": LINEAR_LEVELS, "nonlinear": NONLINEAR_LEVELS, "affine": AFFINE_LEVELS}
 GROUP_SIZES = (32, 64, 128)
 MIN_COLUMNS = 32
-"""A weight with fewer columns stays float: its scales would take as much as they save."""
+"""A weight with fewer columns stays float: its scales would need as much memory as is saved."""
 
 _CLIPS = (0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15)
 _AFFINE_CLIPS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72)
 _CHUNK_WEIGHTS = 1 << 18
-"""Weights worked on at once: the working copies in f32 stay in the cache."""
+"""Weights processed at once: the f32 copies stay in the cache."""
 _DEVICE_CHUNK_WEIGHTS = 1 << 24
-"""The same on a GPU, whose launches take as long as much arithmetic."""
+"""The same on a GPU, where a launch takes as long as this much arithmetic."""
 _NATIVE_CHUNK_WEIGHTS = 1 << 24
-"""The same for the native kernels, which make no copies. Each chunk waits for all threads twice."""
+"""The same for the native kernels, which make no copies. Each chunk synchronises all threads twice."""
 _ROUNDED_CHUNK_WEIGHTS = 1 << 22
-"""The same where each chunk is rounded to another dtype first."""
+"""The same if each chunk is rounded to another dtype first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """How a weight is quantised. Raises ConfigError.
 
-    kind        "int8": a scale per row; "linear": levels -8..7; "nonlinear": sixteen levels, closer together near zero;
+    kind        "int8": a scale per row; "linear": levels -8..7; "nonlinear": sixteen levels, denser near zero;
                 "affine": levels 0..15 with an offset per group; "float8": a scale per row, see float8.quantize_float8
-    group_size  columns that share a scale: 32, 64 or 128; of no meaning to int8 and float8
+    group_size  columns that share a scale: 32, 64 or 128; ignored by int8 and float8
     """
 
     kind: Literal["int8", "linear", "nonlinear", "affine", "float8"]
@@ -65,16 +65,17 @@ class Scheme:
 INT8 = Scheme("int8")
 FLOAT8 = Scheme("float8")
 FINE_INT4 = Scheme("nonlinear", 32)
-"""The best of 4.5 bits a weight: about 0.8 dB above linear levels, and 1.2 dB above affine ones in groups of 64."""
+"""The best at 4.5 bits per weight: about 0.8 dB better than linear levels, and 1.2 dB better than affine ones in groups of
+64."""
 INT4 = Scheme("nonlinear", 128)
-"""4.125 bits a weight, and half as many sums to scale as in groups of 64; 1.4 dB below."""
+"""4.125 bits per weight, and half as many sums to scale as with groups of 64; 1.4 dB worse than FINE_INT4."""
 
 
 def fit_scheme(scheme: Scheme, num_columns: int) -> Scheme | None:
-    """Return the scheme that a weight with this many columns gets.
+    """Return the scheme for a weight with this many columns.
 
-    Groups that do not divide the columns become the largest of 32, 64 and 128 that do, and int8 where none does. None: the
-    weight stays float, having fewer than MIN_COLUMNS columns.
+    Groups that do not divide the columns are replaced by the largest of 32, 64 and 128 that does, or by int8 if none does.
+    None: the weight stays float, because it has fewer than MIN_COLUMNS columns.
     """
     if num_columns < MIN_COLUMNS:
         return None
@@ -91,32 +92,35 @@ def quantize_weight(
     is_forgotten: bool = False,
     rounded_to: torch.dtype | None = None,
 ) -> QuantizedWeight:
-    """Return a weight quantised to integers by a scheme that fits its columns; no calibration, deterministic.
+    """Return a weight quantised to integers by a scheme that fits its columns; deterministic, without calibration.
 
     weight       [O, K] float, of any dtype
-    scale_dtype  what the scales will be stored in; None: as the kernels hold them, see `round_scales`
-    is_forgotten the weight comes from a checkpoint's loader and will not be read soon: pages of a mapped file are given back
+    scale_dtype  dtype in which the scales will be stored; None: as the kernels hold them, see `round_scales`
+    is_forgotten the weight comes from a checkpoint's loader and will not be read soon: pages of a mapped file are released
     rounded_to   the weight is rounded to this dtype first, some rows at a time
 
-    For each row (int8) or group (the others), with x its weights in f32, times the power of two that brings the largest
+    For each row (int8) or group (the others), x are its weights in f32, multiplied by the power of two that brings the largest
     magnitude into [1, 2), so that no square leaves the range of f32:
 
     int8       scale = max|x| / 127, codes = round(x / scale), halves to even.
+
     linear and nonlinear, over ascending levels L
       1. extreme = the x of the largest magnitude, the first of equals.
       2. For each clip c of 0.8, 0.85, ... 1.15: l = nearest(x * (c * L[0] / extreme)); score = (sum x l)^2 / sum l^2. This
-         is by how much the scale (sum x l) / (sum l^2), which fits l to x by least squares, reduces the squared error.
-      3. The scale of the largest score, the first of equals, is rounded as it will be stored, and the codes are
-         nearest(x / scale). The extreme may be of either sign, so a scale may be negative: it lies at L[0], which is the
-         level farthest from zero.
-    affine
-      1. For each clip c of 1, 0.96, ... 0.72: q = round((x - low) / step) in 0..15, where the 16 steps have c times the
-         range of x, in its middle; scale and offset are the line that fits q to x by least squares.
-      2. Those of the smallest squared error are rounded as they will be stored, and the codes are round((x - offset) / scale).
+         is how much the scale (sum x l) / (sum l^2), the least-squares fit of l to x, reduces the squared error.
+      3. The scale of the largest score, the first of equals, is rounded to its stored precision, and the codes are
+         nearest(x / scale). The extreme may have either sign, so a scale may be negative: the extreme is mapped near L[0],
+         the level with the largest magnitude.
 
-    nearest(y) is the level after as many midpoints of neighbouring levels as are less than y. A scale of zero has the codes of
-    zeros. Sums over a group add its halves, then the halves of that, and so on. A group with a weight that is not finite has
-    NaN as its scale (and, through round_scales, its row), and the codes of zeros, so that it is seen in what is computed.
+    affine
+      1. For each clip c of 1, 0.96, ... 0.72: q = round((x - low) / step) in 0..15, where the 16 steps cover c times the
+         range of x, centred; scale and offset are the least-squares line from q to x.
+      2. Those of the smallest squared error are rounded to their stored precision, and the codes are
+         round((x - offset) / scale).
+
+    nearest(y) is the level whose index is the number of midpoints of adjacent levels that are less than y. A scale of zero has
+    the codes of zeros. Sums over a group add its halves, then the halves of that, and so on. A group with a non-finite weight
+    has NaN as its scale (and, through round_scales, its row), and the codes of zeros, so that it shows in the results.
 
     The native kernels give the same bits; torch is used where they are absent or no faster, and off the CPU.
     """
@@ -126,7 +130,7 @@ def quantize_weight(
     offset = torch.empty_like(scale) if scheme.kind == "affine" else None
     codes = torch.empty(num_rows, num_columns, dtype=torch.int8, device=weight.device)
     native = load_native() if weight.device.type == "cpu" else None
-    # Torch has vectors where the kernels are plain C++.
+    # Torch is vectorised where the portable kernels are not.
     if native is None or native.isa() == "portable":
         search, encode = partial(_search, scheme), partial(_encode, scheme)
         num_at_once = _CHUNK_WEIGHTS if weight.device.type == "cpu" else _DEVICE_CHUNK_WEIGHTS
@@ -151,13 +155,13 @@ def quantize_weight(
 
 
 def round_scales(scale: Tensor) -> Tensor:
-    """Return scales [O, G] as the kernels hold them: an f16 share of the largest magnitude of the row, times that in f32."""
+    """Return scales [O, G] as the kernels hold them: an f16 fraction of the row's largest magnitude, times that in f32."""
     largest = scale.abs().amax(dim=1, keepdim=True)
     return torch.where(largest == 0, scale, scale / largest).half().float() * largest
 
 
 def sqnr_db(weight: Tensor, quantized: QuantizedWeight) -> float:
-    """Return the ratio of signal to quantisation noise of a weight [O, K], in decibels; infinite where it is exact."""
+    """Return the signal-to-quantisation-noise ratio of a weight [O, K], in decibels; infinite if it is exact."""
     noise = signal = 0.0
     num_rows = max(1, _CHUNK_WEIGHTS // weight.shape[1])
     for row in range(0, weight.shape[0], num_rows):
@@ -168,7 +172,7 @@ def sqnr_db(weight: Tensor, quantized: QuantizedWeight) -> float:
 
 
 def _search(scheme: Scheme, weight: Tensor) -> tuple[Tensor, ...]:
-    """Return the scales [O, G] of some rows before they are rounded and, if affine, the offsets."""
+    """Return the scales [O, G] of some rows before rounding and, if affine, the offsets."""
     x = _grouped(weight, scheme)
     magnitude = x.abs().amax(dim=2)
     is_finite = torch.isfinite(magnitude)
@@ -202,7 +206,7 @@ def _encode(scheme: Scheme, weight: Tensor, scale: Tensor, offset: Tensor | None
 
 
 def native_quantizer(native: ModuleType, scheme: Scheme, isa: str = "") -> NativeQuantizer:
-    """Return the native kernels of a scheme, of one instruction set or of the best one."""
+    """Return the native kernels of a scheme, for one instruction set or the best one."""
     levels = _LEVELS.get(scheme.kind, (0,))
     clips = [clip / 15 for clip in _AFFINE_CLIPS] if scheme.kind == "affine" else list(_CLIPS)
     table = nearest_table(levels) if scheme.kind == "nonlinear" else None
@@ -216,13 +220,13 @@ def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
 
 
 def _unit_powers(magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the powers of two that bring magnitudes into [1, 2), or near it at both ends of the range, and the inverses."""
+    """Return the powers of two that bring magnitudes into [1, 2), or near it at both ends of the range, and their inverses."""
     exponent = (magnitude.view(torch.int32) >> 23).clamp(1, 253)
     return ((254 - exponent) << 23).view(torch.float32), (exponent << 23).view(torch.float32)
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Return the sums [O, G, 1] over groups [O, G, size] in the order that `quantize_weight` says."""
+    """Return the sums [O, G, 1] over groups [O, G, size] in the order that `quantize_weight` defines."""
     while x.shape[2] > 1:
         half = x.shape[2] // 2
         x = x[:, :, :half] + x[:, :, half:]
@@ -230,7 +234,7 @@ def _sum(x: Tensor) -> Tensor:
 
 
 def _search_scale(x: Tensor, lowest: int, table: Tensor) -> Tensor:
-    """Return the scale [O, G] of the groups x [O, G, size]; the lowest level is the farthest from zero."""
+    """Return the scale [O, G] of the groups x [O, G, size]; the lowest level has the largest magnitude."""
     extreme = x.gather(2, x.abs().argmax(dim=2, keepdim=True))
     unit = lowest * _reciprocal(extreme)
     best = torch.full_like(extreme, -1.0)
@@ -268,7 +272,8 @@ def _search_affine(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest_table(levels: tuple[int, ...]) -> Tensor:
-    """Return the nearest level [512] f32 of y by ceil(2 * y) + 256: midpoints are halves of integers, so this is exact."""
+    """Return the nearest level [512] f32 of y at index ceil(2 * y) + 256: midpoints are halves of integers, so this is
+    exact."""
     ordered = torch.tensor(levels, dtype=torch.float32)
     return ordered[torch.bucketize(torch.arange(-256, 256) / 2, (ordered[1:] + ordered[:-1]) / 2)]
 

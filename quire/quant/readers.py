@@ -31,13 +31,13 @@ def gather_weights(
 ) -> dict[str, Tensor | StoredWeight]:
     """Return the tensors with those of each quantised module replaced by one StoredWeight, named `<module>.weight`.
 
-    Experts of MXFP4 are one StoredWeight each, see `mxfp4.gather_experts`.
+    MXFP4 experts are one StoredWeight each, see `mxfp4.gather_experts`.
 
     tensors  stored name -> tensor, still in the file; nothing is unpacked here
-    Scales of activations are left out, with a line in the log (is_logged), as is what else the config declares and quire does
-    not use.
-    Raises ModelFormatError where the tensors of a module do not
-    fit together or contradict the config.
+
+    Scales of activations are dropped, with a log line (is_logged), like other declared options that are not used.
+
+    Raises ModelFormatError if the tensors of a module do not match each other or the config.
     """
     if isinstance(config, Mxfp4Config):
         return mxfp4.gather_experts(tensors)
@@ -67,7 +67,7 @@ def gather_weights(
 
 
 def _log(config: QuantizationConfig, num_dropped: int) -> None:
-    """Say what is declared or stored and not used."""
+    """Log what is declared or stored but not used."""
     if isinstance(config, (CompressedTensorsConfig, Fp8Config)):
         for note in config.notes:
             logger.info(note)

@@ -1,4 +1,4 @@
-"""StoredParts: the tensors that a checkpoint stores for one quantised module, with every access checked."""
+"""StoredParts: checked access to the tensors that a checkpoint stores for one quantised module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 class StoredParts:
-    """Tensors of a module by what follows its name.
+    """Tensors of a module by their suffix.
 
     module  the stored name of the module, with its prefix
     parts   "qweight", "weight_scale", ... -> tensor, still in the file
@@ -30,13 +30,13 @@ class StoredParts:
         return part in self._parts
 
     def names(self) -> list[str]:
-        """Return the parts that are stored."""
+        """Return the suffixes that are stored."""
         return list(self._parts)
 
     def integers(
         self, shape: tuple[int, int], codes: CodeForm, load: Callable[[], QuantizedWeight], form: str = ""
     ) -> StoredWeight:
-        """Return the weight of these parts, which `load` makes; codes and form as in StoredWeight."""
+        """Return the weight of these parts, created by `load`; codes and form as in StoredWeight."""
         return StoredWeight(shape, load, tuple(self._parts.values()), form=form, codes=codes)
 
     def floats(self, shape: tuple[int, int], load: Callable[[], Tensor]) -> StoredWeight:
@@ -44,18 +44,18 @@ class StoredParts:
         return StoredWeight(shape, load, tuple(self._parts.values()), is_integer=False)
 
     def float8(self, shape: tuple[int, int], columns: int, load: Callable[[], Float8Weight]) -> StoredWeight:
-        """Return the weight of these parts, float8 of which so many columns share a scale."""
+        """Return the float8 weight of these parts, with `columns` columns per scale."""
         tensors, codes = tuple(self._parts.values()), CodeForm("float8", columns)
         return StoredWeight(shape, lambda: load().dequantize(), tensors, is_integer=False, load_float8=load, codes=codes)
 
     def take(self, part: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int | None, ...]) -> Tensor:
         """Return a part that has one of the dtypes and one of the shapes; None in a shape is any size.
 
-        Raises ModelFormatError that names the tensor, what it is and what it must be.
+        Raises ModelFormatError with the tensor's name, what it is and what it must be.
         """
         tensor = self._parts.get(part)
         if tensor is None:
-            raise ModelFormatError(f"{self.module}.{part} is missing beside {self.module}.{', '.join(self._parts)}")
+            raise ModelFormatError(f"{self.module}.{part} is missing, but there is {self.module}.{', '.join(self._parts)}")
         if tensor.dtype not in dtypes:
             raise self.wrong(part, f"of {' or '.join(map(str, dtypes))}")
         if not any(_fits(tuple(tensor.shape), shape) for shape in shapes):
@@ -72,18 +72,18 @@ class StoredParts:
         )
 
     def damaged(self, part: str, problem: str) -> ModelFormatError:
-        """Return the error for a part whose values cannot be right."""
+        """Return the error for a part with invalid values."""
         return ModelFormatError(f"{self.module}.{part} {problem}; the file is damaged")
 
     def scale(self, part: str, stored: Tensor) -> Tensor:
-        """Return a part that was taken as f32. Raises ModelFormatError where a value is not finite."""
+        """Return a part, already taken, as f32. Raises ModelFormatError if a value is not finite."""
         values = stored.float()
         if not bool(torch.isfinite(values).all()):
             raise self.damaged(part, "holds values that are not finite")
         return values
 
     def num_groups(self, num_columns: int, group_size: int | None) -> int:
-        """Return the groups of a row. Raises ModelFormatError where the group size does not divide the columns."""
+        """Return the number of groups per row. Raises ModelFormatError if the group size does not divide the columns."""
         if group_size is None:
             return 1
         if num_columns % group_size:

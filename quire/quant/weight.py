@@ -1,4 +1,4 @@
-"""QuantizedWeight: the one form between every stored format and every kernel's packing."""
+"""QuantizedWeight: the common form of all stored formats, from which every kernel's layout is packed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.quant.float8 import Float8Weight
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A linear weight [O, K] as integers with a scale, and perhaps an offset, per row and group of columns.
+    """A linear weight [O, K] as integers with a scale, and optionally an offset, per row and group of columns.
 
     The weight is scale[o, g] * codes[o, j] + offset[o, g], g = j // group_size. Stored column j multiplies input
     columns[j] (j itself without `columns`): formats that order inputs by group (GPTQ's desc_act) become regular this way.
@@ -23,7 +23,7 @@ class QuantizedWeight:
     codes       [O, K] int8
     scale       [O, G] f32, G = K / group_size; G = 1: a scale per row
     offset      [O, G] f32 or None: minus scale * zero point, or a format's own minimum
-    levels      ascending integers, at most 16, that hold every code; None where a code needs a byte
+    levels      ascending integers, at most 16, that include every code; None if a code needs a byte
     columns     [K] int64, a permutation, or None
     is_token_quantized  the checkpoint declares inputs quantised to int8 with one scale per token
     """
@@ -48,11 +48,11 @@ class QuantizedWeight:
             and (self.levels is None or (len(self.levels) <= 16 and list(self.levels) == sorted(set(self.levels))))
         )
         if not fits:
-            raise InvariantError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} are no weight")
+            raise InvariantError(f"codes {tuple(self.codes.shape)} and scales {tuple(self.scale.shape)} do not form a weight")
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[O, K]"""
+        """[O, K]."""
         return (self.codes.shape[0], self.codes.shape[1])
 
     @property
@@ -67,7 +67,7 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], offset=offset)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the weight [O, K] with its inputs in their natural order, computed in f32."""
+        """Return the weight [O, K] with its columns in input order, computed in f32."""
         num_rows, num_columns = self.codes.shape
         weight = self.codes.view(num_rows, -1, self.group_size).float() * self.scale[:, :, None]
         if self.offset is not None:
@@ -82,11 +82,11 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class CodeForm:
-    """What is known of the codes of a weight before it is unpacked.
+    """Properties of a weight's codes that are known before it is unpacked.
 
-    kind        "nibbles": they have at most 16 levels; "bytes"; "float8"
+    kind        "nibbles": at most 16 levels; "bytes"; "float8"
     group_size  columns that share a scale
-    has_offset  there may be an offset beside every scale
+    has_offset  there may be an offset with every scale
     has_order   the columns may have an order of their own
     is_token_quantized  as in QuantizedWeight
     """
@@ -99,21 +99,21 @@ class CodeForm:
 
     @staticmethod
     def of(bits: int, group_size: int, has_offset: bool = False, has_order: bool = False, is_token: bool = False) -> CodeForm:
-        """Return that of integers of so many bits."""
+        """Return the form of integer codes with this number of bits."""
         return CodeForm("nibbles" if bits <= 4 else "bytes", group_size, has_offset, has_order, is_token)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight of a checkpoint that is made when it is asked for, so that one at a time is unpacked.
+    """A weight of a checkpoint that is unpacked on demand, so that only one is unpacked at a time.
 
     shape       [O, K]
-    load        returns the quantised weight, or a plain float tensor where the format has no integer form
-    tensors     what is read, still in the file
+    load        returns the quantised weight, or a plain float tensor if the format has no integer form
+    tensors     the stored tensors, still in the file
     is_integer  load returns a QuantizedWeight
-    load_float8 returns the weight with its float8 numbers as they are stored; None: it is of another format
-    codes       what it has as codes; None: it becomes a float tensor, or a file of its own kind says it
-    form        what the tensors do not tell of what is returned by their dtypes and shapes, such as the name of the format
+    load_float8 returns the weight with its float8 values as they are stored; None: it has another format
+    codes       its form as codes; None: it becomes a float tensor, or the file's own format defines it
+    form        what the dtypes and shapes of the tensors do not determine, such as the name of the format
     """
 
     shape: tuple[int, int]
@@ -126,9 +126,9 @@ class StoredWeight:
 
 
 def concatenate_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return the weights over one input, stacked by rows, or None when their groups, levels or columns differ.
+    """Return weights over one input, concatenated by rows, or None if their groups, levels or columns differ.
 
-    Where some have offsets, the offsets of the others are zeros.
+    If some have offsets, the offsets of the others are zeros.
     """
     first = parts[0]
     for part in parts[1:]:

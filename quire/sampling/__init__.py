@@ -1,4 +1,4 @@
-"""From logits to tokens: processors, keyed noise, sampler, log probabilities."""
+"""Sampling: from logits to tokens with logits processors, keyed noise, and log probabilities."""
 
 from quire.sampling.logprobs import token_logprobs
 from quire.sampling.row_state import SamplingRow

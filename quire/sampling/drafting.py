@@ -1,4 +1,4 @@
-"""Draw draft tokens, with the noise that the verifier will use: a close model then mostly draws what it will."""
+"""Sample draft tokens with the noise that the verifier will use, so that a similar model usually samples the same tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from quire.sampling.row_state import SamplingRow
 
 
 def draw_drafts(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int]:
-    """Return a token per row, drawn as for that position but without the processors, which depend on the tokens before it.
+    """Return a token per row, sampled as at that position but without the processors, which depend on the tokens before it.
 
     logits     [R, V] any float type
-    positions  [R] of the tokens to draw, at or behind those of the rows
+    positions  [R] of the tokens to sample, not before those of the rows
     """
     return DraftDraws(rows, positions).draw(logits)
 
 
 class DraftDraws:
-    """Draws the drafts of one position after the other, as draw_drafts does.
+    """Samples the drafts of consecutive positions, as draw_drafts does.
 
-    positions  [R] of the first tokens to draw
+    positions  [R] of the first tokens to sample
     """
 
     def __init__(self, rows: Sequence[SamplingRow], positions: Sequence[int]) -> None:
         self._rows, self._positions = rows, list(positions)
         self._options = [_options(row, position) for row, position in zip(rows, positions, strict=True)]
-        self._is_drawn = not all(row.is_greedy for row in rows)  # else there is no noise, and no position is read
+        self._is_drawn = not all(row.is_greedy for row in rows)  # otherwise no noise is used, and no position is read
 
     def draw(self, logits: Tensor) -> list[int]:
-        """Return a token per row, and go on to the next position."""
+        """Return a token per row, and advance to the next position."""
         native = load_native() if takes_logits(logits) else None
         if native is None:
             found = _draw_in_torch(logits, self._rows, self._positions)
@@ -49,7 +49,7 @@ class DraftDraws:
 
 
 def _tokens(found: Sequence[tuple[int, SampleStatus]]) -> list[int]:
-    # A draft model may fail without harm: any token does as a draft.
+    # A failed draft model does no harm: any token is valid as a draft.
     return [token_id if status is SampleStatus.FINE else 0 for token_id, status in found]
 
 

@@ -12,21 +12,21 @@ from quire.contracts.step import TokenLogprobs
 from quire.kernels.cpu.sampling import logprobs_of_rows
 from quire.kernels.native import load_native
 
-# Logits per pass; bounds the f32 copies of the logits to 64 MB each.
+# Logits per pass; limits the f32 copies of the logits to 64 MB each.
 _CHUNK_ELEMENTS = 1 << 24
 
-# The native kernel keeps the best in a heap; where most of the vocabulary is asked for, a sort is better.
+# The native kernel keeps the best in a heap; for most of the vocabulary a sort is faster.
 _MAX_NATIVE_TOP = 1024
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
-    """Return the log probabilities at every row: log_softmax in f32 of the logits as the model gave them.
+    """Return the log probabilities at every row: log_softmax in f32 of the model's raw logits.
 
-    logits     [R, V] any float type, not changed; what is wider than f32 is rounded to it
-    token_ids  [R] the token that is there
-    num_top    how many of the most likely tokens to list; 0 none, -1 the whole vocabulary
-    Returns    one TokenLogprobs per row. rank is 1 + the number of tokens of larger logits, so that tied tokens share a
-               rank; `top` orders equal logits by token id
+    logits     [R, V] any float type, not changed; types wider than f32 are rounded to it
+    token_ids  [R] the actual token
+    num_top    number of most likely tokens to list; 0 none, -1 the whole vocabulary
+    Returns    one TokenLogprobs per row. rank is 1 + the number of tokens with larger logits, so tied tokens share a rank;
+               `top` orders equal logits by token id
     """
     num_rows, vocab_size = logits.shape
     num_top = vocab_size if num_top < 0 else min(num_top, vocab_size)
@@ -44,7 +44,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
 
 
 def allowed_logprobs(logits: Tensor, token_id: int, token_mask: Tensor, num_top: int) -> TokenLogprobs:
-    """Return the log probabilities at one row, of the most likely tokens those that a mask allows; they may be fewer.
+    """Return the log probabilities at one row, with only the tokens that a mask allows among the most likely ones.
 
     logits      [V] any float type, not changed; the log probabilities are those among all tokens
     token_mask  [at least ceil(V / 32)] i32, a bit per token, the lowest first
@@ -92,7 +92,7 @@ def _top_tokens(logits: Tensor, logprobs: Tensor, num_top: int) -> list[tuple[tu
         return [()] * num_rows
     if num_top == vocab_size:
         return [_first_of_sorted(logits[row], logprobs[row], num_top) for row in range(num_rows)]
-    # One more than asked for shows whether a tie crosses the cut, where topk may take any of the tied tokens.
+    # One more than requested shows whether a tie crosses the cut, where topk may return any of the tied tokens.
     values, ids = logits.topk(num_top + 1, dim=1)
     crosses = (values[:, num_top - 1] == values[:, num_top]).tolist()
     listed = logprobs.gather(1, ids)[:, :num_top].tolist()

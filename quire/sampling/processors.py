@@ -1,8 +1,7 @@
-"""Logits processors: what a request changes about its logits before a token is drawn.
+"""Logits processors: a request's changes to its logits before a token is sampled.
 
-Order: the token mask of a constraint and of bad words, allowed_token_ids, min_tokens, logit_bias, repetition
-penalty, frequency and presence penalties. They hold for greedy rows too. Temperature and the truncations come after
-(truncation.py).
+Order: the token mask of a constraint and of bad words, allowed_token_ids, min_tokens, logit_bias, repetition penalty, frequency
+and presence penalties. They apply to greedy rows too. Temperature and the truncations come after (truncation.py).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _NEVER = float("-inf")
 
 
 def apply_token_masks(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Forbid what the rows' token masks forbid, in place. The native sampler reads the masks by itself.
+    """Apply the rows' token masks in place. The native sampler reads the masks itself.
 
     logits  [R, V] f32, one row per element of `rows`
     """
@@ -30,7 +29,7 @@ def apply_token_masks(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 
 def process_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Apply the processors that the rows ask for, in place; rows that ask for none are not touched.
+    """Apply the processors of each row in place; rows without processors are not changed.
 
     logits  [R, V] f32, one row per element of `rows`
     """

@@ -1,4 +1,4 @@
-"""SamplingRow: what the sampler knows of one sequence."""
+"""SamplingRow: the sampling state of one sequence."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from quire.base.seeds import mix_seed
 from quire.contracts.constraint import Grammar, GrammarMatcher
 from quire.contracts.request import Request
 
-# 1 / temperature and the repetition penalty are kept within these, so that no product with a finite logit is NaN.
+# 1 / temperature and the repetition penalty are clamped to these, so that no product with a finite logit is NaN.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 1e-5, 1e30
 _MIN_PENALTY, _MAX_PENALTY = 1e-10, 1e10
 
 
 class TokenCounts:
-    """Counts the tokens it is given; `ids` and `counts` list the distinct ones in order of first appearance."""
+    """Counts tokens; `ids` and `counts` list the distinct ones in order of first appearance."""
 
     __slots__ = ("_counts", "_ids", "_slots")
 
@@ -43,37 +43,37 @@ class TokenCounts:
 
     @property
     def ids(self) -> Tensor:
-        """The distinct tokens, [N] int64, on the CPU; a view that the next `add` may leave behind."""
+        """The distinct tokens, [N] int64, on the CPU; a view that becomes outdated with the next `add`."""
         return self._ids[: len(self._slots)]
 
     @property
     def counts(self) -> Tensor:
-        """How often each was counted, [N] f32."""
+        """The number of occurrences of each token, [N] f32."""
         return self._counts[: len(self._slots)]
 
 
 class SamplingRow:
     """The sampling state of one sequence; the owner appends every token that the sequence gets.
 
-    It is a function of (request, choice, known tokens) alone: a row that grew by `append` and one built after a
-    preemption from the prompt and the output so far are the same. Token ids of the request outside the vocabulary are
-    left out. What a request does not ask for is not kept: a plain row holds no tensors.
+    It is a function of (request, choice, known tokens): a row that grew by `append` and one built after a preemption from the
+    prompt and the output so far are the same. Token ids of the request outside the vocabulary are ignored. State is kept only
+    for options that the request uses: a plain row holds no tensors.
 
     choice               index of the sequence within its request; its seed is mix_seed(request.seed, choice)
-    token_ids            all known tokens, the prompt of the request first
+    token_ids            all known tokens, starting with the prompt of the request
     vocab_size           number of logits of a row
     inverse_temperature  multiplies the logits; 1 for a greedy row
-    is_greedy            temperature 0: the best logit wins, no noise
-    is_plain             the next token is that of the best logit, whatever came before, and nothing else is asked for
-    log_min_p            logarithm of min_p, -inf where it is 0
-    needs_logprob        the log probability of the chosen token is asked for
-    lists_allowed        the most likely tokens are to be those that token_mask allows
+    is_greedy            temperature 0: the highest logit is taken, without noise
+    is_plain             the next token is that of the highest logit, whatever came before, without other options
+    log_min_p            logarithm of min_p, -inf if it is 0
+    needs_logprob        whether the log probability of the sampled token is requested
+    lists_allowed        whether the most likely tokens are only those that token_mask allows
     edits_logits         whether a processor changes the logits of this row, now or at some later position
-    ending_token_ids     the request's, made once
-    matcher              where a constrained output stands in its grammar, None without a constraint
-    grammar_ending_ids   the tokens that may end such an output, where its grammar lets it end
+    ending_token_ids     the request's, cached
+    matcher              state of a constrained output in its grammar, None without a constraint
+    grammar_ending_ids   the tokens that may end such an output, where its grammar allows the end
     grammar              the constraint of the request
-    grammar_error        why the grammar cannot go on; the sequence is then to be ended
+    grammar_error        why the grammar cannot continue; the sequence must then be ended
     token_mask           [ceil(vocab_size / 32)] i32, a bit per token, the lowest first: 0 forbids it at the next position. The
                          owner sets it for each step
     """
@@ -149,7 +149,7 @@ class SamplingRow:
         self.restart_grammar()
 
     def restart_grammar(self) -> None:
-        """Make the matcher anew from the output."""
+        """Recreate the matcher from the output."""
         if self.grammar is not None:
             self.matcher = self.grammar.new_matcher()
             for token_id in self.output_token_ids:
@@ -162,34 +162,34 @@ class SamplingRow:
 
     @property
     def is_grammar_complete(self) -> bool:
-        """Whether the output matches its grammar, and nothing but an end can follow."""
+        """Whether the output matches its grammar, and only an end can follow."""
         return self.matcher is not None and self.grammar_error is None and self.matcher.is_complete
 
     @property
     def param_at_fault(self) -> str | None:
-        """The field of the request whose constraint cannot go on by its own fault, None where there is none such."""
+        """The request field of a constraint that is itself the cause of its error, None if there is none."""
         if self.grammar_error is None or self.matcher is None or not self.matcher.has_given_up:
             return None
         return "structured_outputs" if self.params.constraint is None else self.params.constraint.param
 
     @property
     def takes_forced(self) -> bool:
-        """Whether a token that nothing else can come in place of is taken without a look at its logits."""
+        """Whether forced tokens can be appended without computing their logits."""
         return not (self.edits_logits or self.needs_logprob)
 
     def forced_tokens(self) -> Sequence[int]:
-        """Return the tokens that the constraint forces next, as far as it sees; nothing else can be sampled there."""
+        """Return the tokens that the constraint is known to force next; nothing else can be sampled there."""
         if self.matcher is None or self.grammar_error is not None or self.is_grammar_complete:
             return ()
         return self.matcher.forced_tokens()
 
     def num_fitting(self, token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens the constraint lets follow, one after the other."""
+        """Return how many of these consecutive tokens the constraint allows."""
         if self.matcher is None:
             return len(token_ids)
         count = None if self.grammar_error is not None else self.matcher.num_fitting(token_ids)
         if count is None and self.grammar_error is None:
-            self.restart_grammar()  # looking ahead must not change what is allowed
+            self.restart_grammar()  # looking ahead must not change the state
         return count or 0
 
     def _prepare_masks(self, request: Request) -> None:
@@ -222,7 +222,7 @@ class SamplingRow:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     def append(self, token_id: int) -> None:
-        """Take in the next token of the sequence."""
+        """Append the next token of the sequence."""
         self.output_token_ids.append(token_id)
         if self.is_plain:
             return
@@ -234,7 +234,7 @@ class SamplingRow:
                 self.output_counts.add(token_id)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Take in the next tokens of the sequence."""
+        """Append the next tokens of the sequence."""
         if self.is_plain:
             self.output_token_ids += token_ids
             return
@@ -244,6 +244,6 @@ class SamplingRow:
     def forbidden_ids(self) -> list[int]:
         """Return the tokens that min_tokens forbids at the next position.
 
-        Every end-of-sequence and stop token, the former even with ignore_eos.
+        These are all end-of-sequence and stop tokens, the former even with ignore_eos.
         """
         return self.ending_ids if self.num_output_tokens < self.params.min_tokens else []

@@ -1,11 +1,11 @@
 """The sampler: from the logits of a step to one token per row.
 
-A row's token is argmax(logit / temperature + Gumbel noise) over the candidates that its processors and truncations
-leave, ties to the lowest id; without noise when greedy. This draws from the softmax of the candidates. The noise is keyed
-by (seed of the row, position, token id), so the token depends on nothing but the row's own logits and state.
+A row's token is argmax(logit / temperature + Gumbel noise) over the candidates that its processors and truncations keep, ties
+to the lowest id; without noise if greedy. This samples from the softmax of the candidates. The noise is keyed by (seed of the
+row, position, token id), so the token depends only on the row's own logits and state.
 
-On a CPU the native kernel takes every row that it has the cuts for, all but typical_p; the rest, and every row where the
-extension is absent, goes through torch. Both give the same tokens.
+On a CPU the native kernel handles every row whose truncations it supports, all but typical_p; the rest, and every row without
+the extension, is computed in torch. Both return the same tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.sampling.truncation import Candidates, has_truncation, truncate
 
-# Logits per pass; bounds the f32 copy of the logits of rows that are not plainly greedy to 32 MB.
+# Logits per pass; limits the f32 copy of the logits of rows that are not plainly greedy to 32 MB.
 _PASS_ELEMENTS = 1 << 23
 
-# Noise for single tokens costs about four times as much per token as for the whole vocabulary (philox gives four).
+# Noise for single tokens costs about four times as much per token as for the whole vocabulary (philox returns four).
 _SPARSE_SHARE = 0.25
 
 _HOLDS_NAN = "the model's logits hold NaN"
@@ -46,13 +46,13 @@ _RAW_ERRORS = {
     SampleStatus.OVERFLOW: _TOO_LARGE,
     SampleStatus.UNDERFLOW: NOTHING_LEFT,
 }
-# What the kernel says of logits that were fine before the processors changed them, and of those of a constrained output.
+# Errors for logits that were valid before the processors changed them, and for those of a constrained output.
 _EDITED_ERRORS = _RAW_ERRORS | {SampleStatus.INFINITE: _TOO_LARGE, SampleStatus.NOTHING: NOTHING_LEFT}
 _MASKED_ERRORS = {SampleStatus.NOTHING: NOTHING_FITS, SampleStatus.UNDERFLOW: NOTHING_FITS}
 
 
 class Sampled(NamedTuple):
-    """What the sampler found for one row: a token, with log probabilities where asked for, or an error, never both."""
+    """The result of the sampler for one row: a token, with log probabilities if requested, or an error, never both."""
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
@@ -60,7 +60,7 @@ class Sampled(NamedTuple):
 
 
 Draw = Callable[[Tensor, Sequence[int], Sequence[DrawOptions]], list[tuple[int, SampleStatus]]]
-"""Draws the token of some rows of logits [R, V], as kernels.cpu.sampling.sample_rows does."""
+"""Samples the token of some rows of logits [R, V], as kernels.cpu.sampling.sample_rows does."""
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> list[Sampled]:
@@ -68,8 +68,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None
 
     logits   [R, V] any float type; V is the vocab_size of every row
     rows     [R]
-    draw     takes logits of this dtype, on their device; None: the native kernels, where these can, or torch
-    Returns  [R]; a row whose logits hold NaN or +inf, or that has no candidate left, gets an error that says so
+    draw     samples from logits of this dtype, on their device; None: the native kernels, if they can, or torch
+    Returns  [R]; a row whose logits contain NaN or +inf, or that has no candidate left, gets an error with the reason
     """
     if logits.ndim != 2 or logits.shape[0] != len(rows) or any(row.vocab_size != logits.shape[1] for row in rows):
         raise InvariantError(f"logits of shape {tuple(logits.shape)} do not fit {len(rows)} rows and their vocabulary")
@@ -90,10 +90,10 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None
 
 
 def sample_ahead(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int] | None:
-    """Return what `sample` would at positions ahead, where that does not depend on the tokens up to there; else None.
+    """Return what `sample` would return at later positions, if that does not depend on the tokens before; else None.
 
     logits     [R, V], see `sample`
-    rows       [R] the same row may stand behind several logits
+    rows       [R] the same row may belong to several logits
     positions  [R] of the tokens
     """
     native = load_native() if takes_logits(logits) else None
@@ -111,14 +111,14 @@ def _is_plain(row: SamplingRow) -> bool:
 
 
 def error_of_status(status: SampleStatus) -> str | None:
-    """Return why a row of plain logits got no token; None where it did."""
+    """Return why a row of plain logits got no token; None if it got one."""
     return _RAW_ERRORS[status]
 
 
 def _sample_by(
     draw: Draw, takes_raw: bool, logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]
 ) -> None:
-    """Fill in what is found for the rows in `indices`; takes_raw: `draw` takes these logits as they are."""
+    """Set the results of the rows in `indices`; takes_raw: `draw` accepts these logits as they are."""
     vocab_size = logits.shape[1]
     if takes_raw:
         plain = [index for index in indices if not rows[index].edits_logits]
@@ -163,7 +163,7 @@ def _sampled(token_id: int, error: str | None) -> Sampled:
 
 
 def _sample_in_torch(logits: Tensor, rows: Sequence[SamplingRow], indices: list[int], found: list[Sampled]) -> None:
-    """Fill in what is found for the rows in `indices`."""
+    """Set the results of the rows in `indices`."""
     plain = [index for index in indices if rows[index].is_greedy and not _is_edited(rows[index])]
     if plain:
         _place(found, plain, _take_best(logits if len(plain) == len(rows) else logits[plain]))
@@ -195,14 +195,14 @@ def _copy_rows(logits: Tensor, indices: list[int]) -> Tensor:
 
 
 def _take_best(logits: Tensor) -> list[Sampled]:
-    """Return the best token of every row. torch.argmax takes the first of equal values (documented), and any NaN first."""
+    """Return the best token of every row. torch.argmax returns the first of equal values (documented), and NaN before all."""
     best = logits.argmax(1)
     peaks = logits.gather(1, best[:, None])[:, 0]
     return [_sampled(token_id, error) for token_id, error in zip(best.tolist(), _logit_errors(peaks), strict=True)]
 
 
 def _logit_errors(peaks: Tensor) -> list[str | None]:
-    """Return what is wrong with rows of logits, given the largest of each (NaN where a row holds one)."""
+    """Return the errors of rows of logits, given the largest logit of each (NaN if a row contains one)."""
     if bool(torch.isfinite(peaks).all()):
         return [None] * len(peaks)
     errors: list[str | None] = []
@@ -265,10 +265,10 @@ def _draw(logits: Tensor, peaks: Tensor, rows: list[SamplingRow], drawn: list[in
 
 
 def _reachable(logits: Tensor, peaks: Tensor, uncut: list[int]) -> tuple[Candidates, list[int]]:
-    """Return the tokens that the bounds of the noise let win, and the rows where these are too many to be worth it.
+    """Return the tokens that can win given the bounds of the noise, and the rows with too many of them to profit.
 
-    The best token scores at least peak + MIN_GUMBEL and a token at most its logit + MAX_GUMBEL; the further margin
-    covers the rounding of both sums. Leaving the others out changes no result.
+    The best token scores at least peak + MIN_GUMBEL and a token at most its logit + MAX_GUMBEL; the additional margin covers
+    the rounding of both sums. Skipping the other tokens changes no result.
     """
     floor = peaks - (MAX_GUMBEL - MIN_GUMBEL + 0.1) - peaks.abs() * 2.0**-20
     mask = logits > floor[:, None]
@@ -296,14 +296,14 @@ def _draw_sparse(parts: list[Candidates], rows: list[SamplingRow], vocab_size: i
 
 
 def with_logprobs(token_id: int, logits: Tensor, row: SamplingRow) -> Sampled:
-    """Return a token that was not sampled, with the log probabilities that the row asks for, from its logits [V]."""
+    """Return a token that was not sampled, with the log probabilities that the row requests, from its logits [V]."""
     found = [Sampled(token_id)]
     _add_logprobs(found, logits[None], [row])
     return found[0]
 
 
 def _add_logprobs(found: list[Sampled], logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Fill in the log probabilities of the raw logits, rows of an equal number of alternatives together."""
+    """Set the log probabilities from the raw logits; rows with the same number of alternatives are processed together."""
     by_num_top: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         token_id = found[index].token_id

@@ -1,4 +1,4 @@
-"""The law of the next token: the probabilities that the sampler draws by."""
+"""target_probs: the probability distribution of the next token that the sampler uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.sampling.truncation import has_truncation, truncate
 def target_probs(logits: Tensor, row: SamplingRow) -> Tensor:
     """Return the probabilities [V] f32 of the next token of a row, after processors, temperature and truncations.
 
-    logits  [V] any float type, unchanged. All is zero or NaN where no token can follow
+    logits  [V] any float type, unchanged. The result is all zero or NaN if no token can follow
     """
     scores = logits[None].to(torch.float32, copy=True)
     apply_token_masks(scores, [row])

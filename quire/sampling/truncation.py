@@ -1,18 +1,19 @@
-"""Truncations: which tokens may be drawn, by top_k, typical_p, top_p and min_p, in this order.
+"""Truncations: which tokens may be sampled, by top_k, typical_p, top_p and min_p, in this order.
 
-Each cut is a threshold on the logits that are left (typical_p: on the surprise), and tokens equal to the threshold stay,
-so that the result does not depend on how a sort orders equal values. A cut sees the probabilities of what the cuts
-before it left, renormalised. The masses of top_p are whole numbers (kernels/reference/mass.py), those of typical_p are
-summed in f64, row by row: no cut moves with the rest of the batch.
+Each cut is a threshold on the remaining logits (typical_p: on the surprise), and tokens equal to the threshold are kept, so the
+result does not depend on how a sort orders equal values. A cut uses the renormalised probabilities of what the previous cuts
+kept. The masses of top_p are integers (kernels/reference/mass.py), those of typical_p are summed in f64, row by row: no cut
+depends on the rest of the batch.
+
   top_k      logit >= the k-th best logit
   typical_p  the tokens whose surprise -ln p is nearest to the entropy, until they hold the mass typical_p
   top_p      the best tokens until they hold the mass top_p: those with less than ceil(top_p * total) units before them,
              the product in f64
-  min_p      p >= min_p * the best p left
+  min_p      p >= min_p * the best remaining p
 
-Most rows end within their best few hundred tokens. These heads are cut together, as one [R, C] matrix; a row whose
-candidates do not end within its head (a flat distribution, a tie at the cut, a huge top_k) is cut alone. The native sampler
-(kernels/cpu/csrc/sampler.inl) keeps the same tokens; it has no typical_p.
+Most rows keep only some of their best few hundred tokens. These heads of rows are cut together, as one [R, C] matrix; a row
+whose candidates may extend beyond its head (a flat distribution, a tie at the cut, a huge top_k) is cut separately. The native
+sampler (kernels/cpu/csrc/sampler.inl) keeps the same tokens; it has no typical_p.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """The tokens that may be drawn, for several rows, ragged.
+    """The tokens that may be sampled, for several rows, ragged.
 
     row_ids    [N] int64 row of each candidate
     token_ids  [N] int64
@@ -48,7 +49,7 @@ class Candidates:
 
 
 def has_truncation(params: SamplingParams, vocab_size: int) -> bool:
-    """Return whether any truncation is set that can leave a token out."""
+    """Return whether any truncation is set that can exclude a token."""
     return 0 < params.top_k < vocab_size or params.typical_p < 1 or params.top_p < 1 or params.min_p > 0
 
 
@@ -56,7 +57,7 @@ def truncate(values: Tensor, row_ids: Sequence[int], params: Sequence[SamplingPa
     """Return the candidates of some rows; their order, between and within rows, is not defined.
 
     values   [R, V] f32 logits after processors and temperature; the largest of every row in row_ids is finite
-    row_ids  rows to cut, and what the result calls them
+    row_ids  rows to cut, and their ids in the result
     params   one per element of row_ids
     """
     vocab_size = values.shape[1]
@@ -78,7 +79,7 @@ def _fits_head(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _cut_heads(values: Tensor, row_ids: list[int], params: list[SamplingParams]) -> tuple[Candidates, list[int]]:
-    """Cut the heads of rows together; also return the indices of those whose candidates may go on beyond the head."""
+    """Cut the heads of rows together; also return the indices of rows whose candidates may extend beyond the head."""
     vocab_size, device = values.shape[1], values.device
     limits = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     width = min(max(limit + 1 if limit < vocab_size else _HEAD_TOKENS for limit in limits), vocab_size)
@@ -124,10 +125,10 @@ def _cut_alone(values: Tensor, row_id: int, params: SamplingParams) -> Candidate
 
 
 def _nucleus_superset(values: Tensor, peak: Tensor, top_p: float) -> tuple[Tensor, int]:
-    """Return a mask of tokens that holds the nucleus and little more, and the mass of the row over that of its best token.
+    """Return a mask of tokens that contains the nucleus and little more, and the mass of the row relative to its best token.
 
-    Spares the sort of the vocabulary: tokens fall into bins by their distance from the best; the bins up to the one in
-    which the mass reaches top_p hold the nucleus.
+    Avoids sorting the vocabulary: tokens are binned by their distance from the best; the bins up to the one in which the mass
+    reaches top_p contain the nucleus.
     """
     depth = values - peak
     bins = (depth * -_BINS_PER_NAT).clamp_(max=_NUM_BINS - 1).to(torch.int64)
@@ -138,16 +139,16 @@ def _nucleus_superset(values: Tensor, peak: Tensor, top_p: float) -> tuple[Tenso
 
 
 def _nucleus_target(top_p: float, total: int) -> int:
-    """Return the mass that the nucleus reaches, in the units of `total`: at least one and at most all of it."""
+    """Return the mass that the nucleus must reach, in the units of `total`: at least one and at most all of it."""
     return max(1, min(total, math.ceil(top_p * float(total))))
 
 
 def _cut(head: Tensor, keep: Tensor, params: list[SamplingParams], mass: list[int | None]) -> Tensor:
-    """Return the mask of what typical_p, top_p and min_p leave of `keep`.
+    """Return the mask of what typical_p, top_p and min_p keep of `keep`.
 
     head  [R, C] f32, descending along each row
-    keep  [R, C] bool, at least one of each row
-    mass  [R] units of mass of the whole row where the head is only a part of it, else None
+    keep  [R, C] bool, at least one in each row
+    mass  [R] units of mass of the whole row if the head is only a part of it, else None
     """
     device = head.device
     if any(p.typical_p < 1 for p in params):
@@ -165,7 +166,7 @@ def _cut_typical(head: Tensor, keep: Tensor, typical_p: Tensor) -> Tensor:
     logprobs = head.to(torch.float64).masked_fill(~keep, _NEVER).log_softmax(1)
     probs = logprobs.exp()
     entropy = -(probs * logprobs.masked_fill(~keep, 0.0)).sum(1, keepdim=True)
-    distance = (-logprobs - entropy).abs()  # infinite for what is not kept
+    distance = (-logprobs - entropy).abs()  # infinite for tokens that are not kept
     ordered, order = distance.sort(dim=1)
     num_below = (probs.gather(1, order).cumsum(1) < typical_p[:, None]).sum(1, keepdim=True)
     limit = ordered.gather(1, num_below.clamp_(max=head.shape[1] - 1))

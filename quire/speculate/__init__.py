@@ -1,1 +1,1 @@
-"""Speculation: proposers draft tokens, one verifier takes from them what plain decoding would have sampled."""
+"""Speculative decoding: proposers draft tokens, and one verifier accepts those that plain decoding would have sampled."""

@@ -1,16 +1,17 @@
-"""AcceptanceRecord: how drafts fared, and how likely the next ones are to be accepted; of chains, of trees, of wholes."""
+"""AcceptanceRecord: statistics of accepted drafts, which predict the acceptance of the next ones; for chains, trees and
+wholes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 RECENT_FADING, ALL_FADING = 0.98, 0.995
-"""What is left of the past after a draft: in the record of one sequence, and in that of all there ever were."""
+"""Decay of the averages per draft: in the record of one sequence, and in that of all sequences."""
 _PRIOR_WEIGHT = 12.0
 
 
 class AcceptanceRecord:
-    """How often the draft at each depth was accepted, where the one before it was: moving averages."""
+    """Moving averages of the acceptance of drafts at each depth, given that the draft before was accepted."""
 
     def __init__(self, max_tokens: int, fading: float) -> None:
         self._fading = fading
@@ -19,7 +20,7 @@ class AcceptanceRecord:
         self.hits = [0.0] * max_tokens
 
     def note(self, num_drafts: int, path: Sequence[int]) -> None:
-        """Count a chain of num_drafts tokens of which those with the indices `path`, the first ones, were accepted."""
+        """Record a chain of num_drafts tokens of which those with the indices `path`, the first ones, were accepted."""
         self._shares = None
         num_accepted = len(path)
         for depth in range(min(num_drafts, num_accepted + 1)):
@@ -27,11 +28,11 @@ class AcceptanceRecord:
             self.hits[depth] = self.hits[depth] * self._fading + (depth < num_accepted)
 
     def rates(self) -> list[float]:
-        """Return the estimated share of acceptances at each depth; three in four where nothing is known."""
+        """Return the estimated acceptance rate at each depth; 0.75 without data."""
         return [(hits + 0.75) / (trials + 1.0) for hits, trials in zip(self.hits, self.trials, strict=True)]
 
     def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that the drafts up to each depth are all accepted; as of the last note."""
+        """Return the probability that all drafts up to each depth are accepted; cached until the next `note`."""
         if self._shares is None:
             product = 1.0
             self._shares = []
@@ -42,10 +43,10 @@ class AcceptanceRecord:
 
 
 class TreeRecord(AcceptanceRecord):
-    """How often the draft at each index of a tree was accepted: the best ones come first, wherever they hang."""
+    """Moving averages of the acceptance of drafts at each index of a tree, whose best tokens come first."""
 
     def note(self, num_drafts: int, path: Sequence[int]) -> None:
-        """Count a tree of num_drafts tokens of which those with the indices `path` were accepted."""
+        """Record a tree of num_drafts tokens of which those with the indices `path` were accepted."""
         self._shares = None
         accepted = set(path)
         for index in range(num_drafts):
@@ -53,7 +54,7 @@ class TreeRecord(AcceptanceRecord):
             self.hits[index] = self.hits[index] * self._fading + (index in accepted)
 
     def rates(self) -> list[float]:
-        """Return the estimated share of acceptances at each index; where little is known that of the one before and less."""
+        """Return the estimated acceptance rate at each index; with little data it tends to that of the index before."""
         found: list[float] = []
         before = 0.75
         for hits, trials in zip(self.hits, self.trials, strict=True):
@@ -62,7 +63,7 @@ class TreeRecord(AcceptanceRecord):
         return found
 
     def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that the draft at each index is accepted, never rising: equal ones go together."""
+        """Return the probability that the draft at each index is accepted, made non-increasing by pooling."""
         if self._shares is None:
             runs: list[tuple[float, int]] = []  # sum and length
             for hits, trials, rate in zip(self.hits, self.trials, prior, strict=True):
@@ -75,21 +76,21 @@ class TreeRecord(AcceptanceRecord):
 
 
 class WholeRecord(AcceptanceRecord):
-    """How many tokens of drafts were accepted, of which a part is worth nothing: every token counts as the average one."""
+    """Acceptance of drafts that pay only as a whole: every token gets the average acceptance of all tokens."""
 
     def note(self, num_drafts: int, path: Sequence[int]) -> None:
-        """Count a draft of num_drafts tokens of which those with the indices `path` were accepted."""
+        """Record a draft of num_drafts tokens of which those with the indices `path` were accepted."""
         self._shares = None
         self.trials[0] = self.trials[0] * self._fading + num_drafts
         self.hits[0] = self.hits[0] * self._fading + len(path)
 
     def rates(self) -> list[float]:
-        """Return the estimated share of acceptances; one token in a draft where nothing is known."""
+        """Return the estimated acceptance rate; one token per draft without data."""
         size = len(self.trials)
         return [(self.hits[0] + 1.0) / (self.trials[0] + size)] * size
 
     def shares(self, prior: Sequence[float]) -> list[float]:
-        """Return the probability that a token is accepted, as often as there can be tokens."""
+        """Return the acceptance probability of a token, repeated for the maximum number of tokens."""
         if self._shares is None:
             size = len(self.trials)
             self._shares = [(self.hits[0] + size * prior[0]) / (self.trials[0] + size)] * size

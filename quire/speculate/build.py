@@ -55,14 +55,14 @@ def build_speculator(
 ) -> Speculator:
     """Return a speculator with the proposers of the configuration's methods.
 
-    report, target  of the model that verifies; None where no other proposer than those that are there reads the model
+    report, target  of the model that verifies; the target is None if only proposers in `there` read the model
     limits          of its steps
-    there           by method the proposers that are built already, as those that draft on a GPU
+    there           method -> proposer that is already built, such as those that draft on a GPU
 
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
     if config.is_typical:
-        logger.warning("typical acceptance is lossy: sampled outputs are not those of plain decoding, and depend on the drafts")
+        logger.warning("typical acceptance is lossy: sampled outputs differ from plain decoding, and depend on the drafts")
     builder = _Builder(config, report, target, limits)
     proposers = [there[method] if method in there else builder.build(method) for method in config.methods]
     proposer = proposers[0] if len(proposers) == 1 else MergedProposer(proposers, config.max_tokens)
@@ -70,7 +70,7 @@ def build_speculator(
 
 
 def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLimits) -> DraftBytes:
-    """Return what drafts take beside the model, with a pool as the report has it.
+    """Return the memory that drafting needs in addition to the model, with a KV pool of the report's size.
 
     Raises ConfigError, ModelFormatError or UnsupportedError, as build_speculator does.
     """
@@ -90,7 +90,8 @@ def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLim
 
 
 def _kv_spec(report: ModelReport, spec: ModelSpec, runs_as: ModelSpec) -> KvSpec:
-    """Return the cache of what drafts; the native kernels, if they run `runs_as`, have no float16."""
+    """Return the KV spec of a drafter. It has float32 in place of float16 if native kernels run `runs_as`: they lack
+    float16."""
     block_size = report.memory.kv.block_size
     is_half = runs_natively(runs_as, block_size) and spec.dtype == "float16"
     return KvSpec.of(spec, block_size, "float32" if is_half else spec.dtype)
@@ -98,7 +99,7 @@ def _kv_spec(report: ModelReport, spec: ModelSpec, runs_as: ModelSpec) -> KvSpec
 
 @dataclass(frozen=True, slots=True)
 class _Builder:
-    """Builds proposers, each after a look at whether it fits beside those before it."""
+    """Builds proposers; checks for each whether it fits into memory together with those before it."""
 
     config: SpeculativeConfig
     report: ModelReport
@@ -165,7 +166,7 @@ class _Builder:
     @property
     def _target(self) -> Target:
         if self.target is None:
-            raise InvariantError(f"{self.config.methods} draft with a model, and there is none to draft with")
+            raise InvariantError(f"the methods {self.config.methods} need the target model, which was not given")
         return self.target
 
     @property

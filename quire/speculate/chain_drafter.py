@@ -1,4 +1,4 @@
-"""ChainDrafter: what drafts whole chains where the model and its cache are, as on a GPU; and what a cache is to proposers."""
+"""ChainDrafter: protocol of drafters that draft whole chains on the device of their model; BlockCache: protocol of caches."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from quire.sampling.row_state import SamplingRow
 
 
 class BlockCache(Protocol):
-    """A cache of keys and values, as who counts what its blocks hold sees it."""
+    """A cache of keys and values, as FilledBlocks needs it."""
 
     @property
     def spec(self) -> KvSpec:
-        """Its shape."""
+        """The shape of the cache."""
         ...
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks it has."""
+        """Number of blocks."""
         ...
 
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
@@ -32,14 +32,14 @@ class BlockCache(Protocol):
 
 
 class ChainOrder(NamedTuple):
-    """What is to be drafted behind runs of known tokens.
+    """A request for drafts after runs of known tokens.
 
     runs         the tokens to compute, see TokenRuns; the block tables have room for the drafts
-    origins      places, starts of blocks, from which on each sequence is seen
-    counts       drafts of each; 0: its tokens are computed, and no more
-    rows         how each is sampled
-    positions    where the first draft of each will stand, for the noise
-    least_share  of greedy drafts: those end before the first with which all of them are less likely; 0: all are made
+    origins      first position, a start of a block, that each sequence attends to
+    counts       number of drafts of each sequence; 0: only its tokens are computed
+    rows         sampling state of each sequence
+    positions    position of the first draft of each sequence, for the noise
+    least_share  a greedy draft ends before the first token at which its whole probability is lower; 0: it never ends early
     """
 
     runs: TokenRuns
@@ -51,35 +51,35 @@ class ChainOrder(NamedTuple):
 
 
 class ChainDrafter(Protocol):
-    """Drafts chains of all sequences, each token drawn where its logits are."""
+    """Drafts chains for all sequences; each token is sampled on the device of its logits."""
 
     @property
     def kv(self) -> BlockCache:
-        """Where it keeps keys and values, under the target's block ids."""
+        """Its cache of keys and values, under the target's block ids."""
         ...
 
     def draft_chains(self, order: ChainOrder, features: Tensor | None = None) -> list[list[int]]:
-        """Compute the runs, keep their KV, and return the drafts.
+        """Compute the runs, store their KV, and return the drafts.
 
-        features  [T, H] of the runs' tokens, as HeadDrafter.narrow returned them; None where tokens are all that is read
+        features  [T, H] of the runs' tokens, as HeadDrafter.narrow returned them; None if only tokens are read
         """
         ...
 
 
 @runtime_checkable
 class HeadDrafter(ChainDrafter, Protocol):
-    """Drafts with a head; trees by one pass after the other."""
+    """Drafts with a head; trees are drafted with one `enter` per level."""
 
     def narrow(self, features: Tensor) -> Tensor:
-        """Return features [R, F] of the model in the form in which they are to wait [R, H], and to be given back."""
+        """Return the model's features [R, F] in the form [R, H] in which they are kept and passed to draft_chains."""
         ...
 
     def enter(
         self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: BlockCache, features: Tensor, rows: list[int]
     ) -> Tensor:
-        """Compute tokens behind their features, store their KV, and return the logits [R, V'] of some rows."""
+        """Compute tokens with the features before them, store their KV, and return the logits [R, V'] of some rows."""
         ...
 
     def recycled(self, count: int) -> Tensor:
-        """Return what the first `count` rows of the last `enter` are features of the next places with [count, H]."""
+        """Return the first `count` output rows of the last `enter`, [count, H], as features of the next positions."""
         ...

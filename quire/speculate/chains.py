@@ -1,4 +1,4 @@
-"""Chains of drafts by a model, a token a pass, all sequences together."""
+"""Draft chains with a model, one token per pass, all sequences together."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.speculate.draft import DraftedSequence
 from quire.speculate.target import Target
 
 Chain = tuple[DraftedSequence, list[int], int]
-"""A sequence, its drafts so far, and how many of them it shall have."""
+"""A sequence, its drafts so far, and the number of drafts that it is to have."""
 
 
 def extend_chains(
@@ -25,11 +25,11 @@ def extend_chains(
     layers: Sequence[int] | None = None,
     note_fed: Callable[[DraftedSequence, int | None], None] | None = None,
 ) -> None:
-    """Append to the drafts of each sequence until it has as many as it shall have; the last of these has no KV then.
+    """Append drafts to each chain until it has the requested number; the KV of the last one is not stored.
 
-    target    the model that drafts, and its cache, which holds the known tokens but the last one, and all drafts but the last
-    layers    those of the sequences' own model that are run, in order; None: all, of another model
-    note_fed  told of every token whose KV was written, of a sequence: the draft, or None for its last known token
+    target    the drafting model and its cache, which holds all known tokens and drafts but the last
+    layers    layers to run of the sequences' own model, in order; None: all layers of another model
+    note_fed  called for every token whose KV was written: with the draft, or None for the last known token
     """
     going = [chain for chain in chains if len(chain[1]) < chain[2]]
     while going:
@@ -50,7 +50,7 @@ def extend_chains(
 def _stepper(
     target: Target, sequences: list[DraftedSequence], firsts: list[int], num_steps: int, layers: Sequence[int] | None
 ) -> Callable[[Sequence[int]], Tensor]:
-    """Return what computes a token of each sequence, from the positions `firsts` on, and returns the logits behind them."""
+    """Return a function that computes one token of each sequence, from the positions `firsts` on, and returns the logits."""
     model, kv = target.model, target.kv
     short_ropes = [sequence.uses_short_rope for sequence in sequences] if layers is not None else None
     if isinstance(model, NativeDecoder):

@@ -1,4 +1,4 @@
-"""Draft: tokens that may follow a sequence, and what is followed while they are drafted."""
+"""Draft: tokens that may follow a sequence, and the sequence as proposers see it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CHAIN = tuple(range(ROOT, MAX_SPECULATIVE_TOKENS))
 
 @dataclass(frozen=True, slots=True, init=False)
 class Draft:
-    """A tree of tokens under the last known token of a sequence, parents before children; mostly a chain.
+    """A tree of tokens after the last known token of a sequence, parents before children; usually a chain.
 
-    parents   of each token the index of the one before it, ROOT for those that follow the last known token; None to be a chain
-    is_chain  whether every token follows the one before it
+    parents   for each token the index of its parent, ROOT for those that follow the last known token; None: a chain
+    is_chain  whether every token is the parent of the next
     """
 
     tokens: tuple[int, ...]
@@ -55,24 +55,24 @@ class Draft:
         return len(self.tokens)
 
     def child(self, node: int, token_id: int) -> int | None:
-        """Return the index of the token token_id behind `node`, None if it was not drafted."""
+        """Return the index of the child of `node` with the token token_id, None if it was not drafted."""
         following = node + 1
         if following < len(self.tokens) and self.parents[following] == node and self.tokens[following] == token_id:
-            return following  # as in a chain
+            return following  # the usual case, a chain
         for index in range(following + 1, len(self.tokens)):
             if self.parents[index] == node and self.tokens[index] == token_id:
                 return index
         return None
 
     def depths(self) -> list[int]:
-        """Return how many tokens behind the last known one each stands, 1 for its children."""
+        """Return the depth of each token; 1 for children of the last known token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent == ROOT else depths[parent] + 1)
         return depths
 
     def ancestors(self) -> list[int]:
-        """Return for each token a bit for every token on the way to it, itself included: bit i is that of token i."""
+        """Return a bit mask of ancestors for each token, itself included: bit i is that of token i."""
         found: list[int] = []
         for index, parent in enumerate(self.parents):
             found.append((0 if parent == ROOT else found[parent]) | 1 << index)
@@ -83,10 +83,10 @@ NO_DRAFT = Draft()
 
 
 def best_draft(tokens: Sequence[int], parents: Sequence[int], values: Sequence[float], limit: int) -> Draft:
-    """Return the `limit` tokens of a tree with the highest values, the highest first.
+    """Return the `limit` tokens of a tree with the highest values, in descending order.
 
-    parents, values  of each token, parents before children; no value is above that of the parent. Equal ones stay in their
-                     order, so that none comes before its parent
+    parents, values  of each token, parents before children; no value exceeds that of the parent. The sort is stable, so no
+                     token comes before its parent
     """
     order = sorted(range(len(tokens)), key=lambda node: -values[node])[:limit]
     places = {node: place for place, node in enumerate(order)} | {ROOT: ROOT}
@@ -94,7 +94,7 @@ def best_draft(tokens: Sequence[int], parents: Sequence[int], values: Sequence[f
 
 
 class DraftBuilder:
-    """Puts a draft together, token by token; equal tokens behind the same one are one."""
+    """Builds a draft token by token; equal children of one parent are merged."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[int, int], int] = {}
@@ -103,27 +103,27 @@ class DraftBuilder:
         return len(self._nodes)
 
     def add(self, parent: int, token_id: int) -> int:
-        """Return the index of the token token_id behind `parent`, which is appended if there is none."""
+        """Return the index of the child of `parent` with the token token_id; append it if there is none."""
         return self._nodes.setdefault((parent, token_id), len(self._nodes))
 
     @property
     def nodes(self) -> list[tuple[int, int]]:
-        """The parent and the token of all that was added, in that order."""
+        """Parent and token of every node, in order of insertion."""
         return list(self._nodes)
 
     def build(self) -> Draft:
-        """Return what was added, in that order; at most MAX_SPECULATIVE_TOKENS."""
+        """Return the draft, in order of insertion; at most MAX_SPECULATIVE_TOKENS tokens."""
         return Draft(tuple(token_id for _, token_id in self._nodes), tuple(parent for parent, _ in self._nodes))
 
 
 @dataclass(slots=True, eq=False)
 class DraftedSequence:
-    """A sequence of the worker as proposers see it; they write nothing but `memo`.
+    """A sequence of the worker as proposers see it; they may write only `memo`.
 
-    token_ids  the known tokens, a list that the worker appends to
+    token_ids  the known tokens, a list to which the worker appends
     sampling   its sampling state
-    table      [max_blocks] i64 its block table, which the worker keeps up to date
-    memo       what its proposer has noted
+    table      [max_blocks] i64 its block table, which the worker updates
+    memo       state of its proposer
     uses_short_rope  as in SequenceStart
     """
 
@@ -138,5 +138,5 @@ class DraftedSequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Number of tokens of the prompt."""
         return len(self.request.prompt_token_ids)

@@ -1,8 +1,8 @@
-"""DraftController: how many tokens to draft in each step, from what drafts have gained and cost so far.
+"""DraftController: chooses how many tokens to draft in each step, from the gain and cost of previous drafts.
 
 Drafts are ranked by the probability that they are accepted (`AcceptanceRecord`). The controller takes the number that yields
-most tokens per second, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates say:
-drafts that do not pay are disabled, and tried again rarely. The controller reads no clock, and it changes no token.
+most tokens per second, given measured step times (`StepCosts`). A `SpeedupBudget` bounds the loss whatever the estimates are:
+drafts that do not pay are disabled, and retried rarely. The controller reads no clock, and it changes no token.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from quire.speculate.acceptance import ALL_FADING, AcceptanceRecord
 from quire.speculate.step_costs import StepCosts
 
 _SETTLING_PLAIN_STEPS, _SETTLING_DRAFT_STEPS = 10, 2
-"""Steps after a change that are not measured: caches still hold what the steps before it read."""
+"""Steps after a change that are not measured, because the CPU caches still hold data of the steps before."""
 _PLAIN_STEPS, _PROBE_STEPS = _SETTLING_PLAIN_STEPS + 9, _SETTLING_DRAFT_STEPS + 3
 """Length of a pause in which plain steps are measured, and of a probe of another number of drafts."""
 _WARM_UP_STEPS, _SHORT_WARM_UP_STEPS = 32, 2
-"""Steps before drafts are tried again in which the proposer reads the model's hidden states; the same in a pause."""
+"""Steps before drafts are retried in which the proposer already reads hidden states; the same in a pause."""
 _TRIAL_STEPS, _DECISION_STEPS, _CONTRAST_STEPS = 6, 8, 12
 _TOLD_EVERY, _TOLD_AT_END = 32, 96
-"""While drafts are disabled one step in so many is told, and each of the last ones."""
+"""While drafts are disabled, one step in _TOLD_EVERY is reported, and each of the last _TOLD_AT_END."""
 _PROBE_SHARE = 0.004
 """Share of the time that each kind of probe may cost."""
 _MIN_GAIN = 1.02
-"""Drafts have to gain so many times what they take. A gain that is less cannot be measured."""
+"""Minimum ratio of gain to cost. A smaller gain cannot be measured."""
 _SPREAD, _COLD_COST = 1.3, 3.0
-"""Times of the usual time that a step is charged at most; and plain steps at most while its time is not settled."""
+"""Maximum charge for a step: times the usual time; in plain steps, while its time is not settled."""
 _TRIAL_LOSS, _MAX_BALANCE, _LOSS_SHARE = 16.0, 32.0, 0.02
-"""In plain steps: loss after which a trial ends, and the most that is saved; share of the time that trials may lose."""
+"""In plain steps: the loss after which a trial ends, and the maximum balance; the share of the time that trials may lose."""
 _MAX_DISABLED_STEPS, _MAX_DEBT = 4096, 32.0
 
 
 @dataclass(slots=True)
 class SpeedupBudget:
-    """What drafts have gained against plain decoding, in times of a plain step. Where nothing is left they are disabled.
+    """Gain of drafts over plain decoding, in units of a plain step. Drafts are disabled when the budget is used up.
 
-    debt  what a proposer took to catch up with prompts and plain steps; gains pay for it first
+    debt  cost of the proposer's catching up with prompts and plain steps; gains pay for it first
     """
 
     balance: float = _TRIAL_LOSS
@@ -52,13 +52,13 @@ class SpeedupBudget:
     balance_before: float = _TRIAL_LOSS
 
     def charge(self, took: float) -> None:
-        """Add debt. Debt of the first steps ends no drafts, as nothing can be known by then."""
+        """Add debt. Debt from the first steps does not disable drafts, because nothing is known about them yet."""
         self.debt += took
         if self.num_steps < 3 * _TRIAL_LOSS:
             self.initial_debt += took
 
     def credit(self, gained: float, took: float) -> bool:
-        """Take in a step with drafts, `gained` tokens of a sequence in `took` plain steps; return whether drafts end."""
+        """Record a step with drafts: `gained` tokens per sequence in `took` plain steps. Return whether drafts are disabled."""
         self.balance += gained - took
         self.gained, self.took, self.num_steps = self.gained + gained, self.took + took, self.num_steps + 1
         if self.debt > 0 and self.balance > _TRIAL_LOSS:
@@ -77,7 +77,8 @@ class SpeedupBudget:
         return True
 
     def revise(self, slower: float) -> None:
-        """Take in that plain steps take so many times as long as was believed more and more since the last revision."""
+        """Correct the balance after plain steps were measured to take `slower` times the assumed time; the assumption is taken
+        to have drifted evenly since the last revision."""
         if slower < 1.0:
             self.balance = min(self.balance, self.balance_before + self.gained - self.took * (1.0 + 1.0 / slower) / 2)
         self.gained, self.took, self.balance_before = 0.0, 0.0, self.balance
@@ -85,7 +86,7 @@ class SpeedupBudget:
 
 @dataclass(slots=True)
 class _ProbeTimer:
-    """When to probe: rarely enough that it costs _PROBE_SHARE of the time, but at first sooner."""
+    """Schedules probes so that they cost at most _PROBE_SHARE of the time; the first ones come sooner."""
 
     first: float
     since: float = 0.0
@@ -101,7 +102,7 @@ class _ProbeTimer:
 class DraftController:
     """Chooses the number of drafts of every sequence in the next step.
 
-    The drafts of a step are chosen (`choose`) before the time of the step before it is known (`note_step`).
+    The drafts of a step are chosen (`choose`) before the time of the previous step is known (`note_step`).
     """
 
     def __init__(self, max_tokens: int, record: type[AcceptanceRecord] = AcceptanceRecord) -> None:
@@ -109,16 +110,16 @@ class DraftController:
         self._all = record(max_tokens, ALL_FADING)
         self._costs = StepCosts()
         self._budgets: dict[int, SpeedupBudget] = {}  # by the bit length of the number of sequences
-        self._budget, self._request_budget = SpeedupBudget(), SpeedupBudget()  # the latter of a sequence that decodes alone
+        self._budget, self._request_budget = SpeedupBudget(), SpeedupBudget()  # the latter for a single decoding sequence
         self._bit_length = 0
-        self._plain_left = 0  # steps of a pause for plain steps
+        self._plain_left = 0  # steps left of a pause in which plain steps are measured
         self._level_before = 0.0
         self._begin_trial()
-        self._num_accepted = 0  # in the step that runs
-        self._is_active, self._num_alike = True, 0  # whether drafts were looked for, and for how many steps
+        self._num_accepted = 0  # in the current step
+        self._is_active, self._num_alike = True, 0  # whether drafting was enabled, and for how many steps
         self._gained, self._took = 1.0, 1.0  # moving averages while active
-        self._is_trial = False  # of the step that was chosen last
-        self._probes, self._probe, self._next_probe = 0, 0, 0  # probing steps left; which of them runs, and is chosen: from 1
+        self._is_trial = False  # whether the step that was chosen last is a trial
+        self._probes, self._probe, self._next_probe = 0, 0, 0  # probing steps left; index of this and the next one, from 1
         self._num_sequences = self._num_offered = self._best = 0  # at the last decision
         self._floor = 2.0
 
@@ -128,7 +129,7 @@ class DraftController:
 
     @property
     def disabled_left(self) -> int:
-        """Steps until drafts are tried again, as far as can be told; 0 while they are enabled."""
+        """Estimated number of steps until drafts are retried; 0 while they are enabled."""
         return max(self._budget.disabled_left, self._request_budget.disabled_left)
 
     @property
@@ -148,34 +149,34 @@ class DraftController:
 
     @property
     def num_skippable(self) -> int:
-        """Steps that need not be told one by one: `skip_steps` tells of them."""
+        """Number of steps that need not be reported one by one; report them with `skip_steps`."""
         left = self.disabled_left
         return left % _TOLD_EVERY if left > _TOLD_AT_END else 0
 
     def skip_steps(self, num_steps: int) -> None:
-        """Take in steps without drafts, of as many sequences as before."""
+        """Record steps without drafts, with the same number of sequences as before."""
         self._num_alike += num_steps
         self._budget.disabled_left = max(0, self._budget.disabled_left - num_steps)
         self._request_budget.disabled_left = max(0, self._request_budget.disabled_left - num_steps)
 
     def cancel_trial(self) -> None:
-        """Put off the trial that was chosen: its step would tell nothing."""
+        """Postpone the trial that was chosen, because its step would yield no measurement."""
         self._is_trial, self._trials_left = False, min(_TRIAL_STEPS, self._trials_left + 1)
 
     def note_start(self) -> None:
-        """Take in that a sequence starts."""
+        """Record that a sequence starts."""
         self._request_budget, self._steps_to_decision = SpeedupBudget(), 0
 
     def note_verified(self, record: AcceptanceRecord, num_drafts: int, path: Sequence[int]) -> None:
-        """Take in the indices of the accepted drafts of a sequence, of num_drafts that were asked for."""
+        """Record the indices of the accepted drafts of a sequence, out of num_drafts requested ones."""
         self._num_accepted += len(path)
         record.note(num_drafts, path)
         self._all.note(num_drafts, path)
 
     def note_step(self, num_sequences: int, num_drafts: int, duration_s: float, num_caught_up: int = 0) -> None:
-        """Take in a step in which num_sequences decoded and nothing else happened, from its start to that of the next one.
+        """Record a step in which num_sequences decoded and nothing else ran, timed up to the start of the next step.
 
-        num_drafts     that were asked for
+        num_drafts     requested drafts
         num_caught_up  tokens that the proposer had to compute first; their time is charged to the budget, not to the step
         """
         self._turn_to(num_sequences)
@@ -205,7 +206,7 @@ class DraftController:
         self._credit(1.0 + self._num_accepted / num_sequences, took, num_drafts > 0)
 
     def pass_step(self, num_drafts: int, num_caught_up: int = 0) -> None:
-        """Take in a step whose time tells nothing: it is charged what it usually takes."""
+        """Record a step without a meaningful duration; it is charged the usual time."""
         if num_drafts > 0 and self._num_sequences > 0:
             self._budget.charge(self._costs.catch_up(self._num_sequences, num_caught_up))
             took = self._costs.ratio(self._num_sequences, num_drafts)
@@ -241,7 +242,7 @@ class DraftController:
             self._request_budget = SpeedupBudget()
 
     def choose(self, offers: Sequence[tuple[AcceptanceRecord, int]]) -> list[int]:
-        """Return how many drafts to take of each sequence, given its record and how many it could have."""
+        """Return how many drafts to request for each sequence, given its record and the number available."""
         num_sequences = len(offers)
         self._turn_to(num_sequences)
         self._is_trial = False
@@ -272,7 +273,7 @@ class DraftController:
         return [sum([share >= floor for share in one]) for one in shares]
 
     def _pause(self, num_sequences: int) -> list[int]:
-        """Draft nothing for some steps, so that plain ones are measured."""
+        """Draft nothing for some steps, so that plain steps are measured."""
         if self._plain_left == 0:
             self._plain_left, self._level_before = 1 + _PLAIN_STEPS, self._costs.level
         return [0] * num_sequences
@@ -281,7 +282,7 @@ class DraftController:
         return self._plain_timer.is_due(1.0 + _PLAIN_STEPS * max(0.0, 1.0 - self._took / self._gained))
 
     def _try(self, shares: list[list[float]]) -> list[int]:
-        """Draft for some of the sequences, half as many as could be and in each third step all: it shows what drafts cost."""
+        """Draft for some of the sequences to measure the cost: every third step all available drafts, else half of them."""
         limit = self._max_tokens if self._trials_left % 3 == 0 else max(1, self._max_tokens // 2)
         num_tried = max(2, len(shares) // 4)
         chosen = [min(len(one), limit) if index < num_tried else 0 for index, one in enumerate(shares)]
@@ -291,27 +292,27 @@ class DraftController:
         return chosen
 
     def _decide(self, num_sequences: int, ranked: list[float]) -> None:
-        """Decide how many drafts make tokens fastest, and whether to probe another number."""
+        """Decide which number of drafts gives most tokens per second, and whether to probe another number."""
         kept = self._best if num_sequences == self._num_sequences else 0
         self._num_sequences, self._num_offered, self._steps_to_decision = num_sequences, len(ranked), _DECISION_STEPS
         self._best, rate = best_count(num_sequences, ranked, lambda count: self._costs.ratio(num_sequences, count), kept)
-        self._floor = 0.9 * ranked[self._best - 1]  # shares move a little until the next decision
+        self._floor = 0.9 * ranked[self._best - 1]  # acceptance estimates change a little until the next decision
         count = self._probed_count(len(ranked))
         probed = (1.0 + sum(ranked[:count]) / num_sequences) / self._costs.ratio(num_sequences, count)
         if self._length_timer.is_due(0.5 + _PROBE_STEPS * max(0.0, 1.0 - probed / rate)):
             self._probes = _PROBE_STEPS
 
     def _probed_count(self, most: int) -> int:
-        """Return the next number of drafts to probe: in turn fewer, more, fewer, and as many as there can be."""
+        """Return the next number of drafts to probe, in turn: fewer, more, fewer, the maximum."""
         some = max(1, self._best // 4)
         return max(1, min(most, (self._best - some, self._best + some, self._best - some, most)[self._num_length_probes % 4]))
 
 
 def best_count(num_sequences: int, ranked: Sequence[float], ratio: Callable[[int], float], kept: int) -> tuple[int, float]:
-    """Return the number of drafts in all that makes tokens fastest, and their rate; `kept` where no other is better by 1 %.
+    """Return the total number of drafts that gives most tokens per second, and the rate; `kept` unless another is 1 % better.
 
-    ranked  the probability that each draft is accepted, the likeliest first
-    ratio   plain steps that one with so many drafts takes
+    ranked  the probability that each draft is accepted, in descending order
+    ratio   duration of a step with so many drafts, in plain steps
     """
     best, best_rate, kept_rate, gained, step = 1, 0.0, 0.0, 0.0, 1
     for count, share in enumerate(ranked, start=1):

@@ -1,8 +1,7 @@
-"""Draft-model proposer: a smaller model with the same vocabulary writes ahead (Leviathan et al., arXiv 2211.17192).
+"""Draft-model proposer: drafts with a smaller model of the same vocabulary (Leviathan et al., arXiv 2211.17192).
 
-Its keys and values lie in a pool of its own under the block ids of the target's: prefixes, forks and copies are the same for
-both. What it holds of a block is a function of the tokens up to there alone: whoever needs it may fill it in, even where
-the block is shared.
+Its keys and values are stored in its own pool under the target's block ids, so prefixes, forks and copies are the same for
+both. The contents of a block depend only on the tokens up to its end, so any sequence may fill it, even if the block is shared.
 """
 
 from __future__ import annotations
@@ -24,13 +23,18 @@ from quire.speculate.proposer import Proposer, num_beyond_a_step
 from quire.speculate.target import Target
 
 MAX_CATCH_UP = 512
-"""Known tokens of one sequence that are computed in a step at most, before it is drafted, where nobody says."""
+"""Default maximum of known tokens of a sequence that are computed in a step before drafting."""
 
 
 @dataclass(slots=True)
 class _Memo:
-    """num_done: known tokens whose KV is there; address: of the block table; ahead: drafts behind the known tokens of then, of
-    which it is there too."""
+    """Progress of the draft model in a sequence.
+
+    num_done    known tokens whose KV is stored
+    address     of the block table
+    ahead_from  position of the first token of `ahead`
+    ahead       drafts of the last pass whose KV is stored too
+    """
 
     num_done: int
     address: int
@@ -48,12 +52,12 @@ class _Feed:
 
 
 class DraftModelProposer(Proposer):
-    """Drafts by a model, a token a pass, all sequences together.
+    """Drafts with a model, one token per pass, all sequences together.
 
-    drafter       the model and a pool of as many blocks as the target's; or what drafts with them where they are
-    max_len       tokens that a sequence may have for it
-    p_min     a greedy draft ends before the first token with which all of it is less likely; not by torch on the CPU
-    max_catch_up  known tokens of one sequence that are computed in a step at most, before it is drafted
+    drafter       the model and a pool with as many blocks as the target's; or a drafter on a device
+    max_len       maximum number of tokens of a sequence
+    p_min         a greedy draft ends before the first token at which its whole probability is lower; not with torch on the CPU
+    max_catch_up  maximum of known tokens of a sequence that are computed in a step before drafting
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class DraftModelProposer(Proposer):
         return max(0, min(limit, self._max_len - len(sequence.token_ids)))
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
-        """See Proposer. A sequence far behind is brought nearer first, and gets no draft."""
+        """See Proposer. A sequence with more than max_catch_up tokens to compute gets no draft."""
         drafts: list[list[int]] = [[] for _ in wanted]
         feeds: list[_Feed] = []
         going: list[int] = []
@@ -121,12 +125,12 @@ class DraftModelProposer(Proposer):
     def _take(self, feeds: list[_Feed], runs: TokenRuns, drafts: list[list[int]], counts: list[int]) -> list[Draft]:
         for feed, end, tokens, count in zip(feeds, runs.ends, drafts, counts, strict=True):
             self._note_done(feed.sequence, end)
-            # What ended a draft was said behind its last token, which has been computed then.
+            # A draft that ended early did so after its last token, whose KV was computed then.
             feed.sequence.memo.ahead = tokens[: max(0, count - 1)]
         return [Draft.chain(tuple(tokens)) for tokens in drafts]
 
     def _catch_up(self, drafter: Target, feeds: list[_Feed], going: list[int]) -> list[int]:
-        """Compute the known tokens of all, and return the first drafts of those whose last one was among them."""
+        """Compute the pending known tokens, and return the first drafts of the sequences that are complete."""
         runs, kv = _runs(feeds), drafter.kv
         token_ids, positions, attention = runs.tensors(self._block_size)
         last = [runs.starts[index + 1] - 1 for index in going]
@@ -143,7 +147,7 @@ class DraftModelProposer(Proposer):
             sequence.memo.ahead.append(draft)
 
     def _note_accepted(self, sequence: DraftedSequence) -> int:
-        """Return the position of the first known token to compute; at least the last one is."""
+        """Return the position of the first known token to compute; at least the last one is computed."""
         tokens, memo = sequence.token_ids, sequence.memo
         if memo is None:
             memo = sequence.memo = _Memo(self._num_held(sequence), address_of(sequence.table))
@@ -156,7 +160,7 @@ class DraftModelProposer(Proposer):
         return memo.num_done
 
     def _num_held(self, sequence: DraftedSequence) -> int:
-        """Return how many tokens the blocks hold from the start without a gap."""
+        """Return the number of leading tokens whose KV the blocks hold without a gap."""
         total, size = 0, self._block_size
         for block_id in sequence.table[: -(-len(sequence.token_ids) // size)].tolist():
             filled = self._filled.counts[block_id]

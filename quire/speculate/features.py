@@ -1,4 +1,4 @@
-"""What the model has computed of tokens, as it waits for who drafts with it: parts of what steps left, which are not copied."""
+"""FeatureRun: hidden states that wait for a proposer. They are views of a step's tensor, not copies."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class FeatureRun(NamedTuple):
     count: int
 
     def rows(self) -> Tensor:
-        """Return them [count, F]; no copy."""
+        """Return the rows [count, F], a view."""
         return self.features[self.first : self.first + self.count]
 
     def kept(self) -> FeatureRun:
-        """Return the run as it may wait for long: copied if what it is a part of is more than twice as large."""
+        """Return a run for long storage: a copy if the whole tensor is more than twice as large."""
         return self if 2 * self.count >= len(self.features) else FeatureRun(self.rows().clone(), 0, self.count)
 
 
 def join(runs: Sequence[FeatureRun], may_go_on: bool = False) -> Tensor:
-    """Return the rows of all runs, one after the other: no copy where they stand so already, as those of one step do.
+    """Return the rows of all runs, concatenated; a view if they are consecutive rows of one tensor, as those of one step are.
 
-    may_go_on: other rows may stand behind these, which saves a tensor
+    may_go_on: the result may have more rows at the end, which saves creating a tensor
     """
     features, first, end = runs[0].features, runs[0].first, runs[0].first
     for run in runs:

@@ -1,4 +1,4 @@
-"""FilledBlocks: how much of each block holds what a proposer keeps under the target's block ids."""
+"""FilledBlocks: how many slots of each block are filled in a cache of a proposer that uses the target's block ids."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from quire.speculate.chain_drafter import BlockCache
 
 
 class FilledBlocks:
-    """Counts, from the start of each block, the slots that hold something of the tokens which the block holds now.
+    """Counts the leading slots of each block that are filled for the tokens which the block holds now.
 
-    kv      where it is kept
-    counts  of every block
+    kv      the proposer's cache
+    counts  per block
     """
 
     def __init__(self, kv: BlockCache) -> None:
         self._kv, self._block_size = kv, kv.spec.block_size
-        self.counts = [0] * kv.num_blocks  # a list, as they are looked at one by one
+        self.counts = [0] * kv.num_blocks  # a list, because single elements are read
 
     def clear(self) -> None:
         """Count nothing as filled."""
         self.counts = [0] * len(self.counts)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in which blocks got other tokens, and copy those that the plan copies."""
+        """Reset the blocks that the plan gives to other tokens, and copy the blocks that it copies."""
         filled = self.counts
         for _, block_id in plan.page_loads:  # pages have the target's keys and values only
             filled[block_id] = 0
@@ -45,7 +45,7 @@ class FilledBlocks:
             self._kv.copy_blocks(plan.block_copies)
 
     def note(self, table: NDArray[np.int64], first: int, last: int) -> None:
-        """Count the places [first, last) of a sequence as filled, as far as nothing before them in their blocks is missing."""
+        """Mark the positions [first, last) of a sequence as filled, in blocks without a gap before them."""
         size, filled = self._block_size, self.counts
         for index in range(first // size, -(-last // size)):
             block_id = int(table[index])
@@ -53,10 +53,10 @@ class FilledBlocks:
                 filled[block_id] = max(filled[block_id], min(size, last - index * size))
 
     def run_before(self, table: NDArray[np.int64], place: int) -> tuple[int, int]:
-        """Return the filled places [first, last) that end at `place` or one before it; first is the start of a block.
+        """Return the filled range [first, last) that ends at `place` or one before it; first is the start of a block.
 
-        The last place of a block may be missing: it waits for a token that whoever filled the block may never have got. Where
-        nothing is filled, first and last are the start of the block of `place`.
+        The last position of a block may be missing: the sequence that filled the block may never have got the token that this
+        position reads. If nothing is filled, first and last are the start of the block of `place`.
         """
         size, filled = self._block_size, self.counts
         index = max(0, place - 1) // size

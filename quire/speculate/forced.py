@@ -1,4 +1,4 @@
-"""Tokens that a constraint forces: drafts that always match, whose own forward passes are saved."""
+"""Tokens that a constraint forces: they are drafted, always match, and need no forward pass of their own."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import ROOT, Draft, DraftBuilder
 
 _MAX_FORCED = 32
-"""Forced tokens of a sequence in a step at most."""
+"""Maximum number of forced tokens of a sequence in a step."""
 
 
 class ForcedTokens:
-    """What is forced after the step that was last looked at."""
+    """The tokens that are forced next, per sequence."""
 
     def __init__(self) -> None:
         self._forced: dict[SequenceId, tuple[int, ...]] = {}
 
     def num_available(self, sequence_id: SequenceId, sampling: SamplingRow) -> int:
-        """Return how many tokens are forced next; called when a sequence has got its tokens of a step."""
+        """Find the tokens that are forced next, and return their number; call after a sequence got its tokens of a step."""
         forced = tuple(sampling.forced_tokens()[:_MAX_FORCED])
         if forced:
             self._forced[sequence_id] = forced
@@ -28,7 +28,7 @@ class ForcedTokens:
         return len(forced)
 
     def of(self, sequence_id: SequenceId) -> tuple[int, ...]:
-        """Return what was forced at the last look."""
+        """Return the forced tokens that the last num_available found."""
         return self._forced.get(sequence_id, ())
 
     def forget(self, sequence_id: SequenceId) -> None:
@@ -41,9 +41,9 @@ class ForcedTokens:
 
 
 def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit: int) -> Draft:
-    """Return a draft with what is forced first, and of a proposer's chain what agrees with it and fits the constraint.
+    """Return a draft that begins with the forced tokens, and continues with the proposer's tokens that fit the constraint.
 
-    Of a tree, what agrees with what is forced: what the constraint does not take behind that is not walked.
+    The part of a tree after the forced tokens is not checked: tokens that the constraint rejects are never accepted.
     """
     if sampling.matcher is None:
         return draft
@@ -60,7 +60,7 @@ def fit_draft(sampling: SamplingRow, draft: Draft, forced: Sequence[int], limit:
 
 
 def count_shared(draft: Draft, forced: Sequence[int]) -> int:
-    """Return how many forced tokens a draft begins with, one behind the other, before it has any branch."""
+    """Return how many forced tokens a draft begins with, as a chain without branches."""
     count = 0
     for token_id, parent, expected in zip(draft.tokens, draft.parents, forced, strict=False):
         if token_id != expected or parent != count - 1:

@@ -1,4 +1,4 @@
-"""HeadPass: the places that one pass of a head computes."""
+"""HeadPass: inputs of one forward pass of a head."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.kernels.reference.attention import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class HeadPass:
-    """The places that a pass computes, of all sequences one after the other; see NativeHead.enter.
+    """The positions that a pass computes, of all sequences, concatenated; see NativeHead.enter.
 
     token_ids, positions  [T] i64
     features              [T, F] f32

@@ -1,8 +1,8 @@
-"""Head proposer: a layer that reads what the model has computed drafts ahead (EAGLE, multi-token prediction).
+"""Head proposer: drafts with a layer that reads the model's hidden states (EAGLE, multi-token prediction).
 
-At the place of token i it reads the model's features there and the token i + 1, which it keeps as keys and values in a pool of
-its own under the target's block ids. Behind the last features it reads what it said itself; these places are computed again
-when the model's own features of them are known.
+At position i the head reads the model's features of token i and the token i + 1. It stores their keys and values in its own
+pool under the target's block ids. After the last known features it reads its own outputs; these positions are computed again
+when the model's features of them are known.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from quire.speculate.proposer import Proposer, num_beyond_a_step
 
 _is_greedy = attrgetter("sampling.is_greedy")
 MAX_PENDING = 256
-"""Places of a sequence whose features wait to be read: while nothing is drafted the oldest are forgotten, so that a long prompt
-or a long sleep costs little."""
+"""Positions of a sequence whose features may be pending. While nothing is drafted the oldest are dropped, so that a long prompt
+or a long time without drafts costs little."""
 
 
 @dataclass(slots=True)
 class _Memo:
-    """Places [start, done) are read, and [done, ...) wait: `waiting` are their features, num_waiting of them.
+    """Positions [start, done) are computed; those from `done` on are pending: `waiting` holds their num_waiting features.
 
     address  of the sequence's block table
     """
@@ -52,11 +52,11 @@ class _Memo:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What drafts look like.
+    """Shape of the drafts.
 
-    top_k      tokens that are tried behind each; 1: a chain
-    depth      levels of a tree, or tokens of a chain, at most
-    p_min  a greedy chain ends before the first token with which all of it is less likely, as the head says
+    top_k      tokens tried after each token; 1: a chain
+    depth      maximum number of levels of a tree, or of tokens of a chain
+    p_min      a greedy chain ends before the first token at which the head's probability of the whole chain is lower
     """
 
     top_k: int = 1
@@ -65,11 +65,11 @@ class Shape:
 
 
 class HeadProposer(Proposer):
-    """Drafts by a head, all sequences together: chains, a token a pass, or trees, a level a pass.
+    """Drafts with a head, for all sequences together: chains, one token per pass, or trees, one level per pass.
 
-    model    the head, by the CPU's kernels, or where it is
-    kv       the pool, of as many blocks as the target's
-    max_len  tokens that a sequence may have for it
+    model    the head, run by the CPU kernels or on its device
+    kv       a pool with as many blocks as the target's
+    max_len  maximum number of tokens of a sequence
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class HeadProposer(Proposer):
         self.aux_hidden_state_layers: tuple[int, ...] | None = head.aux_hidden_state_layers
         self._model, self._kv, self._max_len = model, kv, max_len
         self.pools = (kv,) if isinstance(kv, KvPool) else ()
-        # Asked once: to hold a model against a protocol takes as long as a draft of a small head.
+        # Cached, because isinstance against a protocol takes as long as a draft of a small head.
         self._drafter = model if isinstance(model, HeadDrafter) else None
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.long()
         self._vocab_size = head.body.vocab_size if head.vocabulary is None else int(head.vocabulary.max()) + 1
         self._block_size = kv.spec.block_size
         self._filled = FilledBlocks(kv)
-        said = None if self._drafter is not None else self._vocabulary  # whose logits are the target's tokens'
+        said = None if self._drafter is not None else self._vocabulary  # a HeadDrafter's logits cover the target's tokens
         self._trees = HeadTrees(model, kv, said, top_k, depth) if top_k > 1 else None
         self._most = depth if self._trees is None else self._trees.max_tokens
         if self._trees is not None:
@@ -109,19 +109,19 @@ class HeadProposer(Proposer):
 
     def _take_in(self, sequence: DraftedSequence, first: int, run: FeatureRun) -> None:
         if len(sequence.token_ids) >= self._max_len:
-            sequence.memo = None  # nothing is drafted behind so many tokens: what waited would do so for ever
+            sequence.memo = None  # nothing is drafted beyond max_len, so the pending features would be kept forever
             return
         memo: _Memo | None = sequence.memo
         if memo is None or memo.done + memo.num_waiting != first:
             start, done = self._filled.run_before(sequence.table, first)
             memo = sequence.memo = _Memo(start, done, [], 0, address_of(sequence.table))
             if done < first:
-                # Places that nobody read, the last of a block or those up to here in this one: the nearest features do.
+                # Positions that were never fed, the last of a block or those before `first` in it: use the nearest features.
                 nearest = run.features[run.first : run.first + 1].clone().expand(first - done, -1)
                 memo.waiting.append(FeatureRun(nearest, 0, first - done))
                 memo.num_waiting = first - done
         elif memo.waiting:
-            # What was not read in the step after its own may wait for long, and would keep all that others computed there.
+            # Features not read in the step after their own may stay long; release those of other sequences in the tensor.
             memo.waiting[-1] = memo.waiting[-1].kept()
         memo.waiting.append(run)
         memo.num_waiting += run.count
@@ -129,9 +129,9 @@ class HeadProposer(Proposer):
             self._forget_oldest(memo)
 
     def _forget_oldest(self, memo: _Memo) -> None:
-        """Keep half of what waits, from the start of a block: the memory of a long sleep is bounded, and copied seldom.
+        """Keep about half of the pending features, from the start of a block, to bound the memory; copies are rare this way.
 
-        At least the last place is kept: of a block that is longer than half, all of it.
+        At least the last position is kept: all of its block, if a block is longer than half.
         """
         end, size = memo.done + memo.num_waiting, self._block_size
         first = min(-(-(end - MAX_PENDING) // size) * size, (end - 1) // size * size)
@@ -191,7 +191,7 @@ class HeadProposer(Proposer):
         return HeadPass(*runs.tensors(self._block_size, origins, counts), features[: runs.starts[-1]].contiguous())
 
     def _draw(self, model: HeadModel, sequences: list[DraftedSequence], counts: list[int], first: HeadPass) -> list[list[int]]:
-        """Draft with the noise that the verifier will use, a pass at a time."""
+        """Draft with the noise that the verifier will use, one token per pass."""
         origins = [sequence.memo.start for sequence in sequences]
         step, features, token_ids, positions = first.attention, first.features, first.token_ids, first.positions
         found: list[list[int]] = [[] for _ in sequences]
@@ -218,7 +218,7 @@ class HeadProposer(Proposer):
             step = AttentionMetadata(index_tensor(slots), list(range(len(going) + 1)), lengths, tables)
 
     def _widen(self, logits: Tensor) -> Tensor:
-        """Return logits of the target's tokens; those that the head cannot say are out of the question."""
+        """Return logits over the target's vocabulary; tokens outside the head's vocabulary get -inf."""
         if self._vocabulary is None:
             return logits
         wide = torch.full((len(logits), self._vocab_size), -torch.inf, dtype=logits.dtype)
@@ -227,8 +227,8 @@ class HeadProposer(Proposer):
 
 
 def _waiting(sequences: Sequence[DraftedSequence]) -> tuple[TokenRuns, list[int], Tensor]:
-    """Return the places that wait, of all sequences one after the other, from where on these are seen, and the features of the
-    places, which may be more rows."""
+    """Return the pending positions of all sequences, concatenated, the origin of each sequence, and the features of the
+    positions, possibly followed by more rows."""
     token_ids: list[int] = []
     starts, ends, origins = [0], [], []
     waiting: list[FeatureRun] = []

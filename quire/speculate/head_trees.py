@@ -1,8 +1,9 @@
-"""HeadTrees: a head drafts a tree that grows where it is likeliest (EAGLE-2, Li et al., arXiv 2406.16858).
+"""HeadTrees: a head drafts a tree that grows where it is most probable (EAGLE-2, Li et al., arXiv 2406.16858).
 
-Of the tokens of a level the likeliest, by the probability of the whole way to them, are computed in one pass, each behind its
-own ancestors; what they say are the tokens of the next level. Of all tokens the likeliest are the draft. Their keys and values
-stand behind the known places, where the sequence has room for its drafts anyway, and nobody reads them afterwards.
+The most probable tokens of a level, by the probability of the whole path, are computed in one pass, each attending to its own
+ancestors; their outputs are the candidates of the next level. The draft consists of the most probable of all candidates. Their
+keys and values are stored after the known positions, where the sequence has room for its drafts anyway, and are never read
+again.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from quire.speculate.draft import ROOT, Draft, DraftedSequence, best_draft
 from quire.speculate.head_pass import HeadPass, index_tensor
 
 _NOISY_TOKENS = 256
-"""Tokens of a row that may be drafted where noise decides among them."""
+"""Number of candidate tokens per row for sampled requests."""
 _NEVER = -1e9
 
 
 @dataclass(slots=True)
 class _Tree:
-    """What is drafted of a sequence while it grows.
+    """The tree of a sequence while it grows.
 
-    start      place of the first token behind the known ones in the pass's block table
-    position   of that place
-    count      tokens of the draft; as many may be computed at most, which is what there is room for
+    start      index of the first position after the known ones in the pass's block table
+    position   of that index
+    count      tokens of the draft; also the maximum number of computed tokens, as there is room for so many
     tokens, parents, values
-               of all tokens said so far, in order of their levels: the parent's index and the log probability of the way to it
-    level      the tokens of the last level
-    ancestors  token that was computed -> a bit for every computed one on the way to it, itself included
+               of all candidates so far, by level: the parent's index and the log probability of the path to it
+    level      candidates of the last level
+    ancestors  computed token -> bit mask of its computed ancestors, itself included
     """
 
     start: int
@@ -56,7 +57,7 @@ class _Tree:
         return len(self.ancestors) - 1
 
     def branch(self, parent: int, token_ids: list[int], values: list[float]) -> None:
-        """Append what may follow a token, the likeliest first; none is likelier than that one."""
+        """Append candidates after a token, in descending order; none gets a higher value than the parent."""
         before = 0.0 if parent == ROOT else self.values[parent]
         for token_id, value in zip(token_ids, values, strict=True):
             self.level.append(len(self.tokens))
@@ -65,7 +66,7 @@ class _Tree:
             self.values.append(before + min(value, 0.0))
 
     def take_level(self) -> list[int]:
-        """Return the tokens of the last level that are computed; the next one begins."""
+        """Return the tokens of the last level that are to be computed, and begin the next level."""
         chosen = sorted(self.level, key=lambda node: -self.values[node])[: self.width]
         for node in chosen:
             self.ancestors[node] = self.ancestors[self.parents[node]] | 1 << self.num_computed
@@ -74,17 +75,17 @@ class _Tree:
 
 
 def rank_logits(logits: Tensor, count: int = _NOISY_TOKENS) -> tuple[Tensor, torch.return_types.topk]:
-    """Return logits [R, V] in f32, without NaN, and the `count` best of each row, or all."""
+    """Return logits [R, V] in f32 without NaN, and the `count` highest of each row, or all."""
     wide = torch.nan_to_num(logits.float(), nan=_NEVER)
     return wide, wide.topk(min(count, wide.shape[1]))
 
 
 class HeadTrees:
-    """Drafts trees by a head, a level a pass, all sequences together.
+    """Drafts trees with a head, one level per pass, all sequences together.
 
-    vocabulary  [V'] i64 the model's token of each that the head says; None: the same
-    top_k       tokens that are tried behind each, and that are computed of each level at most
-    depth       levels at most
+    vocabulary  [V'] i64 the target's token for each token of the head; None: identical
+    top_k       tokens that are tried after each, and the maximum that is computed per level
+    depth       maximum number of levels
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class HeadTrees:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a tree can have."""
+        """Maximum number of tokens of a tree."""
         return self._top_k + (self._depth - 1) * self._top_k * self._top_k
 
     def draft(self, sequences: Sequence[DraftedSequence], counts: Sequence[int], first: HeadPass) -> list[Draft]:
-        """Return a tree of each sequence, of at most counts[s] tokens, behind the places that the pass computes."""
+        """Return a tree for each sequence, of at most counts[s] tokens, after the positions that the pass computes."""
         trees = [
             self._plant(length, len(sequence.token_ids) - 1, count)
             for sequence, length, count in zip(sequences, first.attention.context_lens, counts, strict=True)
@@ -130,9 +131,9 @@ class HeadTrees:
     def _likeliest(
         self, logits: Tensor, sequences: list[DraftedSequence], positions: list[int]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Return the tokens that are tried behind each row of logits [R, V'], and their log probabilities.
+        """Return the tokens that are tried after each row of logits [R, V'], and their log probabilities.
 
-        Of a sampled request they are those that win with the noise that the verifier will use at their positions.
+        For a sampled request these are the winners with the noise that the verifier will use at their positions.
         """
         count = min(self._top_k, logits.shape[1])
         rows = [sequence.sampling for sequence in sequences]
@@ -153,7 +154,7 @@ class HeadTrees:
         return indices if self._vocabulary is None else self._vocabulary[indices]
 
     def _pass(self, trees: list[_Tree], rows: list[tuple[int, int]], level: int, tables: Tensor, features: Tensor) -> HeadPass:
-        """Return the pass of the tokens `rows`, (tree, token) in order of the trees; they are the last computed of each."""
+        """Return the pass for `rows`, pairs (tree, token) in order of the trees; they are the last computed ones of each."""
         size = self._kv.spec.block_size
         row_counts = Counter(index for index, _ in rows)
         going = sorted(row_counts)

@@ -1,4 +1,4 @@
-"""LayerProbe: how often a model without some of its layers goes on as the whole one does, and what its steps take."""
+"""LayerProbe: measures how well a model without some of its layers predicts the whole model's tokens, and its step time."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _WARM_UP, _NUM_TIMED = 2, 15
 
 
 class LayerProbe:
-    """Windows of a text, computed by the whole model, and places in them where the next token is asked for.
+    """Windows of a text, computed by the whole model, and positions in them at which the next token is predicted.
 
-    Those are the first tokens of blocks: each gets a block of its own behind the cached ones before it, so that all are
-    computed in one step, and read what the whole model left, as drafts do.
+    These are the first tokens of blocks. Each gets its own block after the cached blocks before it, so that all are computed in
+    one step and read the KV of the whole model, as drafts do.
 
-    windows  token ids of each, at least one block and a token
+    windows  token ids of each, at least one block and one token
     """
 
     def __init__(self, model: Model, windows: Sequence[Sequence[int]]) -> None:
@@ -36,7 +36,7 @@ class LayerProbe:
         num_places = sum(lengths)
         dtype = model.spec.dtype
         is_half = isinstance(model, NativeDecoder) and dtype == "float16"
-        # The last block of the longest window, and what is computed behind it, for the timing.
+        # The last block of the longest window, and the block after it, for the timing.
         self._pool = KvPool(KvSpec.of(model.spec, _BLOCK_SIZE, "float32" if is_half else dtype), 2 * num_places + 2)
         self._tables = torch.zeros(num_places, max(lengths) + 1, dtype=torch.int64)
         self._tokens: list[int] = []
@@ -57,7 +57,7 @@ class LayerProbe:
         self._answers = torch.tensor(answers)
 
     def _prefill(self, window: Sequence[int], blocks: torch.Tensor, spare_block: int) -> torch.Tensor:
-        """Compute a window, its last token in a spare block; return the logits behind the first tokens of its blocks."""
+        """Compute a window, its last token in a spare block; return the logits of the first tokens of its blocks."""
         positions = torch.arange(len(window))
         table = torch.cat([blocks, torch.tensor([spare_block])])
         slots = table[positions // _BLOCK_SIZE] * _BLOCK_SIZE + positions % _BLOCK_SIZE
@@ -67,13 +67,12 @@ class LayerProbe:
 
     @property
     def num_places(self) -> int:
-        """Places where the next token is asked for."""
+        """Number of positions at which the next token is predicted."""
         return len(self._tokens)
 
     @torch.inference_mode()
     def agreement(self, layers: Sequence[int]) -> float:
-        """Return the share of the places where the model with these layers alone finds the next token likeliest that the whole
-        one does."""
+        """Return the share of positions at which the model with only these layers predicts the same token as the whole one."""
         positions = torch.tensor(self._positions)
         slots = self._tables[torch.arange(self.num_places), positions // _BLOCK_SIZE] * _BLOCK_SIZE
         lengths = [position + 1 for position in self._positions]
@@ -84,9 +83,9 @@ class LayerProbe:
 
     @torch.inference_mode()
     def cost(self, num_rows: int, layers: Sequence[int] | None = None) -> float:
-        """Return the time of num_rows <= 16 tokens behind the longest window over that of one token and the whole model.
+        """Return the time of num_rows <= 16 tokens after the longest window, relative to one token of the whole model.
 
-        The two take turns, since a machine that others use is faster or slower from moment to moment. layers  None: all
+        The two alternate, because the speed of a shared machine varies. layers  None: all
         """
         ratios: list[float] = []
         for _ in range(_WARM_UP + _NUM_TIMED):

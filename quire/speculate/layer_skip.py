@@ -1,7 +1,7 @@
 """Self-speculation: the model drafts for itself without some of its layers (Zhang et al., arXiv 2309.08168).
 
-It reads the keys and values that the whole model has left, and writes those of its drafts where the step will write the right
-ones: every slot that it touches is written again in the same step, in all layers, before anybody reads it. It keeps nothing.
+It reads the keys and values of the whole model, and writes those of its drafts to the slots that the step will overwrite: every
+slot that it writes is written again in the same step, in all layers, before it is read. The proposer keeps no state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.speculate.target import Target
 
 
 def kept_layers(num_layers: int, skipped: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers that are left. Raises ConfigError where there are not so many, or none is left."""
+    """Return the layers that are not skipped. Raises ConfigError if `skipped` names unknown layers, or all."""
     beyond = [layer for layer in skipped if layer >= num_layers]
     if beyond:
         raise ConfigError(f"skipped_layers names layer {beyond[0]}, but the model has layers 0 to {num_layers - 1}")
@@ -27,9 +27,9 @@ def kept_layers(num_layers: int, skipped: Sequence[int]) -> tuple[int, ...]:
 
 
 class LayerSkipProposer(Proposer):
-    """Drafts by some layers of the model, a token a pass, all sequences together.
+    """Drafts with some layers of the model, one token per pass, all sequences together.
 
-    skipped  the layers that it leaves out. Raises ConfigError
+    skipped  the layers that are left out. Raises ConfigError
     """
 
     def __init__(self, target: Target, skipped: Sequence[int]) -> None:
@@ -37,7 +37,7 @@ class LayerSkipProposer(Proposer):
         self._layers = kept_layers(len(target.model.spec.layers), skipped)
 
     def num_available(self, sequence: DraftedSequence, limit: int) -> int:
-        """See Proposer; something can always be drafted."""
+        """See Proposer; there is no other limit."""
         return limit
 
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:

@@ -1,9 +1,9 @@
-"""Lookahead proposer: guesses at the tokens to come, which every step of the model improves (Fu et al., arXiv 2402.02057).
+"""Lookahead proposer: guesses for the next tokens, which every step of the model improves (Fu et al., arXiv 2402.02057).
 
-A window holds guesses for some places ahead, in levels: the first is a chain behind the last known token, and under each of its
-tokens hangs what was guessed next from step to step. What the model would say behind the deepest level is the next one; the run
-of tokens of a column then goes to a pool, from which runs that begin with the last known token are drafted. Guesses that happen
-to be right count too: all of it is one tree.
+A window holds guesses for several positions, in levels. The first level is a chain after the last known token; below each of
+its tokens are the guesses of successive steps. What the model predicts after the deepest level becomes the next level. The
+n-gram of each column then goes to a pool, and n-grams of the pool that begin with the last known token are drafted. All of this
+is one tree, so guesses that happen to be right are accepted too.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from quire.speculate.draft import ROOT, Draft, DraftBuilder, DraftedSequence
 from quire.speculate.proposer import Outcome, Proposer
 
 _MAX_FIRST_TOKENS = 4096
-"""First tokens of runs that a sequence remembers."""
+"""Maximum number of distinct first tokens of n-grams in the pool of a sequence."""
 
 
 @dataclass(slots=True)
 class _Memo:
-    """What is guessed of one sequence.
+    """Guesses for one sequence.
 
-    levels  of the window, each of a token per column; column i of level l stands i + l + 1 places behind the last known token
-    runs    first token -> the tokens that may follow it, the latest first
-    draft   the last one, until it is known how it fared
-    nodes   of that draft: the index of the deepest token of each column that it has
+    levels  of the window, with a token per column; column i of level l is i + l + 1 positions after the last known token
+    runs    first token -> the n-grams' other tokens, the latest first
+    draft   the last one, until it is verified
+    nodes   of that draft: the index of the deepest token of each column that it contains
     """
 
     levels: list[list[int]]
@@ -38,14 +38,14 @@ class _Memo:
 
 
 class LookaheadProposer(Proposer):
-    """Drafts a window of guesses, and runs of tokens that came of earlier ones."""
+    """Drafts a window of guesses, and n-grams that resulted from earlier ones."""
 
     record = WholeRecord
     wants_logits = True
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._width, self._num_guesses = config.lookahead_window, config.lookahead_guesses
-        self._depth = config.lookahead_ngram - 1  # tokens of a run behind its first one, and levels of the window
+        self._depth = config.lookahead_ngram - 1  # tokens of an n-gram after the first one, and levels of the window
 
     def num_available(self, sequence: DraftedSequence, limit: int) -> int:
         """See Proposer."""
@@ -56,7 +56,7 @@ class LookaheadProposer(Proposer):
         return min(limit, (self._width + min(num_runs, self._num_guesses)) * self._depth)
 
     def _begin(self, token_ids: list[int]) -> _Memo:
-        """Return a window of tokens of the sequence itself, and the runs that stand in it."""
+        """Return a window of tokens of the sequence itself, and a pool of its n-grams."""
         count = len(token_ids)
         levels = [
             [token_ids[(7 * column + 13 * level) % count] for column in range(self._width)] for level in range(self._depth)
@@ -71,7 +71,7 @@ class LookaheadProposer(Proposer):
         return [self._draft(sequence, limit) for sequence, limit in wanted]
 
     def _draft(self, sequence: DraftedSequence, limit: int) -> Draft:
-        """Return the tree; where the limit leaves no room for it, with fewer runs and columns."""
+        """Return the tree, with fewer n-grams and columns if the limit is too low for all."""
         memo: _Memo = sequence.memo
         runs = memo.runs.get(sequence.token_ids[-1], ())
         width, num_runs = self._share(limit // self._depth, len(runs))
@@ -91,16 +91,16 @@ class LookaheadProposer(Proposer):
         return memo.draft
 
     def _share(self, room: int, num_known: int) -> tuple[int, int]:
-        """Return how many columns and how many runs are drafted where there is room for so many of both.
+        """Return the number of columns and of n-grams to draft, given room for so many in total.
 
-        They share it as they would if there were enough, a column at least; what runs are not known for goes to columns.
+        They share it in the configured proportion, with at least one column; columns use what n-grams do not need.
         """
         num_columns = max(1, round(room * self._width / (self._width + self._num_guesses)))
         num_runs = min(self._num_guesses, num_known, max(0, room - num_columns))
         return min(self._width, room - num_runs), num_runs
 
     def on_logits(self, outcomes: Sequence[Outcome]) -> None:
-        """See Proposer: move the window on by what came, and keep the runs that it has made."""
+        """See Proposer: move the window forward by the accepted tokens, and keep the n-grams that it has produced."""
         for outcome in outcomes:
             memo: _Memo | None = outcome.sequence.memo
             if memo is None or not memo.nodes:
@@ -109,7 +109,7 @@ class LookaheadProposer(Proposer):
             memo.nodes = []
             if not nodes:
                 continue
-            # Row 0 is that behind the last known token.
+            # Row 0 is that of the last known token.
             rows = [outcome.rows[1 + node] for node in nodes.values()]
             new = dict(zip(nodes, outcome.step_logits[rows].argmax(dim=-1).tolist(), strict=True))
             for column, token_id in new.items():
@@ -117,7 +117,7 @@ class LookaheadProposer(Proposer):
             self._advance(memo, new, len(outcome.path), outcome.sequence.token_ids)
 
     def _advance(self, memo: _Memo, new: Mapping[int, int], num_accepted: int, token_ids: list[int]) -> None:
-        """Drop the first level, append the one that the model has made, and shift columns by the drafts that were accepted.
+        """Drop the first level, append the model's new one, and shift columns by the number of accepted drafts.
 
         new  column -> token; a column that was not verified keeps its last one
         """
@@ -128,7 +128,7 @@ class LookaheadProposer(Proposer):
         memo.levels = levels
 
     def _keep(self, memo: _Memo, run: tuple[int, ...]) -> None:
-        """Put a run into the pool, in front of those with the same first token."""
+        """Put an n-gram into the pool, before the others with the same first token."""
         known = memo.runs.setdefault(run[0], [])
         if run[1:] in known:
             known.remove(run[1:])
@@ -140,7 +140,7 @@ class LookaheadProposer(Proposer):
 
 
 def _columns(memo: _Memo, draft: Draft) -> dict[int, int]:
-    """Return column -> index of its deepest token, of the columns that a draft has whole; it may have others' tokens, too."""
+    """Return column -> index of its deepest token, for columns that a draft contains completely; it may have other tokens."""
     found: dict[int, int] = {}
     below: int | None = ROOT
     for column, token_id in enumerate(memo.levels[0]):

@@ -21,19 +21,19 @@ from quire.speculate.proposer import Proposer
 
 @dataclass(frozen=True, slots=True)
 class _Memo:
-    """The hidden state behind the last token that the model has read, which is at `place`: one row."""
+    """The hidden state of the last token that the model has processed, which is at `place`: one row."""
 
     place: int
     hidden: FeatureRun
 
 
 class MedusaProposer(Proposer):
-    """Drafts the most likely token of every head, as a chain, or a tree: of given ranks, or the likeliest of the likeliest.
+    """Drafts the most likely token of every head as a chain, or a tree: of given ranks, or of the most probable paths.
 
-    vocabulary  [V'] the model's token of each that the heads say; None: the same
-    top_k       tokens of a head that are tried behind each of the head before; 1: a chain
-    depth       heads that are asked at most
-    choices     the tree, the best path first; None: a chain, or the likeliest tree. Raises ConfigError
+    vocabulary  [V'] the target's token for each token of the heads; None: identical
+    top_k       tokens of a head that are tried after each token of the previous head; 1: a chain
+    depth       maximum number of heads used
+    choices     paths of the tree, the best first; None: a chain, or the most probable tree. Raises ConfigError
     """
 
     aux_hidden_state_layers: tuple[int, ...] | None = ()
@@ -86,8 +86,8 @@ class MedusaProposer(Proposer):
         return [Draft.chain(tuple(line[:limit])) for line, (_, limit) in zip(best, wanted, strict=True)]
 
     def _grow(self, said: Tensor, limits: list[int]) -> list[Draft]:
-        """Return for each sequence its tree, from the logits [heads, S, V']: the chosen one, or the likeliest."""
-        # Of a chosen tree the ranks say all, and they are those of the logits.
+        """Return the tree of each sequence, the configured or the most probable one, from the logits [heads, S, V']."""
+        # A configured tree needs only ranks, which softmax does not change.
         found = (said if self._choices is not None else said.softmax(-1)).topk(self._top_k)
         tokens: list[list[list[int]]] = (
             found.indices if self._vocabulary is None else self._vocabulary[found.indices]
@@ -101,13 +101,13 @@ class MedusaProposer(Proposer):
         ]
 
     def _pick(self, tokens: list[list[int]], limit: int) -> Draft:
-        """Return the first paths of the chosen tree, none of which reads a head that was not asked."""
+        """Return the first paths of the configured tree; none of them needs a head that was not run."""
         paths = (self._choices or ())[:limit]
         return Draft(tuple(tokens[len(path) - 1][path[-1]] for path in paths), self._parents[: len(paths)])
 
 
 def medusa_tree(config: SpeculativeConfig, head: ParallelHead) -> Choices | None:
-    """Return the paths that a configuration has of a head's drafts; None: the likeliest."""
+    """Return the paths that are configured for a head's drafts; None: the most probable ones."""
     return config.medusa_choices or (head.choices if config.draft_top_k is None else None)
 
 
@@ -115,15 +115,16 @@ def _check_choices(choices: Choices, model: ParallelModel) -> None:
     deepest, widest = max(map(len, choices), default=0), max((max(path) for path in choices), default=0)
     if not choices or deepest > model.num_heads or widest >= model.vocab_size:
         raise ConfigError(
-            f"medusa_choices has paths of {deepest} tokens, but there are {model.num_heads} heads, which say "
-            f"{model.vocab_size} tokens; take shorter ones"
+            f"medusa_choices must have paths of 1 to {model.num_heads} ranks (the number of heads), each rank below the heads' "
+            f"vocabulary size of {model.vocab_size}; the longest path has {deepest}, and the highest rank is {widest}"
         )
 
 
 def likeliest_tree(tokens: Sequence[Sequence[int]], shares: Sequence[Sequence[float]], limit: int) -> Draft:
-    """Return the `limit` likeliest of all paths through the levels, the likeliest first.
+    """Return the `limit` most probable paths through the levels, in descending order.
 
-    tokens, shares  per level its tokens, the likeliest first, and their probabilities, as if no level knew of another
+    tokens, shares  per level its tokens in descending order of probability, and their probabilities, which are assumed to be
+                    independent between levels
     """
     ids: list[int] = []
     parents: list[int] = []

@@ -1,4 +1,4 @@
-"""What drafts take beside the model: refused, with the numbers, where it does not fit."""
+"""Memory that drafting needs in addition to the model; a configuration that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Sequences and tokens of a step at most, and of drafts; None: as many as a CPU verifies."""
+    """Maximum numbers of sequences, tokens and drafts of a step; num_drafts None: as many as a CPU verifies."""
 
     num_sequences: int
     num_tokens: int
@@ -34,7 +34,7 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class DraftBytes:
-    """What one proposer takes: weights, cache under the model's blocks, and what it keeps and computes with at most."""
+    """Memory of a proposer: weights, KV cache, and the maximum of its state and scratch memory."""
 
     weights: int = 0
     kv: int = 0
@@ -45,10 +45,10 @@ class DraftBytes:
 
 
 def layer_head_bytes(head: LayerHead, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:
-    """Return what a head with a layer takes.
+    """Return the memory of a head with a decoder layer.
 
-    A step keeps the inputs of the layers that it reads, and hands over a copy; of every sequence up to 2 * MAX_PENDING places
-    wait to be read, or a block of them, which one pass may then compute.
+    A step keeps the inputs of the layers that the head reads, and passes on a copy. Up to 2 * MAX_PENDING positions of every
+    sequence, or one block if that is longer, may be pending, and one pass may compute them all.
     """
     feature = 4 * head.feature_size
     num_waiting = min(max(2 * MAX_PENDING, memory.kv.block_size) * limits.num_sequences, memory.num_kv_tokens)
@@ -59,7 +59,7 @@ def layer_head_bytes(head: LayerHead, kv_bytes: int, memory: MemoryPlan, limits:
 
 
 def parallel_head_bytes(head: ParallelHead, limits: StepLimits) -> DraftBytes:
-    """Return what Medusa heads take: hidden states of a step, the last of each sequence, and what all heads say of it."""
+    """Return the memory of Medusa heads: hidden states of a step, the last of each sequence, and the logits of all heads."""
     blocks = [tensor for block in head.blocks for pair in block for tensor in pair if tensor is not None]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in (*blocks, *head.heads))
     vocab_size, hidden_size = head.heads[0].shape
@@ -68,29 +68,29 @@ def parallel_head_bytes(head: ParallelHead, limits: StepLimits) -> DraftBytes:
 
 
 def draft_model_bytes(spec: ModelSpec, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:
-    """Return what a draft model takes: a pass computes up to MAX_CATCH_UP tokens of every sequence."""
+    """Return the memory of a draft model: a pass computes up to MAX_CATCH_UP tokens of every sequence."""
     weights = sum(map(math.prod, parameter_shapes(spec).values())) * DTYPE_BYTES[spec.dtype] + screen_bytes(spec)
     num_tokens = min(MAX_CATCH_UP * limits.num_sequences, memory.num_kv_tokens)
     return DraftBytes(weights, kv_bytes, _scratch(spec, num_tokens, memory) + 4 * limits.num_sequences * spec.vocab_size)
 
 
 def verification_bytes(config: SpeculativeConfig, vocab_size: int, limits: StepLimits) -> DraftBytes:
-    """Return what verifying takes: the logits behind all drafts of a step."""
+    """Return the memory of verification: the logits of all drafts of a step."""
     wanted = limits.num_sequences * config.max_tokens * vocab_size
     return DraftBytes(work=4 * min(wanted, max(MAX_DRAFT_LOGITS, config.max_tokens * vocab_size)))
 
 
 def check_drafts_fit(name: str, taken: DraftBytes, memory: MemoryPlan) -> None:
-    """Refuse what drafts where it does not fit beside the model. Raises ConfigError."""
+    """Check that drafting fits into memory together with the model, and log its size. Raises ConfigError."""
     left = memory.available_bytes - memory.weight_bytes - memory.activation_bytes - memory.kv_bytes
     if taken.weights + taken.kv + taken.work > left:
         raise ConfigError(
-            f"what drafts does not fit ({name}): its weights take {format_bytes(taken.weights)}, its KV cache "
-            f"{format_bytes(taken.kv)}, and what it keeps and computes with up to {format_bytes(taken.work)}, but beside the "
-            f"model {format_bytes(max(0, left))} are left; lower num_kv_blocks or max_num_seqs"
+            f"not enough memory for speculative decoding ({name}): weights need {format_bytes(taken.weights)}, the KV cache "
+            f"{format_bytes(taken.kv)}, and working memory up to {format_bytes(taken.work)}, but the model leaves only "
+            f"{format_bytes(max(0, left))}; lower num_kv_blocks or max_num_seqs"
         )
     logger.info(
-        "drafts (%s): weights %s, KV cache %s, at most %s beside in one step",
+        "drafts (%s): weights %s, KV cache %s, working memory up to %s",
         *(name, format_bytes(taken.weights), format_bytes(taken.kv), format_bytes(taken.work)),
     )
 

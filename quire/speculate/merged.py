@@ -1,4 +1,4 @@
-"""Merged proposer: the drafts of several proposers in one tree, the likeliest tokens of all first."""
+"""Merged proposer: the drafts of several proposers in one tree, the most probable tokens first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NOTHING = Draft()
 
 @dataclass(slots=True)
 class _Part:
-    """A sequence as one of the proposers sees it, how its drafts fared, how many tokens it found, and what it drafted."""
+    """State of one proposer for a sequence: its view of the sequence, acceptance record, number available, and draft."""
 
     sequence: DraftedSequence
     record: AcceptanceRecord
@@ -26,7 +26,7 @@ class _Part:
 
 
 class MergedProposer(Proposer):
-    """Lets every proposer draft. Which of their tokens are verified is decided by how theirs fared so far.
+    """Lets every proposer draft, and ranks their tokens by the acceptance of their previous drafts.
 
     max_tokens  of the tree
     """
@@ -38,7 +38,7 @@ class MergedProposer(Proposer):
         self._proposers = tuple(proposers)
         self._max_tokens = max_tokens
         self.pools = tuple(pool for proposer in proposers for pool in proposer.pools)
-        # One of them at most reads layers: see SpeculativeConfig.
+        # At most one of them reads layers: see SpeculativeConfig.
         read = [one.aux_hidden_state_layers for one in proposers if one.aux_hidden_state_layers is not None]
         self.aux_hidden_state_layers = max(read, key=len) if read else None
         self._reads = tuple(dict.fromkeys(what for proposer in proposers for what in proposer.inputs))
@@ -69,7 +69,7 @@ class MergedProposer(Proposer):
                 proposer.on_step_states(what, parts, features)
 
     def num_available(self, sequence: DraftedSequence, limit: int) -> int:
-        """See Proposer; as if no token were found twice."""
+        """See Proposer; counts tokens twice that two proposers find."""
         self._begin(sequence)
         for proposer, part in zip(self._proposers, self._parts(sequence), strict=True):
             part.num_found = proposer.num_available(part.sequence, limit)
@@ -91,7 +91,7 @@ class MergedProposer(Proposer):
         return [self._merge(self._parts(sequence), priors, limit) for sequence, limit in wanted]
 
     def _merge(self, parts: list[_Part], priors: list[list[float]], limit: int) -> Draft:
-        """Return the likeliest tokens of all drafts; none without the one before it, whose probability is never lower."""
+        """Return the most probable tokens of all drafts; a parent's probability is never lower than that of its children."""
         whole = DraftBuilder()
         chances: list[float] = []
         for part, prior in zip(parts, priors, strict=True):
@@ -111,7 +111,7 @@ class MergedProposer(Proposer):
         return best_draft(tokens, parents, chances, limit)
 
     def on_logits(self, outcomes: Sequence[Outcome]) -> None:
-        """See Proposer: count what every proposer drafted, whether it was verified or not, by the tokens that came."""
+        """See Proposer. Every proposer's draft is scored against the generated tokens, whether it was verified or not."""
         told: list[list[Outcome]] = [[] for _ in self._proposers]
         for outcome in outcomes:
             if outcome.sequence.memo is None:
@@ -145,7 +145,7 @@ class MergedProposer(Proposer):
 
 
 def _follow(draft: Draft, tokens: Sequence[int]) -> list[int]:
-    """Return the indices of those first tokens that were drafted."""
+    """Return the indices of the leading tokens that the draft contains."""
     path: list[int] = []
     node: int | None = ROOT
     for token_id in tokens:

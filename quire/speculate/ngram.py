@@ -1,4 +1,4 @@
-"""N-gram proposer, or prompt lookup: what followed the last tokens where they stood before."""
+"""N-gram proposer, or prompt lookup: drafts what followed a previous occurrence of the last tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Memo:
 
 
 class NgramProposer(Proposer):
-    """Drafts what followed the latest of the longest equal runs of tokens in prompt and output."""
+    """Drafts what followed the latest of the longest matches in prompt and output."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._min_match, self._max_match = config.prompt_lookup_min, config.prompt_lookup_max
@@ -41,6 +41,6 @@ class NgramProposer(Proposer):
 
 
 def _continuation(tokens: list[int], place: int, limit: int) -> tuple[int, ...]:
-    """Return what follows at `place`; a text that repeats itself goes on repeating itself."""
+    """Return the tokens after `place`; past the end of the text they repeat with the period of the match."""
     period = len(tokens) - place
     return tuple(tokens[place + offset % period] for offset in range(limit))

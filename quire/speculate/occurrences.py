@@ -1,4 +1,4 @@
-"""OccurrenceIndex: where the last tokens of a sequence stood before."""
+"""OccurrenceIndex: finds previous occurrences of the last tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ _TOKEN_MASK = (1 << _TOKEN_BITS) - 1
 
 
 class OccurrenceIndex:
-    """The places of every run of `width` tokens in a text that grows at its end, and may be cut at its beginning.
+    """The places of every run of `width` tokens in a text that grows at its end and can be cut at its beginning.
 
-    A place is the number of tokens up to the end of a run, counted from where the text began at first. Of each run the latest
-    one is noted, and of each place the one before it with the same run: numbers, through which the collector need not walk.
+    A place is the number of tokens up to the end of a run, counted from the original beginning of the text. The latest place of
+    each run is stored, and for each place the previous one with the same run, as plain integers: the garbage collector does not
+    have to traverse them.
     """
 
     def __init__(self, width: int) -> None:
@@ -21,10 +22,10 @@ class OccurrenceIndex:
         self._latest: dict[int, int] = {}
         self._earlier: list[int] = []
         self._num_cut = 0
-        self._run = 0  # the last tokens that were taken in, as one number
+        self._run = 0  # the last tokens as one number
 
     def extend(self, text: Sequence[int]) -> None:
-        """Take in what `text` has gained since the last call. The run that ends it is left out until something follows it."""
+        """Index what was appended to `text` since the last call, except the last run, which nothing follows yet."""
         latest, earlier, mask, run = self._latest, self._earlier, self._mask, self._run
         num_known = len(earlier)
         place = self._num_cut + num_known
@@ -41,7 +42,7 @@ class OccurrenceIndex:
         self._run = run
 
     def cut(self, text: Sequence[int], count: int) -> None:
-        """Forget the first `count` tokens of the text, which has more, and from now on comes without them."""
+        """Remove the first `count` tokens from the index; `text` still has them, and more, but later calls pass it without."""
         width, latest = self._width, self._latest
         for first in range(min(count, len(self._earlier) - width + 1)):
             run = self._number(text[first : first + width])
@@ -51,10 +52,11 @@ class OccurrenceIndex:
         del self._earlier[:count]
 
     def find(self, context: Sequence[int], text: Sequence[int], max_match: int, max_places: int) -> tuple[int, list[int]]:
-        """Return the length of the longest end of `context` that stands in `text`, and where it ends there, the latest first.
+        """Return the length of the longest suffix of `context` that occurs in `text`, and the ends of its occurrences, latest
+        first; (0, []) if no match has at least `width` tokens.
 
-        max_match   tokens compared at most
-        max_places  the latest places looked at; with none of `width` tokens at least, (0, [])
+        max_match   maximum number of tokens compared
+        max_places  maximum number of occurrences compared, the latest ones
         """
         width, cut, earlier = self._width, self._num_cut, self._earlier
         longest = 0

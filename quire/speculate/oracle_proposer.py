@@ -1,4 +1,4 @@
-"""Replay proposer: drafts of a forced share of right tokens, to measure what speculation costs and gains at any acceptance."""
+"""Oracle proposer: drafts tokens that are right with a given probability, to measure the cost and gain of speculation."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.speculate.draft import Draft, DraftedSequence
 from quire.speculate.proposer import DraftInput, Outcome, Proposer
 
 Outputs = Mapping[tuple[int, ...], Sequence[int]]
-"""Prompt -> the tokens that plain decoding gave."""
+"""Prompt -> the tokens that plain decoding generated."""
 
 
 class OracleProposer(Proposer):
-    """Drafts what plain decoding gave, each token right with probability `share`; what is behind a wrong one does not matter.
+    """Drafts the tokens of plain decoding, each replaced by a wrong one with probability 1 - `share`.
 
-    outputs  of prompts that have one choice
-    drafter  a proposer that drafts, too, so that a step costs what it costs with it: as many tokens as it drafts are replaced,
-             those of a tree by a chain. A draft model computes again what it drafted, as if that had been wrong
+    outputs  for prompts with one choice
+    drafter  a proposer that drafts too, so that a step has its costs: all tokens that it drafts are replaced, those of a tree
+             by a chain. A draft model computes its tokens again, as if they had been rejected
     """
 
     def __init__(self, outputs: Outputs, share: float, vocab_size: int, drafter: Proposer | None = None, seed: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Proposer: what drafts tokens."""
+"""Proposer: the interface of drafting methods."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from quire.speculate.acceptance import AcceptanceRecord
 from quire.speculate.draft import Draft, DraftedSequence
 
 DraftInput = Literal["layers", "final", "last"]
-"""What a proposer reads of a step: inputs of layers, hidden states after the final norm, or the last one of a sequence."""
+"""Model states that a proposer reads: layer inputs, hidden states after the final norm, or the last of these per sequence."""
 _MOST_OF_A_STEP = 16
-"""Tokens that it has to compute of a sequence which it has kept up with, accepted drafts mostly."""
+"""Maximum number of new tokens, mostly accepted drafts, of a sequence with which a proposer has kept up."""
 
 
 def num_beyond_a_step(num_tokens: int) -> int:
-    """Return how many of so many tokens, that are computed before a draft, a step does not bring."""
+    """Return how many of num_tokens tokens that are computed before a draft are catch-up work: more than one step yields."""
     return 0 if num_tokens <= _MOST_OF_A_STEP else num_tokens - 1
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a step computed of a sequence whose draft it verified; the tokens that it got are known by now.
+    """What a step computed for a sequence whose draft it verified; the tokens that it yielded are already appended.
 
-    draft   what was verified
-    path    indices of the drafts that were accepted, in order: the tokens of all but the last one that was sampled
-    rows    1 + len(draft) rows of step_logits: behind the token that was the last known one, and behind each draft
+    draft   the verified draft
+    path    indices of the accepted drafts, in order; one more token, the last, was sampled
+    rows    1 + len(draft) rows of step_logits: after the previously last known token, and after each draft
     """
 
     sequence: DraftedSequence
@@ -42,22 +42,21 @@ class Outcome:
 
     @property
     def logits(self) -> Tensor:
-        """The rows of logits [1 + len(draft), vocab_size]; to be taken before the next step."""
+        """The rows of logits [1 + len(draft), vocab_size]; valid until the next step."""
         return self.step_logits[list(self.rows)]
 
 
 class Proposer(ABC):
-    """Drafts tokens, well or badly: which tokens come out does not depend on them.
+    """Drafts tokens. The quality of drafts affects speed only, never which tokens are generated.
 
-    record       how its drafts are counted: as chains, as trees whose best tokens come first, or as wholes
-    wants_logits  whether it wants to be told of every step's outcomes
+    record         statistics of its drafts: as chains, as trees with the best tokens first, or as wholes
+    wants_logits   whether `on_logits` is called after every step
     aux_hidden_state_layers
-                 layers of the model whose inputs it reads, low to high; (): the hidden state after the final norm; None: none
-    stops_early  whether it may draft fewer tokens than it could
-    inputs_last_only   whether it reads only what stands at the last token of a step that a sequence keeps
-
-    pools          those of its own whose blocks have the target's ids, on the CPU
-    num_caught_up  tokens that the last call of `propose` computed beyond what a step brings: of prompts, or slept through
+                   ascending layers of the model whose inputs it reads; (): the hidden state after the final norm; None: none
+    stops_early    whether it may draft fewer tokens than requested
+    inputs_last_only   whether it reads only the state of each sequence's last accepted token
+    pools          its own KV pools on the CPU, whose blocks have the target's ids
+    num_caught_up  tokens that the last call of `propose` computed beyond those of one step: of prompts or of skipped steps
     """
 
     record: type[AcceptanceRecord] = AcceptanceRecord
@@ -70,7 +69,7 @@ class Proposer(ABC):
 
     @property
     def inputs(self) -> tuple[DraftInput, ...]:
-        """What it reads of a step; mostly one thing, or none."""
+        """The model states that it reads of a step; usually one kind, or none."""
         if self.aux_hidden_state_layers is None:
             return ()
         if self.inputs_last_only:
@@ -78,40 +77,40 @@ class Proposer(ABC):
         return ("layers",) if self.aux_hidden_state_layers else ("final",)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take in a plan that gives out blocks, or copies some, before anything of its step is computed."""
+        """Apply a plan that allocates or copies blocks, before anything of its step is computed."""
         return
 
     def on_logits(self, outcomes: Sequence[Outcome]) -> None:
-        """Take in what a step computed, before the looks that follow it. Called only if `wants_logits`."""
+        """Process the logits of a step, before the calls of num_available after it. Called only if `wants_logits`."""
         return
 
     def on_step_states(self, what: DraftInput, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
-        """Take in `what` of a step, which is one of `inputs`; see on_hidden_states."""
+        """Process `what` of a step, which is one of `inputs`; see on_hidden_states."""
         self.on_hidden_states(fed, features)
 
     def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
-        """Take in what the model computed in a step of known tokens of several sequences, of accepted drafts alone.
+        """Process the hidden states of the known tokens that a step computed, of several sequences. Rejected drafts are
+        excluded.
 
-        fed       sequence, position of the first token, and number of tokens, in the order of `features`; the last one alone
+        fed       sequence, position of the first token, and number of tokens, in the order of `features`; only the last token
                   of sequences that got tokens, if `inputs_last_only`
-        features  [R, F] f32 what `aux_hidden_state_layers` says. Called after the step, before num_available; the tokens
-                  that follow are known then, but for those of a sequence that failed. Cached prefixes are neither computed nor
-                  fed
+        features  [R, F] f32, as `aux_hidden_state_layers` says. Called after the step and before num_available, when the next
+                  tokens are known, except of a sequence that failed. Tokens of cached prefixes are not computed, and not fed
         """
         return
 
     @abstractmethod
     def num_available(self, sequence: DraftedSequence, limit: int) -> int:
-        """Return how many tokens it could draft now, at most `limit`; called when a sequence has got its tokens of a step."""
+        """Return how many tokens it could draft now, at most `limit`; called after a sequence has got the tokens of a step."""
 
     @abstractmethod
     def propose(self, wanted: Sequence[tuple[DraftedSequence, int]]) -> list[Draft]:
-        """Return a draft for each sequence, of at most so many tokens; its known tokens are those of the last look."""
+        """Return a draft for each sequence, of at most so many tokens. No token was added since the last `num_available`."""
 
     def forget_blocks(self) -> None:
-        """Forget what it keeps in blocks: plans will be left out that say what becomes of them."""
+        """Forget the contents of all blocks: the proposer will not see the plans of some steps."""
         return
 
     def release(self, sequence: DraftedSequence) -> None:
-        """Forget a sequence that ended or was preempted; its memo goes with it."""
+        """Release a sequence that ended or was preempted; its memo is discarded."""
         return

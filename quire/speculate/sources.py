@@ -1,4 +1,4 @@
-"""Where what drafts is stored, and what it is, before anything of it is loaded."""
+"""Find and read the specifications of draft models and heads, before their weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = get_logger(__name__)
 
 _LayerKind = Literal["eagle", "eagle3", "mtp"]
 LAYER_KINDS: dict[str, _LayerKind] = {"eagle": "eagle", "eagle3": "eagle3", "mtp": "mtp", "deepseek_mtp": "mtp"}
-"""Methods that draft with a head that has a layer, and which layouts it may have."""
+"""Methods that draft with a head that has a decoder layer, and the layout of each."""
 
 
 def settle_method(config: SpeculativeConfig) -> SpeculativeConfig:
-    """Return a configuration with its method, found in the folder of its model where none is given. Raises ConfigError."""
+    """Return a configuration with its method; if none is given, the folder of its model decides. Raises ConfigError."""
     if config.method is not None or not isinstance(config.model, str):
         return config
     return replace(config, method=find_head_kind(_find(config.model, config.revision)) or "draft_model")
 
 
 def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ModelSpec]:
-    """Return the folder and the spec of the draft model, for the model of the report.
+    """Return the folder and the spec of the draft model for the report's model.
 
     Raises ConfigError, ModelFormatError or UnsupportedError.
     """
@@ -52,20 +52,20 @@ def find_draft_model(config: SpeculativeConfig, report: ModelReport) -> tuple[Pa
 
 
 def find_layer_head(config: SpeculativeConfig, method: str, report: ModelReport) -> tuple[Path, LayerHead]:
-    """Return the folder of a method of LAYER_KINDS, and its head. Raises as find_draft_model does."""
+    """Return the folder and the head of a method of LAYER_KINDS. Raises as find_draft_model does."""
     kind = LAYER_KINDS[method]
     folder = _find_head(config, method, kind, report)
     return folder, read_layer_head(folder, kind, report.spec)
 
 
 def find_parallel_head(config: SpeculativeConfig, report: ModelReport) -> tuple[Path, ParallelHead]:
-    """Return the folder of Medusa's heads, and these. Raises as find_draft_model does."""
+    """Return the folder and the specification of Medusa heads. Raises as find_draft_model does."""
     folder = _find_head(config, "medusa", "medusa", report)
     return folder, read_parallel_head(folder, report.spec)
 
 
 def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None:
-    """Look whether there is all that the methods draft with on a GPU, and can run there. Raises as find_draft_model does."""
+    """Check that the drafters of all methods exist and can run on a GPU. Raises as find_draft_model does."""
     for method in config.methods:
         if method == "draft_model":
             find_draft_model(config, report)
@@ -75,8 +75,8 @@ def check_device_sources(config: SpeculativeConfig, report: ModelReport) -> None
             folder, head = find_layer_head(config, method, report)
             if config.top_k > 1 and any(layer.attention.window is not None for layer in head.body.layers):
                 raise UnsupportedError(
-                    f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} attends in a window, with which "
-                    "no trees are drafted on a GPU (yet); set draft_top_k to 1, or device to 'cpu'"
+                    f"speculative_config: draft_top_k is {config.top_k}, but the head {folder} has sliding-window attention, "
+                    "for which draft trees are not supported on a GPU; set draft_top_k to 1, or device to 'cpu'"
                 )
 
 
@@ -104,11 +104,11 @@ def check_state_drafts(config: SpeculativeConfig, spec: ModelSpec) -> None:
 
 
 def longest_drafted(config: SpeculativeConfig, spec: ModelSpec, report: ModelReport) -> int:
-    """Return how many tokens a sequence may have for what drafts; the log says it where the model takes more."""
+    """Return the maximum length of a sequence for a drafter; log it if the model's is longer."""
     most = report.memory.max_model_len
     longest = min(spec.max_positions, most if config.max_model_len is None else min(most, config.max_model_len))
     if longest < most:
-        logger.info("nothing is drafted behind the first %d tokens of a sequence, which may have %d", longest, most)
+        logger.info("drafts are limited to the first %d tokens of a sequence, of %d at most", longest, most)
     return longest
 
 
@@ -122,26 +122,23 @@ def _find(model: str, revision: str | None) -> Path:
 def _find_head(
     config: SpeculativeConfig, method: str, kind: Literal["eagle", "eagle3", "medusa", "mtp"], report: ModelReport
 ) -> Path:
-    """Return the folder of a method's head, the model's own where none is given. Raises ConfigError for one of another kind."""
+    """Return the folder of a method's head, by default the model's own. Raises ConfigError for a head of another kind."""
     model = config.model_of(method)
     if model is None:
         return report.folder
     folder = _find(model, config.revision)
     found = find_head_kind(folder)
     if found is not None and found != kind:
-        raise ConfigError(f'speculative_config: {model} is a head of another kind: give it with "method": "{found}"')
+        raise ConfigError(f'speculative_config: {model} is a head of another kind; use it with "method": "{found}"')
     return folder
 
 
 def _read_draft_spec(model: str, folder: Path) -> ModelSpec:
     kind = find_head_kind(folder)
     if kind is not None:
-        raise ConfigError(
-            f"speculative_config: {model} is no model, but a head that was trained to draft for one: give it with "
-            f'"method": "{kind}"'
-        )
+        raise ConfigError(f'speculative_config: {model} is not a draft model but a draft head; use it with "method": "{kind}"')
     try:
         return read_model_spec(folder, "auto")
     except UnsupportedError as error:
-        heads = 'for a head that was trained to draft give its method: "eagle", "eagle3", "medusa" or "mtp"'
+        heads = 'for a draft head set its method: "eagle", "eagle3", "medusa" or "mtp"'
         raise UnsupportedError(f"speculative_config: the draft model {model} cannot be used: {error}; {heads}") from None

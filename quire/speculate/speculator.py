@@ -1,4 +1,4 @@
-"""Speculator: what the runner asks before and after a step; it owns the proposer, the draft controller and what is drafted."""
+"""Speculator: the runner's interface to speculative decoding. It owns the proposer, the draft controller and the drafts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quire.speculate.proposer import DraftInput, Outcome, Proposer
 from quire.speculate.typical import TypicalAcceptance
 
 MAX_DRAFT_LOGITS = 1 << 24
-"""Logits behind drafts that are held at once."""
+"""Maximum number of logits for draft positions that are held at once."""
 
 
 def most_drafts(max_tokens: int, vocab_size: int, max_logits: int = MAX_DRAFT_LOGITS) -> int:
-    """Return how many drafts there are in a step at most; max_tokens of a sequence, max_logits behind all of them."""
+    """Return the maximum number of drafts in a step, given the limits of drafts per sequence and of logits per step."""
     return max(max_tokens, max_logits // vocab_size)
 
 
 def share_drafts(wanted: Mapping[SequenceId, int], limit: int, turn: int = 0) -> dict[SequenceId, int]:
-    """Return how many drafts each sequence gets of what it wants, together at most `limit`: as even shares as can be.
+    """Distribute at most `limit` drafts over the sequences as evenly as possible, and return the number for each.
 
-    turn  of the step: where the limit does not divide, others get one more in every turn
+    turn  index of the step; rotates which sequences get one more where the limit does not divide evenly
     """
     if sum(wanted.values()) <= limit:
         return {key: count for key, count in wanted.items() if count > 0}
@@ -57,14 +57,14 @@ class _Followed:
 
 
 class _Made(NamedTuple):
-    """Drafts of a sequence in a step: how many the proposer was asked for, and whether the first one is verified."""
+    """Drafts of a sequence in a step: the number requested from the proposer, and whether the first one is verified."""
 
     num_asked: int
     is_verified: bool
 
 
 class StepDrafts(NamedTuple):
-    """What a Speculator keeps from the start of a step to its end."""
+    """State that a Speculator keeps from the start of a step to its end."""
 
     drafted: dict[SequenceId, _Made]
     drafts: dict[SequenceId, Draft]
@@ -73,11 +73,11 @@ class StepDrafts(NamedTuple):
 
 
 class Speculator:
-    """Follows the worker's sequences. begin and end enclose every step but those that it naps through.
+    """Tracks the worker's sequences. Call `begin` and `end` around every step for which `naps` is False.
 
-    config, proposer  None: nothing is drafted but what constraints force
-    typical           what takes drafts that were not sampled; None: tokens are those of plain decoding
-    max_drafts        of a step; None: as many as the logits allow that a CPU holds at once
+    config, proposer  None: only tokens that constraints force are drafted
+    typical           accepts drafts that were not sampled; None: tokens are those of plain decoding
+    max_drafts        per step; None: the number whose logits a CPU holds at once
     """
 
     def __init__(
@@ -95,21 +95,21 @@ class Speculator:
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
         self._constrained: set[SequenceId] = set()
-        self.drafts_forced = True  # whether what constraints force is drafted
-        self._num_wanted: dict[SequenceId, int] = {}  # of the proposer in the next step
-        self._turn = 0  # of sharing drafts
+        self.drafts_forced = True  # whether tokens that constraints force are drafted
+        self._num_wanted: dict[SequenceId, int] = {}  # drafts requested from the proposer for the next step
+        self._turn = 0  # rotates the remainder in share_drafts
         self._drafted: dict[SequenceId, _Made] = {}
-        self._drafts: dict[SequenceId, Draft] = {}  # all of this step
-        self._begun_s = 0.0  # start of the step that runs
+        self._drafts: dict[SequenceId, Draft] = {}  # of the current step
+        self._begun_s = 0.0  # start of the current step
         self._num_drafts, self._num_caught_up = 0, 0
         self._decoded: Sequence[SequenceId] = ()
-        self._has_ended = False  # a step of which the controller was not told yet
-        self._nap_left = self._num_napped = 0  # steps of which it need not be told, and those of them that are over
-        self._num_napping = 0  # sequences then
-        self._idle_s = 0.0  # of the step that runs, see note_idle
+        self._has_ended = False  # whether an ended step was not reported to the controller yet
+        self._nap_left = self._num_napped = 0  # steps that need not be reported: those left, and those that have passed
+        self._num_napping = 0  # sequences in these steps
+        self._idle_s = 0.0  # in the current step, see note_idle
 
     def naps(self, plan: StepPlan) -> bool:
-        """Whether nothing is drafted, read or learnt in the step that begins: then nothing else is called in it."""
+        """Whether the step that begins drafts nothing and reads no model states; no other method is called for it then."""
         if self._proposer is None:
             return not self._followed and not plan.starts
         if self._nap_left == 0:
@@ -131,39 +131,39 @@ class Speculator:
 
     @property
     def proposer(self) -> Proposer | None:
-        """What drafts, beside constraints."""
+        """The proposer, if there is one."""
         return self._proposer
 
     def with_proposer(self, proposer: Proposer | None) -> Speculator:
-        """Return a speculator with the same options and limits that drafts with another proposer, or, if that is None, only
-        what constraints force."""
+        """Return a speculator with the same options and limits and another proposer; None: only tokens that constraints force
+        are drafted."""
         return Speculator(None if proposer is None else self._config, proposer, self._vocab_size, self._max_drafts)
 
     @property
     def lets_next_begin(self) -> bool:
-        """Whether the next step may begin before the one that runs has ended, of which nothing else is called then: nothing
-        is drafted in the next one. To be asked once the one that runs has begun."""
+        """Whether the next step may begin before the current one has ended, because it will have no drafts. No other method
+        is called for the current step then. Query it after the current step has begun."""
         if self._proposer is None:
             return not (self._followed and self.drafts_forced)
         return self._nap_left > 0
 
     def note_idle(self, idle_s: float) -> None:
-        """Take in how long the device had nothing to do before the step that has begun, as that waited for the one before.
+        """Record how long the device was idle before the current step, because that step waited for the previous one.
 
-        Were nothing drafted, the step would have begun meanwhile: it is no part of what a step without drafts takes.
+        Without drafts the step would have begun earlier, so this time is not part of the cost of a plain step.
         """
         self._idle_s = idle_s
 
     def restart_clock(self) -> None:
-        """Take in that the step that has begun had to wait for the one before, which ends now."""
+        """Restart the clock of the current step, which had to wait for the previous one. Call when the previous one ends."""
         self._begun_s = time.perf_counter()
 
     def begin(self, plan: StepPlan) -> None:
-        """Forget sequences that ended; to be called before the step's sequences are followed."""
+        """Begin a step and release the sequences that ended. Call before `follow` for the step's sequences."""
         if self._nap_left or self._num_napped:
             self._end_nap()
         now_s = time.perf_counter()
-        # What is done between two steps counts too; but not that there was nothing to do.
+        # The time between two steps counts too, except when there was no work.
         goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
         self._tell_controller(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
@@ -178,7 +178,7 @@ class Speculator:
             self._proposer.apply(plan)
 
     def _tell_controller(self, duration_s: float | None) -> None:
-        """Tell the controller once of the step that ended last, if there is one; None: its time says nothing."""
+        """Report the last step to the controller once; None: its duration is not meaningful."""
         controller = self._controller
         if controller is not None and self._has_ended:
             if duration_s is None:
@@ -190,7 +190,7 @@ class Speculator:
         self._has_ended, self._decoded = False, ()
 
     def leave(self) -> None:
-        """Forget all sequences, and what is kept of their blocks: steps follow that it is not told of."""
+        """Forget all sequences and the contents of their blocks; the following steps are not reported to the speculator."""
         self._end_nap()
         self._tell_controller(None)
         for followed in self._followed.values():
@@ -206,16 +206,16 @@ class Speculator:
 
     @property
     def pools(self) -> Sequence[KvPool]:
-        """Pools of what drafts, whose blocks have the target's ids."""
+        """KV pools of the proposer; their blocks have the target's ids."""
         return () if self._proposer is None else self._proposer.pools
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """Layers of the model whose inputs the proposer reads."""
+        """Model layers whose inputs the proposer reads."""
         return () if self._proposer is None else self._proposer.aux_hidden_state_layers or ()
 
     def follow(self, sequence: DraftedSequence) -> None:
-        """Take in a sequence that the plan starts."""
+        """Track a sequence that the plan starts."""
         if self._controller is not None:
             self._controller.note_start()
         if sequence.sampling.matcher is not None:
@@ -224,7 +224,7 @@ class Speculator:
             self._followed[sequence.sequence_id] = _Followed(sequence, self._record(self._max_tokens, RECENT_FADING))
 
     def propose(self, plan: StepPlan) -> dict[SequenceId, Draft]:
-        """Return the drafts of the step, none of them empty."""
+        """Return the drafts of the step; none of them is empty."""
         self._num_drafts = self._num_caught_up = 0
         slots = plan.num_draft_slots
         if not slots:
@@ -257,7 +257,7 @@ class Speculator:
                 is_verified = is_verified and fitting.tokens[:1] == draft.tokens[:1]
             num_asked = wanted.get(sequence_id, 0) if self._stops_early else num_tokens
             if num_asked > 0:
-                # Drafts that a constraint refuses were made nevertheless.
+                # Drafts that a constraint rejects have been computed too, so they count.
                 self._drafted[sequence_id] = _Made(num_asked, is_verified)
                 self._num_drafts += num_asked
             if fitting.tokens:
@@ -266,8 +266,10 @@ class Speculator:
         return kept
 
     def count_unasked(self, drafts: Mapping[SequenceId, Draft]) -> dict[SequenceId, int]:
-        """Return behind how many first drafts of the step, of which there are some, nothing is to be sampled, as what follows
-        there is forced; nothing else needs logits there."""
+        """Return for each sequence how many of its first drafts need no logits, because the token after them is forced.
+
+        Sequences for which this is 0 are left out.
+        """
         found: dict[SequenceId, int] = {}
         proposer = self._proposer
         if not self._constrained or (proposer is not None and (proposer.wants_logits or "last" in proposer.inputs)):
@@ -279,7 +281,7 @@ class Speculator:
         return found
 
     def _will_tell(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> bool:
-        """Return whether a step will tell what drafts cost, as far as is known: it has some, and nothing else happens in it."""
+        """Return whether the step will yield a measurement of the drafts' cost: it has some, and is otherwise a decode step."""
         scheduled = plan.num_scheduled_tokens
         are_forced = any(key not in wanted and self._forced.of(key) for key in plan.num_draft_slots or ())
         return bool(wanted) and not are_forced and len(scheduled) == sum(scheduled.values())
@@ -287,11 +289,11 @@ class Speculator:
     def on_logits(
         self, paths: Mapping[SequenceId, tuple[int, ...]], sequence_ids: Sequence[SequenceId], logits: Tensor
     ) -> None:
-        """Tell the proposer, if it wants to know, what a step computed; to be called before `end`.
+        """Pass the logits of a step to the proposer. Call before `end`.
 
-        paths         of the sequences that got tokens, the drafts that were accepted; it is told of those with drafts
-        sequence_ids  whose next tokens were sought: logits [R, vocab_size] are those behind the last known token of each, and
-                      then those behind their drafts
+        paths         of the sequences that got tokens, the accepted drafts; only sequences with drafts are reported
+        sequence_ids  the sampled sequences: logits [R, vocab_size] has one row for the last known token of each, then the rows
+                      for their drafts
         """
         if self._proposer is None:
             return
@@ -310,41 +312,41 @@ class Speculator:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether `observe` is to be called after this step."""
+        """Whether `on_logits` is to be called after this step."""
         return bool(self._drafts) and self._proposer is not None and self._proposer.wants_logits
 
     @property
     def inputs(self) -> tuple[DraftInput, ...]:
-        """What the proposer reads of the model in this step. Nothing, while drafts are long not to be tried."""
+        """Model states that the proposer reads in this step; empty while drafts are disabled for many more steps."""
         if self._proposer is None or (self._controller is not None and not self._controller.is_reading):
             return ()
         return self._proposer.inputs
 
     def on_step_states(self, what: DraftInput, fed: Sequence[tuple[SequenceId, int, int]], features: Tensor) -> None:
-        """Hand the proposer one thing that it reads; to be called before `end`.
+        """Pass one of `inputs` to the proposer. Call before `end`.
 
         fed       sequence, position of the first token, and number of tokens, in the order of `features` [R, F] f32
         """
         if self._proposer is not None:
             told: list[tuple[DraftedSequence, int, int]] = []
-            for sequence_id, first, count in fed:  # none is missing: what has no tokens to draft is not in the step
+            for sequence_id, first, count in fed:  # every one of them is tracked
                 told.append((self._followed[sequence_id].sequence, first, count))
             self._proposer.on_step_states(what, told, features)
 
     def suspend(self) -> StepDrafts:
-        """Put aside what belongs to the step that has begun, so that a step of other sequences may begin before it ends."""
+        """Save and clear the state of the current step, so that a step of other sequences can begin before it ends."""
         kept = StepDrafts(self._drafted, self._drafts, self._num_drafts, self._num_caught_up)
         self._drafted, self._drafts = {}, {}
         return kept
 
     def resume(self, step: StepDrafts) -> None:
-        """Go on with a step that was put aside; it ends next."""
+        """Restore a step that was suspended; it must be the next one to end."""
         self._drafted, self._drafts, self._num_drafts, self._num_caught_up = step
 
     def end(self, plan: StepPlan, paths: Mapping[SequenceId, tuple[int, ...]]) -> dict[SequenceId, int]:
-        """Take in a step; return how many drafts the sequences that got tokens in it could use in the next one.
+        """End a step, and return how many drafts each sequence that got tokens could use in the next one.
 
-        paths  of those sequences, the drafts that were accepted
+        paths  of these sequences, the accepted drafts
         """
         if not self._followed:
             return {}
@@ -364,7 +366,7 @@ class Speculator:
                     continue
                 path = paths[sequence_id] if made.is_verified else ()
                 controller.note_verified(self._followed[sequence_id].record, made.num_asked, path)
-            # Forced tokens come and go, whatever they cost.
+            # Steps with forced tokens are not measured: their number varies whatever drafts cost.
             if is_plain and self._drafts.keys() <= self._drafted.keys():
                 self._decoded = list(paths)
         is_drafting = self._proposer is not None and not (controller is not None and controller.is_disabled)
@@ -377,13 +379,13 @@ class Speculator:
         return share_drafts(wishes, self._max_drafts, self._turn)
 
     def _note_wanted(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> None:
-        """Replace the drafts that the sequences of a step want next; sequences of other steps in flight keep theirs."""
+        """Replace the requested drafts of a step's sequences; those of sequences in other steps in flight are kept."""
         for sequence_id in plan.num_scheduled_tokens:
             self._num_wanted.pop(sequence_id, None)
         self._num_wanted.update(wanted)
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
-        """Return the drafts that the sequences could use, those of the proposer and those that are forced."""
+        """Return the number of drafts that each sequence could use: from the proposer, or forced by a constraint."""
         wishes: dict[SequenceId, int] = {}
         for sequence_id in advanced:
             num_forced = 0
@@ -393,7 +395,7 @@ class Speculator:
         return wishes
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
-        """Return how many drafts of the proposer to take in the next step."""
+        """Return how many drafts to request from the proposer for the next step."""
         followed = [self._followed[sequence_id] for sequence_id in advanced]
         counts = [proposer.num_available(one.sequence, self._max_tokens) for one in followed]
         if self._controller is not None:

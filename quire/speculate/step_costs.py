@@ -1,4 +1,4 @@
-"""StepCosts: how long steps take without drafts, and how many times as long with some, as measured on the run."""
+"""StepCosts: measured durations of steps without drafts, and relative durations of steps with drafts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 _FEW = 4
-"""Measurements after which a time is known."""
+"""Number of measurements after which a time is considered known."""
 
 
 @dataclass(slots=True)
 class _Measured:
-    """The mean of the last logarithms of times, without the lowest and highest ones, and of the numbers of drafts."""
+    """Trimmed mean of the last log durations, and mean of their numbers of drafts."""
 
     recent: deque[float] = field(default_factory=lambda: deque[float](maxlen=15))
     value: float = 0.0
@@ -30,10 +30,10 @@ class _Measured:
 
 
 class StepCosts:
-    """Times of plain steps, and of steps with drafts in plain steps, by batch size and number of drafts.
+    """Durations of plain steps, and of steps with drafts relative to plain steps, by batch size and number of drafts.
 
-    The machine's speed is one level, which every step corrects a little. A ratio is measured only shortly after plain steps, or
-    in a probe: a machine that slows down later slows all steps alike.
+    The machine's speed is one `level`, which every step adjusts a little. A ratio is measured only shortly after plain steps or
+    in a probe, because a machine that slows down later slows all steps alike.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,12 @@ class StepCosts:
         self._catch_up_s = 0.0  # of a token
 
     def plain_s(self, num_sequences: int) -> float | None:
-        """Return how long a plain step takes now; None where too few were measured."""
+        """Return the current duration of a plain step; None after too few measurements."""
         plain = self._plain.get(size_class(num_sequences))
         return None if plain is None or plain.count < _FEW else math.exp(self.level + plain.value)
 
     def note_plain(self, num_sequences: int, duration_s: float) -> None:
-        """Take in a step without drafts."""
+        """Record a step without drafts."""
         value = math.log(max(duration_s, 1e-9))
         if not self._plain:
             self.level = value
@@ -60,7 +60,7 @@ class StepCosts:
             self._follow(value - plain.value)
 
     def note(self, num_sequences: int, num_drafts: int, duration_s: float, *, measures: bool) -> None:
-        """Take in a step with drafts, or with a look for some. measures: whether it tells a ratio, else it tells the speed."""
+        """Record a step in which drafting was enabled. measures: whether it updates the ratio; else it updates the level."""
         batch = size_class(num_sequences)
         relative = math.log(max(duration_s, 1e-9)) - self._plain[batch].value
         ratio = self._ratios.setdefault(batch, {}).setdefault(size_class(num_drafts), _Measured())
@@ -74,22 +74,22 @@ class StepCosts:
         self.level += 0.2 * min(max(level - self.level, -0.2), 0.2)
 
     def note_catch_up(self, num_sequences: int, extra_s: float, num_tokens: int) -> float:
-        """Take in what catching up with so many tokens took; return it in plain steps."""
+        """Record the time that catching up with num_tokens took, and return it in plain steps."""
         self._catch_up_s += (extra_s / num_tokens - self._catch_up_s) * (0.2 if self._catch_up_s > 0 else 1.0)
         return extra_s / (self.plain_s(num_sequences) or extra_s or 1.0)
 
     def catch_up(self, num_sequences: int, num_tokens: int) -> float:
-        """Return how many plain steps it usually takes to catch up with so many tokens."""
+        """Return the usual cost of catching up with num_tokens, in plain steps."""
         return num_tokens * self._catch_up_s / (self.plain_s(num_sequences) or math.inf)
 
     def usual(self, num_sequences: int, num_drafts: int) -> float | None:
-        """Return how many plain steps one with about as many drafts takes; None where too few were measured."""
+        """Return the relative duration of a step with about num_drafts drafts; None after too few measurements."""
         known = self._ratios.get(size_class(num_sequences), {}).get(size_class(num_drafts))
         return None if known is None or known.count < _FEW else self.ratio(num_sequences, num_drafts)
 
     def ratio(self, num_sequences: int, num_drafts: int) -> float:
-        """Return how many plain steps one with so many drafts takes: on lines through what was measured; unknown ones are
-        believed to cost little, so that they are tried."""
+        """Return the relative duration of a step with num_drafts drafts, interpolated between measurements. Numbers that were
+        never measured are assumed to be cheap, so that they are tried."""
         batch = size_class(num_sequences)
         line = self._lines.get(batch) or self._draw_line(batch)
         for (left, low), (right, high) in pairwise(line):
@@ -106,6 +106,6 @@ class StepCosts:
 
 
 def size_class(number: int) -> int:
-    """Return what stands for a number and those near it: the number without all but its first three bits."""
+    """Return the size class of a number: the number with all but its three most significant bits cleared."""
     shift = max(0, number.bit_length() - 3)
     return number >> shift << shift

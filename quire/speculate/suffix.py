@@ -1,9 +1,9 @@
-"""Suffix proposer: a vote of all places where the last tokens stood before, in the request and in past responses.
+"""Suffix proposer: a vote of all previous occurrences of the last tokens, in the request and in past responses.
 
-After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): what follows the longest end of the text that stood before, the more
-tokens the more were found equal. A path takes at each step the continuation that most places share, as long as enough of them
-go on so; a tree takes of all continuations the likeliest, by the shares of the places. A node of the paper's suffix tree is the
-places that go on alike here, which are followed token by token: as many as are looked at, by as many tokens as are drafted.
+After Oliaro et al., "SuffixDecoding" (arXiv 2411.04975): drafts what followed the longest suffix of the text that occurred
+before; the longer the match, the more tokens. A path takes at each step the most frequent continuation while enough occurrences
+agree; a tree takes the most frequent of all continuations. Instead of a suffix tree, the occurrences are followed token by
+token: at most _MAX_PLACES of them, for as many tokens as are drafted.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from quire.speculate.proposer import Proposer
 
 _MAX_PLACES = 64
 _MAX_KEPT_TOKENS = 1 << 20
-"""Of all past responses: an indexed token takes up to a quarter of a kilobyte."""
+"""Tokens of all past responses; an indexed token takes up to a quarter of a kilobyte."""
 _END = -1
-"""Stands between past responses; equal to no token."""
+"""Separator of past responses; equal to no token."""
 
 
 @dataclass(slots=True)
@@ -34,9 +34,9 @@ class _Memo:
 
 
 class _Responses:
-    """The past responses of one salt, one after the other, and where their runs of tokens are.
+    """The past responses of one salt, concatenated, with an index of their runs of tokens.
 
-    Places are those of the index, but for what was cut from its beginning.
+    Places are those of the index, offset by what was cut from the beginning.
     """
 
     def __init__(self, width: int) -> None:
@@ -46,7 +46,7 @@ class _Responses:
         self._gone: set[int] = set()
 
     def add(self, token_ids: list[int]) -> range:
-        """Return the places of the response, which stay what they are."""
+        """Append a response, and return its places, which never change."""
         first = self._num_cut + len(self.text) + 1
         self.text += token_ids
         self.text.append(_END)
@@ -54,11 +54,11 @@ class _Responses:
         return range(first, first + len(token_ids))
 
     def leave_out(self, places: range) -> None:
-        """Find a response no more, though its tokens stay until it is the oldest."""
+        """Exclude a response from `find`; its tokens stay until it is the oldest."""
         self._gone.update(places)
 
     def drop_first(self, places: range) -> None:
-        """Forget the oldest response, which is not the only one."""
+        """Remove the oldest response, which is not the only one."""
         size = len(places) + 1
         self.index.cut(self.text, size)
         del self.text[:size]
@@ -66,7 +66,7 @@ class _Responses:
         self._gone.difference_update(places)
 
     def find(self, context: Sequence[int], max_match: int) -> tuple[int, list[int]]:
-        """See OccurrenceIndex.find; what is left out stands, as long, where the whole response does."""
+        """See OccurrenceIndex.find. An excluded response has a complete copy, in which the same match is found."""
         length, places = self.index.find(context, self.text, max_match, _MAX_PLACES)
         if self._gone:
             places = [place for place in places if self._num_cut + place not in self._gone]
@@ -75,7 +75,7 @@ class _Responses:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A response: whose it is, and where it stands among those of its salt."""
+    """A response: its owner, and its places among those of its salt."""
 
     salt: str
     sequence_id: SequenceId
@@ -83,7 +83,7 @@ class _Kept:
 
 
 class SuffixProposer(Proposer):
-    """Drafts by vote. Responses are kept per cache_salt, so that no tenant's drafts hold another's text."""
+    """Drafts by vote. Responses are kept per cache_salt, so that drafts for one tenant never contain another's text."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
@@ -91,7 +91,7 @@ class SuffixProposer(Proposer):
         if config.suffix_decoding_use_tree_spec:
             self.record = TreeRecord
         self._by_salt: dict[str, _Responses] = {}
-        self._order: deque[_Kept] = deque()  # the oldest first, those that are left out among them
+        self._order: deque[_Kept] = deque()  # the oldest first, including excluded ones
         self._kept: dict[SequenceId, _Kept] = {}
         self._num_kept_tokens = 0
 
@@ -132,13 +132,13 @@ class SuffixProposer(Proposer):
         return Draft.chain(tuple(found)), score
 
     def _tree(self, text: list[int], match: tuple[int, list[int]], limit: int) -> tuple[Draft, float]:
-        """Return the likeliest continuations, the likeliest token first, and the sum of the estimated probabilities."""
+        """Return the most frequent continuations in descending order, and the sum of the estimated probabilities."""
         config = self._config
         length, places = match
         limit = min(limit, int(config.suffix_decoding_max_spec_factor * length))
         tokens: list[int] = []
         parents: list[int] = []
-        # (-places that go on so, how many were pushed before, parent, token, where they go on)
+        # (-number of places, insertion order, parent, token, the places after the token)
         waiting: list[tuple[int, int, int, int, list[int]]] = []
         score, num_pushed, parent, behind = 0, 0, ROOT, places
         while len(tokens) < limit:
@@ -168,7 +168,7 @@ class SuffixProposer(Proposer):
         return drafts
 
     def release(self, sequence: DraftedSequence) -> None:
-        """Keep the response of a sequence that ended, or what there is of one that was preempted, until it is there in full."""
+        """Keep the response of a sequence that ended; of a preempted one the part that exists, until it is complete."""
         most = self._config.suffix_decoding_max_cached_requests
         response = sequence.token_ids[sequence.num_prompt_tokens :]
         if most == 0 or len(response) <= self._config.prompt_lookup_min:

@@ -1,4 +1,4 @@
-"""Target: a model and its cache, for who drafts with it."""
+"""Target: a model and its cache, for proposers that draft with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.model.build import Model
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, mostly the one that verifies, and its cache."""
+    """A model, usually the one that verifies, and its cache."""
 
     model: Model
     kv: KvPool

@@ -1,4 +1,4 @@
-"""Typical acceptance: drafts that the model would not have sampled are taken where it finds them likely enough. Lossy."""
+"""Typical acceptance: also accepts drafts that were not sampled, if the model's probability is high enough. Lossy."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from quire.speculate.draft import Draft
 
 @dataclass(frozen=True, slots=True)
 class TypicalAcceptance:
-    """Takes a draft of probability p > min(threshold, alpha * exp(-H)), H the entropy in nats (arXiv 2401.10774, 3.3.1).
+    """Accepts a draft of probability p > min(threshold, alpha * exp(-H)), H the entropy in nats (arXiv 2401.10774, 3.3.1).
 
-    Probabilities are those that the sampler draws by. Greedy requests are not touched: their entropy is zero.
+    Probabilities are those that the sampler uses. Greedy requests are not affected: their entropy is zero.
     """
 
     threshold: float
     alpha: float
 
     def bound(self, law: Tensor) -> float:
-        """Return what the probability of a draft must exceed, given all of them [V]."""
+        """Return the bound that a draft's probability must exceed, given the probabilities of all tokens [V]."""
         entropy = -float(torch.xlogy(law, law).sum())
         return min(self.threshold, self.alpha * math.exp(-entropy))
 
     def pick(self, logits: Tensor, row: SamplingRow, draft: Draft, node: int) -> int | None:
-        """Return the likeliest draft behind `node` that is likely enough, None if there is none.
+        """Return the most probable child of `node` that is acceptable, None if there is none.
 
-        logits  [V] behind the token of `node`
+        logits  [V] after the token of `node`
         """
         if row.is_greedy or node not in draft.parents[node + 1 :]:
             return None

@@ -1,8 +1,8 @@
-"""The verifier: samples along a draft as plain decoding would, and stops where the draft does not follow.
+"""Verification of drafts: samples along a draft exactly as plain decoding would, and stops where the draft differs.
 
-Every token is the ordinary sampler's, from the logits behind exactly the tokens before it, with the noise of its position
-(kernels/reference/noise.py), and processors that have seen exactly those tokens. A draft decides only for how many tokens the
-logits are there already. Hence the tokens are those of plain decoding for any draft, and no state is ever rolled back.
+Every token is sampled by the ordinary sampler, from the logits after exactly the tokens before it, with the noise of its
+position (kernels/reference/noise.py) and with logits processors that have seen exactly those tokens. A draft decides only for
+how many tokens the logits exist already. So the tokens are those of plain decoding for any draft, and no state is rolled back.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from quire.speculate.draft import ROOT, Draft
 from quire.speculate.typical import TypicalAcceptance
 
 _MAX_DRAWN_ELEMENTS = 1 << 18
-"""Logits up to which tokens are drawn that may not be needed: a call for each level takes longer."""
+"""Up to this number of logits all tokens are sampled at once, needed or not; a call per level takes longer."""
 
 
 _NO_ERRORS: Mapping[int, str | None] = {}
 
 
 class Candidate(NamedTuple):
-    """A sequence whose next tokens are sought.
+    """A sequence whose next tokens are sampled.
 
-    first_draft_row  row of the logits behind draft token 0, if there were one; those of the others follow
+    first_draft_row  row of the logits after draft token 0, if it has drafts; the rows of the others follow
     masks            of a constrained sequence, the masks after its first draft tokens; verification ends where one is missing
-    num_forced       how many of the first draft tokens are the only ones that the constraint allows at their position
-    num_unasked      how many of the first draft tokens have no logits; nothing is sampled after them
+    num_forced       number of leading draft tokens that are the only ones the constraint allows at their position
+    num_unasked      number of leading draft tokens without logits; nothing is sampled after them
     """
 
     sampling: SamplingRow
@@ -43,7 +43,7 @@ class Candidate(NamedTuple):
     num_unasked: int = 0
 
     def take_mask(self, node: int) -> bool:
-        """Set what may follow draft token `node`; return whether that is known."""
+        """Set the token mask after draft token `node`; return whether it is known."""
         if self.sampling.matcher is None:
             return True
         self.sampling.token_mask = self.masks[node] if node < len(self.masks) else None
@@ -54,8 +54,8 @@ class Candidate(NamedTuple):
 class Verification:
     """The result of verifying the draft of one candidate: at least one token, or an error.
 
-    tokens    the accepted draft tokens, then one more that was sampled
-    logprobs  one for each token, where the request asks for them
+    tokens    the accepted draft tokens, then one sampled token
+    logprobs  one for each token, if the request asks for them
     path      indices of the accepted draft tokens
     """
 
@@ -75,12 +75,12 @@ def verify(
 ) -> list[Verification]:
     """Sample the next tokens of every candidate, and append them to its sampling state.
 
-    logits   [R, V] row i is that behind the last known token of candidate i; those behind drafts come after these. Where
-             nothing draws from them on a device they may lie there: no more rows are brought from it than there are candidates
-    typical  None: tokens are those of plain decoding; else it may take drafts that were not sampled
-    best     [R] the best tokens, where it is known that these are what would be sampled
-    draw     draws from logits on a device; see sampling.sampler.sample
-    rows     where these candidates are not all of the step's: the row of each behind its last known token
+    logits   [R, V] row i is that after the last known token of candidate i; the rows of the drafts follow. It may lie on a
+             device without a `draw`: one row per candidate is then copied to the host for each level
+    typical  None: tokens are those of plain decoding; else it may accept drafts that were not sampled
+    best     [R] the best tokens, if these are known to be the sampled ones
+    draw     samples from logits on a device; see sampling.sampler.sample
+    rows     the row of each candidate after its last known token, if these candidates are not all of the step's
     """
     if best is None and draw is None and typical is None and rows is None and logits.numel() <= _MAX_DRAWN_ELEMENTS:
         best = _draw_all(logits, candidates)
@@ -116,7 +116,7 @@ def verify(
 
 
 def _take_forced(candidate: Candidate, verification: Verification) -> bool:
-    """Take what nothing else could be sampled in place of, without looking at logits; return whether more follows."""
+    """Append the forced draft tokens without reading logits; return whether more tokens have to be sampled."""
     sampling = candidate.sampling
     if candidate.num_forced == 0 or not sampling.takes_forced or sampling.grammar_error is not None:
         return True
@@ -126,7 +126,7 @@ def _take_forced(candidate: Candidate, verification: Verification) -> bool:
         if _is_ended(candidate, token_id) or not candidate.take_mask(node):
             return False
         verification.path.append(node)
-    if verification.path[-1] < candidate.num_unasked:  # fewer than were thought to be forced
+    if verification.path[-1] < candidate.num_unasked:  # fewer tokens are forced than was assumed
         verification.path.pop()
         return False
     return True
@@ -140,7 +140,7 @@ def _take_behind(
     first_rows: Sequence[int],
     draw: Draw | None,
 ) -> Tensor:
-    """Return the logits after the last accepted draft of some candidates; first_rows: the row of each that has none yet."""
+    """Return the logits after the last accepted draft of each active candidate; first_rows: the row of those without one."""
     rows = [
         candidates[index].first_draft_row + verifications[index].path[-1] if verifications[index].path else first_rows[index]
         for index in active
@@ -157,7 +157,7 @@ def _take_rows(logits: Tensor, rows: Sequence[int], draw: Draw | None) -> Tensor
 def _match(
     candidate: Candidate, node: int, found: Sampled, logits: Tensor, typical: TypicalAcceptance | None
 ) -> tuple[Sampled, int | None]:
-    """Return the token behind `node`, the one that was sampled or a typical draft, and its index in the draft if it has one."""
+    """Return the token after `node`, sampled or a typical draft, and its index in the draft, None if it was not drafted."""
     child = candidate.draft.child(node, found.token_id)
     if child is None and typical is not None:
         child = typical.pick(logits, candidate.sampling, candidate.draft, node)
@@ -167,7 +167,7 @@ def _match(
 
 
 def _draw_all(logits: Tensor, candidates: Sequence[Candidate]) -> list[int] | None:
-    """Draw the tokens of all rows at once, needed or not; return None where they depend on each other."""
+    """Sample the tokens of all rows at once, needed or not; return None if they depend on each other."""
     rows = [candidate.sampling for candidate in candidates]
     positions = [row.position for row in rows]
     for candidate, position in zip(candidates, positions[:], strict=True):
@@ -183,7 +183,7 @@ def verify_sampled(
 
     drawn   [R] the sampled tokens
     rows    the row of each candidate after its last known token
-    errors  of rows, why no token could be sampled there
+    errors  row -> why no token could be sampled there
     """
     verifications = [Verification() for _ in candidates]
     for first_row, candidate, verification in zip(rows, candidates, verifications, strict=True):
@@ -210,12 +210,13 @@ def verify_sampled(
 
 
 def match_chain(drawn: Sequence[int], row: int, first: int, sampling: SamplingRow, draft: Draft) -> list[int]:
-    """Return the next tokens of a sequence without a constraint that drafts a chain, from what was drawn behind it; see verify.
+    """Return the next tokens of an unconstrained sequence with a chain of drafts, given the sampled tokens; see verify.
 
-    All but the last are its first drafts. They are given to its sampling state.
+    All but the last are its accepted drafts. The tokens are appended to its sampling state.
 
-    drawn  [R]
-    row    of these, that behind its last known token; first: that behind its first draft, where those of the others follow
+    drawn  [R] the sampled tokens
+    row    the index in `drawn` after its last known token
+    first  the index in `drawn` after its first draft; those of the other drafts follow
     """
     drafted, endings = draft.tokens, sampling.ending_token_ids
     tokens = [drawn[row], *drawn[first : first + len(drafted)]]
@@ -225,7 +226,7 @@ def match_chain(drawn: Sequence[int], row: int, first: int, sampling: SamplingRo
             break
         count += 1
         if token_id in endings and count >= least:
-            count -= 1  # nothing comes behind it
+            count -= 1  # nothing is generated after an end token
             break
     del tokens[count + 1 :]
     sampling.extend(tokens)

@@ -1,4 +1,4 @@
-"""DraftTraining: what is trained, on what, and for how long."""
+"""DraftTraining: options of a training run."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ KINDS: tuple[Kind, ...] = ("eagle3", "medusa", "mtp")
 class DraftTraining:
     """Options of a training run. Raises ConfigError.
 
-    model             the model whose outputs are to be drafted: a folder, a hub id or the name of a bundled model
-    text              text files: one, or a folder of .txt and .md files; those of all its folders
-    out               folder to write the head to; what a run needs to go on lies in its folder `training`
-    minutes           of training, over all runs that go on from one another; the model writes its text before
+    model             the target model: a folder, a hub id or the name of a bundled model
+    text              a text file, or a folder whose .txt and .md files are used, including subfolders
+    out               folder to write the head to; the state for resuming is in its subfolder `training`
+    minutes           of training, in total over all resumed runs; generating the text is not included
     sequence_tokens   tokens of a training sequence
-    prompt_tokens     tokens of text that a sequence begins with; the model writes the rest; sequence_tokens: all of it is text
-    num_sequences     sequences at most; they are taken over and over
+    prompt_tokens     tokens of text at the start of a sequence; the model generates the rest; sequence_tokens: all of it is
+                      text
+    num_sequences     maximum number of sequences; they are used repeatedly
     sampled_share     share of the sequences that the model samples at temperature 0.8; the others are greedy
     batch_tokens      tokens of a training step
     num_steps_ahead   tokens ahead that are learned: steps of an unrolled eagle3 or mtp head, heads of medusa
-    draft_vocab_size  the most frequent tokens, which alone are drafted, of eagle3 and medusa; None: 32000 at most
-    aux_hidden_state_layers        eagle3: layers whose inputs are read, low to high; None: 2, n // 2, n - 3
+    draft_vocab_size  number of the most frequent tokens, to which drafts of eagle3 and medusa are limited; None: at most 32000
+    aux_hidden_state_layers        eagle3: ascending layers whose inputs are read; None: 2, n // 2, n - 3
     learning_rate     of the matrices, for which the Muon optimiser is used; others get a quarter
-    start_from        a head of that kind and these shapes, which is trained further, with its own tokens; None: a fresh one
+    start_from        a head of the same kind and shapes to train further, with its own tokens; None: fresh weights
     """
 
     kind: Kind
@@ -69,7 +70,7 @@ class DraftTraining:
         if self.minutes <= 0 or self.learning_rate <= 0 or not 0 <= self.sampled_share <= 1:
             raise ConfigError("minutes and learning_rate must be above 0, sampled_share from 0 to 1")
         if self.start_from is not None and self.draft_vocab_size is not None:
-            raise ConfigError("draft_vocab_size cannot be chosen beside start_from: the tokens to draft are that head's")
+            raise ConfigError("draft_vocab_size cannot be set with start_from: the draft vocabulary is that of the head")
         layers = self.aux_hidden_state_layers
         if layers is not None and self.kind != "eagle3":
             raise ConfigError(f"aux_hidden_state_layers are only for kind eagle3, got {list(layers)} with kind {self.kind}")

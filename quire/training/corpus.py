@@ -1,4 +1,4 @@
-"""The training sequences: text, or its beginnings as the model itself goes on with them."""
+"""The training sequences: text, or prompts from it that the model itself continues."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _MAX_PIECE_CHARACTERS = 1 << 20
 
 
 def read_sequences(options: DraftTraining, folder: Path, show_progress: bool) -> NDArray[np.int32]:
-    """Return the training sequences [N, sequence_tokens], made at the first call and kept in `folder`.
+    """Return the training sequences [N, sequence_tokens], created at the first call and cached in `folder`.
 
-    Raises ConfigError where the text is too short.
+    Raises ConfigError if the text is too short.
     """
     file = folder / f"sequences-{_fingerprint(options)}.npy"
     if not file.is_file():
@@ -91,7 +91,7 @@ def _tokenize(text: Path, tokenizer: Tokenizer, show_progress: bool) -> NDArray[
 
 
 def _continue(llm: LLM, prompts: NDArray[np.int32], options: DraftTraining, show_progress: bool) -> NDArray[np.int32]:
-    """Return the prompts with what the model goes on with."""
+    """Return the prompts with the model's continuations."""
     out = np.empty((len(prompts), options.sequence_tokens), dtype=np.int32)
     out[:, : options.prompt_tokens] = prompts
     num_sampled = round(options.sampled_share * _BATCH_SEQUENCES)

@@ -1,4 +1,4 @@
-"""The heads as modules: EAGLE-3, Medusa and multi-token prediction, their losses, and the files they are written to."""
+"""The heads as modules: EAGLE-3, Medusa and multi-token prediction, their losses, and their file formats."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Head(Protocol):
     aux_hidden_state_layers: tuple[int, ...]
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, and of each token ahead the share in which head and model agree on the most likely one."""
+        """Return the loss, and for each token ahead the share in which head and model agree on the most likely token."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return what is written, by name."""
+        """Return the tensors to write, by name."""
         ...
 
     def config(self) -> dict[str, object]:
-        """Return what config.json holds."""
+        """Return the contents of config.json."""
         ...
 
 
 def _last_layer(target: Target) -> dict[str, Tensor | None]:
-    """Return the parameters of the model's last layer, but for the norm that enters it: heads have it elsewhere, or twice."""
+    """Return the parameters of the model's last layer, except its input norm: heads have it elsewhere, or twice."""
     prefix = f"layers.{len(target.spec.layers) - 1}."
     names = {key: name for key, name in PRE_NORM_LAYER.items() if key != "attn_in"}
     return {
@@ -66,7 +66,7 @@ def _shape_config(target: Target) -> dict[str, object]:
 
 
 class Eagle3Head(nn.Module):
-    """EAGLE-3 (arXiv 2503.01840): a layer over three of the model's features and the token that follows."""
+    """EAGLE-3 (arXiv 2503.01840): a layer over three of the model's features and the next token."""
 
     def __init__(self, target: Target, options: DraftTraining, draft_ids: Tensor) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Eagle3Head(nn.Module):
         return _sum_losses(self.unroll(token_ids, rows.inputs), Wanted.of(rows.logits, self._draft_ids), 0.8)
 
     def unroll(self, token_ids: Tensor, inputs: Tensor) -> Iterator[Tensor]:
-        """Yield what is said at each place [B, L, V'] with the model's features, then with the head's own."""
+        """Yield the logits at each position [B, L, V'] with the model's features, then with the head's own."""
         past, g = Unrolled(), self.fc(inputs)
         for step in range(self._num_steps):
             e = self.midlayer.input_layernorm(F.embedding(shifted(token_ids, 1 + step), self.embedding))
@@ -130,9 +130,9 @@ class Eagle3Head(nn.Module):
 
 
 class MtpHead(nn.Module):
-    """Multi-token prediction: a layer of the model's own kind over hidden state and next token; see mtp_layout.py.
+    """Multi-token prediction: a layer like the model's own over hidden state and next token; see mtp_layout.py.
 
-    It is unrolled over its own normed outputs, as it is used for more than one token (FastMTP, arXiv 2509.18362).
+    It is unrolled over its own normed outputs, as in drafting more than one token (FastMTP, arXiv 2509.18362).
     """
 
     def __init__(self, target: Target, options: DraftTraining) -> None:
@@ -162,7 +162,7 @@ class MtpHead(nn.Module):
         return _sum_losses(self.unroll(token_ids, rows.hidden), Wanted.of(rows.logits, None), 0.7)
 
     def unroll(self, token_ids: Tensor, hidden: Tensor) -> Iterator[Tensor]:
-        """Yield what is said at each place [B, L, V] with the model's hidden states, then with the head's own."""
+        """Yield the logits at each position [B, L, V] with the model's hidden states, then with the head's own."""
         past, layer = Unrolled(), self.layers[0]
         for step in range(self._num_steps):
             e = self.pre_fc_norm_embedding(F.embedding(shifted(token_ids, 1 + step), self.embedding))
@@ -182,7 +182,7 @@ class MtpHead(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """Medusa-1 (arXiv 2401.10774): residual blocks over the last hidden state, each with an output head of its own."""
+    """Medusa-1 (arXiv 2401.10774): residual blocks over the last hidden state, each with its own output head."""
 
     def __init__(self, target: Target, options: DraftTraining, draft_ids: Tensor) -> None:
         super().__init__()
@@ -198,11 +198,11 @@ class MedusaHead(nn.Module):
                 head.weight.copy_(target.head()[draft_ids])
 
     def losses(self, token_ids: Tensor, rows: TargetRows) -> tuple[Tensor, list[Tensor]]:
-        """See Head. Block i says what stands 2 + i places behind the last token that was read."""
+        """See Head. Block i predicts the token 2 + i positions after the last token that was read."""
         return _sum_losses(self.speak(rows.hidden.float()), Wanted.of(rows.logits, self._draft_ids), 0.8)
 
     def speak(self, hidden: Tensor) -> Iterator[Tensor]:
-        """Yield what each block says at each place [B, L, V']."""
+        """Yield the logits of each block at each position [B, L, V']."""
         for block, head in zip(self.blocks, self.lm_heads, strict=True):
             yield head(hidden + F.silu(block["layers"][0](hidden)))
 
@@ -239,14 +239,14 @@ def _half(module: nn.Module) -> dict[str, Tensor]:
 
 
 def aux_hidden_state_layers(options: DraftTraining, num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs a head of these options reads."""
+    """Return the layers whose inputs a head with these options reads."""
     if options.kind != "eagle3":
         return ()
     return options.aux_hidden_state_layers or default_aux_hidden_state_layers(num_layers)
 
 
 def build_head(target: Target, options: DraftTraining, draft_ids: Sequence[int]) -> Eagle3Head | MtpHead | MedusaHead:
-    """Return the head to train, at its start."""
+    """Return the head to train, with initial weights."""
     ids = torch.tensor(draft_ids, dtype=torch.int64)
     if options.kind == "mtp":
         return MtpHead(target, options)

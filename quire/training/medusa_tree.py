@@ -1,8 +1,8 @@
-"""The tree that Medusa heads draft best: chosen by what the model itself writes (Cai et al., arXiv 2401.10774, 3.3).
+"""Chooses the best tree for Medusa heads, based on the model's own outputs (Cai et al., arXiv 2401.10774, 3.3).
 
-Of every place of its outputs it is known at which rank each head has the token that came. A path of a tree is accepted at the
-places whose ranks begin with it. The paths with the most places are the best tree of their number: none has fewer than a path
-that begins with it.
+For every position of the outputs the rank of the actual token in each head is known. A path of a tree is accepted at the
+positions whose ranks begin with it. The paths with most positions form the best tree of their number: no path has fewer than
+one that begins with it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ logger = get_logger(__name__)
 
 _MAX_RANK = 32
 _NOWHERE = 1 << 20
-"""Rank of a token that a head cannot say."""
+"""Rank of a token that is not in a head's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaTree:
-    """A tree and how it fares: `shares` are those of the places at which each path is accepted, falling."""
+    """A tree and its acceptance: `shares` are the shares of positions at which each path is accepted, descending."""
 
     choices: Choices
     shares: tuple[float, ...]
@@ -45,14 +45,14 @@ class MedusaTree:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a greedy step gives on average, the model's own included."""
+        """Average number of tokens of a greedy step, the model's own included."""
         return 1.0 + sum(self.shares)
 
 
 def choose_tree(ranks: NDArray[np.int64], num_nodes: int) -> MedusaTree:
     """Return the best tree of at most num_nodes paths, the best path first.
 
-    ranks  [N, K] of the token that came, in each head
+    ranks  [N, K] of the actual token in each head
     """
     counts: Counter[tuple[int, ...]] = Counter()
     for line in ranks.tolist():
@@ -66,9 +66,9 @@ def choose_tree(ranks: NDArray[np.int64], num_nodes: int) -> MedusaTree:
 
 @torch.inference_mode()
 def measure_ranks(target: Target, folder: Path, sequences: NDArray[np.int32], prompt_tokens: int) -> NDArray[np.int64]:
-    """Return the ranks [N, K] of the tokens that the model wrote, in each of the K heads of a folder.
+    """Return the ranks [N, K] of the tokens that the model generated, in each of the K heads of a folder.
 
-    sequences  [S, L], of which the first prompt_tokens are not the model's
+    sequences  [S, L], of which the first prompt_tokens are not generated
     """
     head = read_parallel_head(folder, target.spec)
     model = ParallelModel(head, None)
@@ -90,7 +90,7 @@ def measure_ranks(target: Target, folder: Path, sequences: NDArray[np.int32], pr
             came = token_ids[first + 2 + index : last + 2 + index]
             own = came if places is None else places[came]
             score = logits.gather(1, own.clamp(min=0)[:, None])
-            # Equal ones are in the order of their ids, as the proposer has them.
+            # Equal ones are ordered by id, as in the proposer.
             is_before = (logits == score) & (torch.arange(logits.shape[1]) < own[:, None])
             columns.append(((logits > score) | is_before).sum(1).masked_fill(own < 0, _NOWHERE))
         found.append(torch.stack(columns, 1))
@@ -98,9 +98,9 @@ def measure_ranks(target: Target, folder: Path, sequences: NDArray[np.int32], pr
 
 
 def calibrate_tree(options: DraftTraining, head: str, num_nodes: int, show_progress: bool = True) -> MedusaTree:
-    """Let a model write, and return the best tree of a head for it. Raises ConfigError or ModelFormatError.
+    """Generate text with a model, and return the best tree of a head for it. Raises ConfigError or ModelFormatError.
 
-    options  of kind medusa: the model, its text and how much of it, and a folder for what it writes
+    options  of kind medusa: the model, its text and how much of it, and a folder for the generated text
     """
     if not 1 <= num_nodes <= MAX_SPECULATIVE_TOKENS:
         raise ConfigError(f"a tree has 1 to {MAX_SPECULATIVE_TOKENS} nodes, got {num_nodes}")
@@ -116,7 +116,7 @@ def calibrate_tree(options: DraftTraining, head: str, num_nodes: int, show_progr
 
 
 def store_tree(folder: Path, tree: MedusaTree) -> None:
-    """Write a tree into the config.json of a head, which drafts it from then on. One without paths could not be read."""
+    """Write a tree into the config.json of a head, which then drafts it. A tree without paths is not written: it is invalid."""
     if not tree.choices:
         logger.warning("%s: the heads have foreseen no token, so that no tree is stored with them", folder)
         return

@@ -1,7 +1,7 @@
-"""The layout in which heads for multi-token prediction are written: MiMo's, which vLLM and SGLang have for dense models.
+"""The layout of heads for multi-token prediction: MiMo's, which vLLM and SGLang support for dense models.
 
-Its layer is Qwen2's: queries, keys and values have biases, zero where the model has none, as vLLM leaves to chance what is not
-stored. The norm of queries and keys, which `qk_norm` in a config asks for, is there in vLLM, not in SGLang.
+Its layer is Qwen2's: queries, keys and values have biases, zero if the model has none, because vLLM leaves missing ones
+uninitialised. The norm of queries and keys, which `qk_norm` in a config enables, is supported by vLLM, not by SGLang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BIASES = tuple(f"self_attn.{name}_proj.bias" for name in ("q", "k", "v"))
 
 
 def to_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors to store, of the parameters of an MtpHead by their names."""
+    """Return the tensors to store for the parameters of an MtpHead."""
     stored: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
         if name.startswith(_LAYER):
@@ -39,8 +39,8 @@ def to_stored(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parameters of an MtpHead that are stored so, or in Qwen's layout, in which they once were written; other heads
-    as they are."""
+    """Return the parameters of a stored MtpHead, also from Qwen's layout, which older versions wrote; tensors of other heads
+    are returned unchanged."""
     if any(name.startswith(_OF_QWEN) for name in tensors):
         return {name.removeprefix(_OF_QWEN): tensor for name, tensor in tensors.items()}
     modules = {stored: module for module, stored in _MODULES.items()}
@@ -58,5 +58,5 @@ def from_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _other_half_first(weight: Tensor) -> Tensor:
-    """Return [H, 2 * H] for an input whose halves, the embedding and the hidden state, come in the other order."""
+    """Return [H, 2 * H] for an input whose halves, the embedding and the hidden state, are swapped."""
     return torch.cat(weight.chunk(2, 1)[::-1], 1).contiguous()

@@ -1,4 +1,4 @@
-"""What a training starts from: the head of another run, in place of fresh weights."""
+"""StartingHead: the head of another run as initial weights of a training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.model.resolve import resolve_model
 from quire.training.mtp_layout import from_stored
 
 _MAY_DIFFER = {"num_speculative_tokens", "architectures", "model_type", "qk_norm"}
-"""What a config says only of how long a head was unrolled, and of its layout, in which the tensors show their shapes."""
+"""Config fields that concern only the unrolling of a head and its layout, which the shapes of the tensors determine."""
 
 
 class StartingHead:
-    """A stored head of the layout that training writes. Raises ConfigError or ModelFormatError."""
+    """A stored head in the layout that training writes. Raises ConfigError or ModelFormatError."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,14 +28,14 @@ class StartingHead:
 
     @property
     def draft_ids(self) -> list[int] | None:
-        """The tokens that it drafts, where these are some of the model's; None: all."""
+        """The tokens that it drafts, if they are a subset of the model's; None: all."""
         if "t2d" in self._tensors:
             return self._tensors["t2d"].nonzero().flatten().tolist()
         return self._tensors["token_map"].tolist() if "token_map" in self._tensors else None
 
     @torch.no_grad()
     def load_into(self, head: Any) -> None:
-        """Give a head in training these weights, which must have read and said the same."""
+        """Copy these weights to a head in training, whose inputs and outputs must be the same."""
         for name, value in head.config().items():
             if name not in _MAY_DIFFER and self._config.get(name) != value:
                 raise ConfigError(
@@ -54,4 +54,4 @@ class StartingHead:
             if tensor.is_floating_point():
                 tensor.copy_(stored)
             elif not torch.equal(stored, tensor):
-                raise ConfigError(f"start_from: {self._name} says {name} in another way than heads that are trained here")
+                raise ConfigError(f"start_from: {self._name} differs in {name} from the heads that quire trains")

@@ -1,4 +1,4 @@
-"""Target: what a head reads of the model, and what it shall say, for whole training sequences."""
+"""Target: the model's hidden states and logits for whole training sequences, as inputs and labels of a head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class TargetRows:
-    """What the model computes of B sequences of L tokens; no gradients.
+    """The model's results for B sequences of L tokens; no gradients.
 
-    inputs  [B, L, taps * H] the inputs of the tapped layers
+    inputs  [B, L, taps * H] the inputs of aux_hidden_state_layers
     hidden  [B, L, H] after the final norm
     logits  [B, L, V] f32
     """
@@ -51,7 +51,7 @@ class Target:
         return self._decoder.spec
 
     def parameter(self, name: str) -> Tensor | None:
-        """Return a copy in f32 of a parameter by its canonical name, None where the model has none of it."""
+        """Return a copy in f32 of a parameter by its canonical name, None if the model does not have it."""
         found = self._decoder.parameter(name)
         return None if found is None else found.float().clone()
 
@@ -77,6 +77,6 @@ class Target:
         hidden = self._decoder.forward(token_ids.flatten(), positions, step, self._kv)
         logits = self._decoder.logits(hidden)
         shape = (num_sequences, length, -1)
-        # Copies are ordinary tensors, which a loss may keep for its gradients.
+        # Clones are ordinary tensors, which a loss may save for backward.
         inputs = self._decoder.layer_inputs(range(len(hidden))).clone().view(shape)
         return TargetRows(inputs, hidden.clone().view(shape), logits.clone().float().view(shape))

@@ -1,4 +1,4 @@
-"""Which models a head can be trained for: found out before the model writes what is learned, which takes long."""
+"""Checks whether a head can be trained for a model, before text is generated, which takes long."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.training.heads import aux_hidden_state_layers
 
 
 def check_trainable(spec: ModelSpec, options: DraftTraining) -> None:
-    """Raise UnsupportedError for a model that heads of this kind are not trained for, ConfigError for layers it has not."""
+    """Raise UnsupportedError for a model that heads of this kind do not support, ConfigError for layers that do not exist."""
     if spec.embed_scale != 1.0 or spec.num_learned_positions:
         raise UnsupportedError("draft heads are not trained for models with scaled embeddings or learned positions (yet)")
     layer, num_layers = spec.layers[-1], len(spec.layers)
@@ -33,11 +33,11 @@ def check_trainable(spec: ModelSpec, options: DraftTraining) -> None:
 
 
 def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
-    """Return what the model's layers have that DraftLayer has not, None where that is nothing."""
+    """Return a feature of the model's layers that DraftLayer lacks, None if there is none."""
     attention, rope, mlp = layer.attention, layer.attention.rope, layer.mlp
     norms = (layer.attn_in, layer.mlp_in, spec.final_norm)
     has = {
-        "norms behind a block, or none before it": layer.attn_out or layer.mlp_out or None in norms,
+        "norms after a block, or none before it": layer.attn_out or layer.mlp_out or None in norms,
         "norms other than RMSNorm": any(norm is not None and (norm.kind != "rms" or norm.offset) for norm in norms),
         "scaled or partial rope": rope is None or rope.kind != "default" or rope.dim != attention.head_dim,
         "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),

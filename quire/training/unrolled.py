@@ -14,7 +14,7 @@ from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
 
 
 class RmsNorm(nn.Module):
-    """RMSNorm with a weight that starts at `initial`, or at one."""
+    """RMSNorm with a weight initialised to `initial`, or to one."""
 
     def __init__(self, size: int, eps: float, initial: Tensor | None = None) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class RmsNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Norm x [..., size]; returns f32."""
+        """Normalise x [..., size]; returns f32."""
         return F.rms_norm(x.float(), (x.shape[-1],), self.weight, self._eps)
 
 
@@ -37,7 +37,7 @@ class Unrolled:
 class DraftLayer(nn.Module):
     """Attention and a gated feed-forward block of the shape of a model's layer, with Hugging Face parameter names.
 
-    input_size  of what attention reads
+    input_size  of the attention's input
     has_bias    whether q, k and v have a bias
     """
 
@@ -75,18 +75,18 @@ class DraftLayer(nn.Module):
         self.post_attention_layernorm = RmsNorm(spec.hidden_size, eps)
 
     def forward(self, x: Tensor, attended: Tensor, past: Unrolled) -> Tensor:
-        """Return the layer's output [B, L, H] in one more step of the unrolling.
+        """Return the layer's output [B, L, H] in the next step of the unrolling.
 
         x         [B, L, H] the residual stream
-        attended  [B, L, input_size] what attention reads, normed
-        past      of the steps before; this one's keys and values are added
+        attended  [B, L, input_size] the attention's input, normed
+        past      of the previous steps; this one's keys and values are added
         """
         x = x + self._attend(attended, past)
         y = self.post_attention_layernorm(x)
         return x + self.mlp.down_proj(F.silu(self.mlp.gate_proj(y)) * self.mlp.up_proj(y))
 
     def _attend(self, x: Tensor, past: Unrolled) -> Tensor:
-        """A query of step j sees the keys of step 0 up to itself, and of each later step the one at its own place."""
+        """Attend: a query of step j sees the keys of step 0 up to itself, and those of later steps at its own position."""
         num_sequences, length, _ = x.shape
         step = len(past.keys)
         cos, sin = self._angles(torch.arange(step, step + length))
@@ -119,9 +119,10 @@ class DraftLayer(nn.Module):
         return angles.cos().repeat(1, 2), angles.sin().repeat(1, 2)
 
     def start_from(self, parameters: dict[str, Tensor | None]) -> None:
-        """Start from a model's layer, where the shapes are equal.
+        """Initialise from a model's layer, where the shapes are equal.
 
-        parameters  by their names in this module; of q, k and v the last columns are taken, which read the hidden state
+        parameters  by their names in this module; of q, k and v they are copied to the last columns, which read the hidden
+                    state
         """
         own = dict(self.named_parameters())
         with torch.no_grad():
@@ -131,7 +132,7 @@ class DraftLayer(nn.Module):
 
 
 def shifted(x: Tensor, count: int) -> Tensor:
-    """Return x [B, L, ...] with `count` places less at the front; what is missing at the end repeats the last place."""
+    """Return x [B, L, ...] shifted left by `count` positions; the end is filled by repeating the last position."""
     if count == 0:
         return x
     return torch.cat((x[:, count:], x[:, -1:].expand(-1, count, *x.shape[2:])), dim=1)
@@ -139,11 +140,11 @@ def shifted(x: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a head shall say at each place.
+    """The labels of a head at each position.
 
-    shares      [B, L, V] the model's probabilities of the tokens that the head knows
+    shares      [B, L, V] the model's probabilities of the tokens in the head's vocabulary
     best        [B, L] the most likely of them
-    is_counted  [B, L] whether the head knows the model's most likely token; elsewhere nothing is learned
+    is_counted  [B, L] whether the head's vocabulary has the model's most likely token; other positions are ignored
     """
 
     shares: Tensor
@@ -152,7 +153,7 @@ class Wanted:
 
     @classmethod
     def of(cls, logits: Tensor, ids: Tensor | None) -> Wanted:
-        """Return what the model's logits [B, L, V] ask of a head that knows the tokens `ids`, all if None."""
+        """Return the labels from the model's logits [B, L, V], for a head with the vocabulary `ids`, None: all."""
         best = logits.argmax(-1)
         if ids is None:
             return cls(logits.softmax(-1), best, torch.ones_like(best, dtype=torch.bool))
@@ -161,8 +162,8 @@ class Wanted:
         return cls(logits[..., ids].softmax(-1), places[best], places[best] >= 0)
 
     def loss(self, logits: Tensor, ahead: int) -> tuple[Tensor, Tensor]:
-        """Return the mean cross-entropy of logits [B, L, V], where place i says what is wanted at i + ahead, and the share of
-        places where the most likely is the same."""
+        """Return the mean cross-entropy of logits [B, L, V], where position i predicts the label at i + ahead, and the share of
+        positions with the same most likely token."""
         length = logits.shape[1]
         is_counted = (torch.arange(length) < length - 1 - ahead) & shifted(self.is_counted, ahead)
         logits = logits.float()  # also for argmax, which takes five times as long in bfloat16

@@ -1,4 +1,4 @@
-"""The answers of the Anthropic API and the events of its streams, with the fields in its order."""
+"""Responses and stream events of the Anthropic API, with the fields in its order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "mod
 
 
 class ThinkingTokens(msgspec.Struct):
-    """output_tokens_details"""
+    """output_tokens_details."""
 
     thinking_tokens: int
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """The tokens of a request; input_tokens are those that were not in the cache."""
+    """The token counts of a request; input_tokens excludes tokens that were read from the cache."""
 
     input_tokens: int
     cache_creation_input_tokens: int
@@ -27,13 +27,13 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
 
 class Text(msgspec.Struct, tag_field="type", tag="text"):
-    """A block of text."""
+    """A text block."""
 
     text: str
 
 
 class Thinking(msgspec.Struct, tag_field="type", tag="thinking"):
-    """A block of reasoning."""
+    """A reasoning block."""
 
     thinking: str
     signature: str
@@ -51,7 +51,7 @@ Block = Text | Thinking | ToolUse
 
 
 class Message(msgspec.Struct, tag_field="type", tag="message"):
-    """A whole answer."""
+    """A complete response."""
 
     id: str
     role: str
@@ -63,25 +63,25 @@ class Message(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class TextPiece(msgspec.Struct, tag_field="type", tag="text_delta"):
-    """More of a block of text."""
+    """A delta of a text block."""
 
     text: str
 
 
 class ThinkingPiece(msgspec.Struct, tag_field="type", tag="thinking_delta"):
-    """More of a block of reasoning."""
+    """A delta of a reasoning block."""
 
     thinking: str
 
 
 class SignaturePiece(msgspec.Struct, tag_field="type", tag="signature_delta"):
-    """The signature of a block of reasoning, at its end."""
+    """The signature of a reasoning block, sent at its end."""
 
     signature: str
 
 
 class InputPiece(msgspec.Struct, tag_field="type", tag="input_json_delta"):
-    """More of the JSON of a tool call's input."""
+    """A delta of the JSON of a tool call's input."""
 
     partial_json: str
 
@@ -96,14 +96,14 @@ class MessageStart(msgspec.Struct, tag_field="type", tag="message_start"):
 
 
 class BlockStart(msgspec.Struct, tag_field="type", tag="content_block_start"):
-    """A block begins, still empty."""
+    """A block begins, empty."""
 
     index: int
     content_block: Block
 
 
 class BlockDelta(msgspec.Struct, tag_field="type", tag="content_block_delta"):
-    """More of the block."""
+    """A delta of the block."""
 
     index: int
     delta: Piece
@@ -123,7 +123,7 @@ class Stop(msgspec.Struct):
 
 
 class MessageDelta(msgspec.Struct, tag_field="type", tag="message_delta"):
-    """Why the message ended, and all its tokens."""
+    """Why the message ended, and its total usage."""
 
     delta: Stop
     usage: Usage
@@ -137,6 +137,6 @@ StreamEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta 
 
 
 class TokenCount(msgspec.Struct):
-    """The answer to a request to count tokens."""
+    """The response to a request to count tokens."""
 
     input_tokens: int

@@ -15,7 +15,7 @@ CallId = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class CacheControl(msgspec.Struct, kw_only=True):
-    """Marks the end of a prefix to be cached. Accepted and not needed: prefixes are cached by themselves."""
+    """Marks the end of a prefix to be cached. Accepted without effect: prefixes are cached automatically."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -29,7 +29,8 @@ class TextBlock(msgspec.Struct, tag_field="type", tag="text", kw_only=True):
 
 
 class SoleTextBlock(msgspec.Struct, kw_only=True):
-    """Text where nothing else may stand. The type is a field here: of a tag that has no alternatives none is demanded."""
+    """Text where no other block is allowed. The type is a field: msgspec does not require the tag of a type without
+    alternatives."""
 
     type: Literal["text"]
     text: str
@@ -37,20 +38,20 @@ class SoleTextBlock(msgspec.Struct, kw_only=True):
 
 
 class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", kw_only=True):
-    """Reasoning of an earlier answer; it is used where the signature is this server's own, else left out."""
+    """Reasoning of an earlier response; used if the signature is this server's own, else ignored."""
 
     thinking: str
     signature: str
 
 
 class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", kw_only=True):
-    """Reasoning that only its maker can read. Accepted and left out."""
+    """Encrypted reasoning of another vendor. Accepted and ignored."""
 
     data: str
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=True):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier response."""
 
     id: CallId
     name: CallName
@@ -62,7 +63,7 @@ class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", kw_only=Tru
 
 
 class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", kw_only=True):
-    """What a tool returned. With is_error the model is shown the text after "Error: "."""
+    """A tool's output. With is_error the model sees the text with the prefix "Error: "."""
 
     tool_use_id: CallId
     content: str | Annotated[list[SoleTextBlock], Meta(max_length=MAX_PARTS)] | None = None
@@ -76,19 +77,19 @@ AssistantBlock = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBloc
 
 
 class UserMessage(msgspec.Struct, tag_field="role", tag="user"):
-    """What the user says, and what tools returned."""
+    """A user's message, or tool results."""
 
     content: str | Annotated[list[UserBlock], Meta(max_length=MAX_PARTS)]
 
 
 class AssistantMessage(msgspec.Struct, tag_field="role", tag="assistant"):
-    """An earlier answer; as the last message it is the beginning of the new one."""
+    """An earlier response; as the last message it is the beginning of the new one."""
 
     content: str | Annotated[list[AssistantBlock], Meta(max_length=MAX_PARTS)]
 
 
 class SystemMessage(msgspec.Struct, tag_field="role", tag="system"):
-    """Instructions in mid-conversation."""
+    """Instructions within the conversation."""
 
     content: Texts
 

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+"""Request bodies of POST /v1/messages and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
 
 ToolName = Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{1,128}$")]
 _SKIPPED_TOOLS = re.compile(r"(web_search|web_fetch|tool_search_tool_\w+)_\d{8}")
-"""Types of tools that only the vendor runs, and that coding agents offer by themselves."""
+"""Types of tools that only the vendor runs, and that coding agents include by default."""
 
 
 class Tool(Part, kw_only=True):
@@ -46,13 +46,13 @@ class Tool(Part, kw_only=True):
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
             "input_examples": always("is not supported; put examples into the description"),
-            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
-            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+            "defer_loading": unless(False, reason="tool search is not supported; leave it out"),
+            "allowed_callers": unless(["direct"], reason="calling tools from code is not supported; it may be ['direct']"),
         }
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the model is not offered this tool."""
+        """Whether the tool is ignored."""
         return self.type is not None and _SKIPPED_TOOLS.fullmatch(self.type) is not None
 
     def __post_init__(self) -> None:
@@ -65,26 +65,26 @@ class Tool(Part, kw_only=True):
 
 
 class ToolChoiceAuto(msgspec.Struct, tag_field="type", tag="auto", kw_only=True):
-    """The model may call tools; disable_parallel_tool_use cuts its answer after the first call."""
+    """The model may call tools; disable_parallel_tool_use ends the response after the first call."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class ToolChoiceAny(msgspec.Struct, tag_field="type", tag="any", kw_only=True):
-    """The model has to call a tool, exactly one with disable_parallel_tool_use."""
+    """The model must call a tool, exactly one with disable_parallel_tool_use."""
 
     disable_parallel_tool_use: bool | None = None
 
 
 class ToolChoiceTool(msgspec.Struct, tag_field="type", tag="tool", kw_only=True):
-    """The model has to call one certain tool, exactly once with disable_parallel_tool_use."""
+    """The model must call a given tool, exactly once with disable_parallel_tool_use."""
 
     name: ToolName
     disable_parallel_tool_use: bool | None = None
 
 
 class ToolChoiceNone(msgspec.Struct, tag_field="type", tag="none", kw_only=True):
-    """The model is shown no tools."""
+    """No tools are passed to the model."""
 
     disable_parallel_tool_use: bool | None = None
 
@@ -93,18 +93,18 @@ ToolChoice = ToolChoiceAuto | ToolChoiceAny | ToolChoiceTool | ToolChoiceNone
 
 
 class ThinkingEnabled(msgspec.Struct, tag_field="type", tag="enabled", kw_only=True):
-    """The model is to reason. A chat template with levels takes the budget for one of them; it is no limit of its own."""
+    """Enables reasoning. A chat template with effort levels maps the budget to one of them; it is not enforced as a limit."""
 
     budget_tokens: Annotated[int, Meta(ge=1024, le=MAX_TOKEN_ID)]
     display: Annotated[Literal["summarized", "omitted"], Meta(description="Shown reasoning is shown in full.")] | None = None
 
 
 class ThinkingDisabled(msgspec.Struct, tag_field="type", tag="disabled", kw_only=True):
-    """The model is not to reason."""
+    """Disables reasoning."""
 
 
 class ThinkingAdaptive(msgspec.Struct, tag_field="type", tag="adaptive", kw_only=True):
-    """The chat template decides, or output_config.effort."""
+    """The chat template, or output_config.effort, decides about reasoning."""
 
     display: Annotated[Literal["summarized", "omitted"], Meta(description="Shown reasoning is shown in full.")] | None = None
 
@@ -113,13 +113,13 @@ Thinking = ThinkingEnabled | ThinkingDisabled | ThinkingAdaptive
 
 
 class OutputFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     schema: dict[str, Any] | bool
 
 
 class OutputConfig(Part, kw_only=True):
-    """How much the model is to reason, as its chat template knows it, and what its answer has to be."""
+    """Reasoning effort, as the chat template defines it, and the format of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
     format: OutputFormat | None = None
@@ -130,13 +130,13 @@ class OutputConfig(Part, kw_only=True):
 
 
 class RequestMetadata(msgspec.Struct, kw_only=True):
-    """Accepted and not used."""
+    """Accepted and ignored."""
 
     user_id: Annotated[str, Meta(max_length=512)] | None = None
 
 
 class PromptFields(Body, kw_only=True):
-    """What makes the prompt."""
+    """Fields that determine the prompt."""
 
     model: Annotated[Name, Meta(description="One of GET /v1/models.")]
     messages: Messages
@@ -165,7 +165,7 @@ class PromptFields(Body, kw_only=True):
         }
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         names: list[str] = []
         for position, tool in enumerate(self.tools or ()):
             if tool.is_skipped:
@@ -184,11 +184,11 @@ class PromptFields(Body, kw_only=True):
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """The tools that are not left out."""
+        """The tools that are not ignored."""
         return [tool for tool in self.tools or () if not tool.is_skipped]
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the tools that are left out, each with its type, edits of the context, which keep all, and speed."""
+        """Return the ignored tools, each with its type, context edits that keep everything, and speed."""
         tools = enumerate(self.tools or ())
         parts = {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
         if self.context_management is not None:

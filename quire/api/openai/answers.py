@@ -1,4 +1,4 @@
-"""The answers of the OpenAI API, with the fields in its order. A field with a default is left out while it has it."""
+"""Responses of the OpenAI API, with the fields in its order. A field that has its default value is omitted."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(msgspec.Struct):
-    """prompt_tokens_details"""
+    """prompt_tokens_details."""
 
     cached_tokens: int
 
 
 class ReasoningTokens(msgspec.Struct):
-    """completion_tokens_details"""
+    """completion_tokens_details."""
 
     reasoning_tokens: int
 
 
 class Usage(msgspec.Struct, omit_defaults=True):
-    """The tokens of a request."""
+    """The token counts of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, omit_defaults=True):
 
 
 class TopLogprob(msgspec.Struct):
-    """One likely token."""
+    """One of the most likely tokens."""
 
     token: str
     logprob: float
@@ -40,7 +40,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatLogprob(msgspec.Struct):
-    """One token of the answer; `bytes` is right where `token` is only a part of a character."""
+    """One generated token; `bytes` is correct even if `token` is only a part of a character."""
 
     token: str
     logprob: float
@@ -56,7 +56,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """The tokens of one choice, or of one chunk of it, in the older form; text_offset counts characters."""
+    """The tokens of one choice, or of one chunk of it, in the older format; text_offset counts characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -65,14 +65,14 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CallFunction(msgspec.Struct, omit_defaults=True):
-    """The function of a tool call, or a piece of its arguments."""
+    """The function of a tool call, or a delta of its arguments."""
 
     arguments: str
     name: str | None = None
 
 
 class ToolCall(msgspec.Struct):
-    """A tool call of a whole message."""
+    """A tool call of a complete message."""
 
     id: str
     type: str
@@ -112,7 +112,7 @@ class ChatChoice(msgspec.Struct, omit_defaults=True):
 
 
 class ChatCompletion(msgspec.Struct, omit_defaults=True):
-    """A whole answer."""
+    """A complete response."""
 
     id: str
     object: str
@@ -127,7 +127,7 @@ class ChatCompletion(msgspec.Struct, omit_defaults=True):
 
 
 class CompletionChoice(msgspec.Struct, omit_defaults=True):
-    """One choice, or what a chunk adds to it."""
+    """One choice, or a delta of it in a chunk."""
 
     index: int
     text: str
@@ -140,7 +140,7 @@ class CompletionChoice(msgspec.Struct, omit_defaults=True):
 
 
 class Completion(msgspec.Struct):
-    """A whole answer."""
+    """A complete response."""
 
     id: str
     object: str
@@ -152,7 +152,7 @@ class Completion(msgspec.Struct):
 
 
 class Embedding(msgspec.Struct):
-    """One vector; as text it is base64 of little-endian 32-bit floats."""
+    """One vector; a string is base64 of little-endian 32-bit floats."""
 
     object: str
     index: int
@@ -160,7 +160,7 @@ class Embedding(msgspec.Struct):
 
 
 class PromptUsage(msgspec.Struct):
-    """The tokens of a request that has no output."""
+    """The token counts of a request without output."""
 
     prompt_tokens: int
     total_tokens: int
@@ -176,7 +176,7 @@ class Embeddings(msgspec.Struct):
 
 
 class EncodedEmbeddings(msgspec.Struct):
-    """Embeddings of which the vectors are encoded already."""
+    """Embeddings whose vectors are already encoded."""
 
     object: str
     data: list[msgspec.Raw]
@@ -185,7 +185,7 @@ class EncodedEmbeddings(msgspec.Struct):
 
 
 class ModelCard(msgspec.Struct):
-    """One name that the model can be asked by; the last three fields are of the Anthropic API, which has the same path."""
+    """One name of the model; the last three fields are of the Anthropic API, which uses the same path."""
 
     id: str
     object: str
@@ -201,7 +201,7 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """All names, on one page; the last three fields are those of the Anthropic API."""
+    """All names, on one page; the last three fields are of the Anthropic API."""
 
     object: str
     data: list[ModelCard]

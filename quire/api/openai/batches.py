@@ -1,4 +1,4 @@
-"""The answers of /v1/files and /v1/batches, with the fields in the order of the API. Times are seconds since the epoch."""
+"""Responses of /v1/files and /v1/batches, with the fields in the order of the API. Times are seconds since the epoch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FileList(msgspec.Struct):
 
 
 class DeletedFile(msgspec.Struct):
-    """The answer to a deletion."""
+    """The response to a deletion."""
 
     id: str
     object: str = "file"
@@ -44,7 +44,7 @@ class DeletedFile(msgspec.Struct):
 
 
 class BatchErrorItem(msgspec.Struct, frozen=True):
-    """One finding of the validation; `line` counts from 1."""
+    """One validation error; `line` counts from 1."""
 
     code: str
     message: str
@@ -53,14 +53,14 @@ class BatchErrorItem(msgspec.Struct, frozen=True):
 
 
 class BatchErrors(msgspec.Struct):
-    """What is wrong with an input file."""
+    """Validation errors of an input file."""
 
     object: str
     data: list[BatchErrorItem]
 
 
 class RequestCounts(msgspec.Struct):
-    """Lines of a batch."""
+    """Numbers of lines of a batch."""
 
     total: int
     completed: int
@@ -68,7 +68,7 @@ class RequestCounts(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct):
-    """The tokens of all answers of a batch."""
+    """The token counts of all responses of a batch."""
 
     input_tokens: int
     input_tokens_details: CachedTokens

@@ -1,4 +1,4 @@
-"""The body of POST /v1/chat/completions."""
+"""Request body of POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ CallName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class ContentPart(msgspec.Struct):
-    """A piece of text."""
+    """A text part."""
 
     type: Literal["text"]
     text: str
 
 
 class TextPart(msgspec.Struct, tag_field="type", tag="text"):
-    """A piece of text of an earlier answer."""
+    """A text part of an earlier response."""
 
     text: str
 
 
 class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal of an earlier answer; it is shown to the model as text."""
+    """A refusal of an earlier response; the model sees it as text."""
 
     refusal: str
 
@@ -47,7 +47,7 @@ AssistantTexts = str | Annotated[list[TextPart | RefusalPart], Meta(max_length=M
 
 
 class CalledFunction(msgspec.Struct):
-    """The function that a model called; arguments is JSON as text."""
+    """The function that a model called; arguments is JSON as a string."""
 
     name: CallName
     arguments: str | dict[str, Any]
@@ -57,7 +57,7 @@ class CalledFunction(msgspec.Struct):
 
 
 class CalledTool(msgspec.Struct):
-    """A tool call of an earlier answer."""
+    """A tool call of an earlier response."""
 
     function: CalledFunction
     id: str = ""
@@ -79,14 +79,14 @@ class SystemMessage(msgspec.Struct, tag_field="role", tag="system", kw_only=True
 
 
 class UserMessage(msgspec.Struct, tag_field="role", tag="user", kw_only=True):
-    """What the user says."""
+    """A user's message."""
 
     content: Texts
     name: str | None = None
 
 
 class AssistantMessage(Part, tag_field="role", tag="assistant", kw_only=True):
-    """An earlier answer; reasoning_content (or reasoning) may be sent back, and the chat template decides on it."""
+    """An earlier response; reasoning_content (or reasoning) may be sent back, and the chat template decides about its use."""
 
     content: AssistantTexts | None = None
     name: str | None = None
@@ -102,12 +102,12 @@ class AssistantMessage(Part, tag_field="role", tag="assistant", kw_only=True):
             "prefix": goes_on,
             "partial": goes_on,
             "function_call": always("is of the past; use tool_calls"),
-            "audio": always("the model takes text alone"),
+            "audio": always("only text input is supported"),
         }
 
 
 class ToolMessage(msgspec.Struct, tag_field="role", tag="tool", kw_only=True):
-    """What a tool returned."""
+    """A tool's output."""
 
     content: Texts
     tool_call_id: str
@@ -115,7 +115,7 @@ class ToolMessage(msgspec.Struct, tag_field="role", tag="tool", kw_only=True):
 
 
 class FunctionMessage(msgspec.Struct, tag_field="role", tag="function", kw_only=True):
-    """What a function returned, in the old form."""
+    """A function's output, in the old format."""
 
     content: str | None
     name: str
@@ -162,14 +162,14 @@ class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
 
 
 class AllowedTools(msgspec.Struct, kw_only=True):
-    """The tools that may be called, of which one has to be where the mode is "required"."""
+    """The tools that may be called; with the mode "required" one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedChoice(msgspec.Struct, tag_field="type", tag="allowed_tools"):
-    """Some of the tools: the model is shown no others."""
+    """A subset of the tools: the model sees only these."""
 
     allowed_tools: AllowedTools
 
@@ -182,7 +182,7 @@ RESERVED_VARIABLES = frozenset(("messages", "tools", "add_generation_prompt"))
 
 
 class TemplateFields(Protocol):
-    """The fields that go to the chat template."""
+    """Fields that are passed to the chat template."""
 
     tools: list[Tool] | None
     add_generation_prompt: bool | None
@@ -191,14 +191,14 @@ class TemplateFields(Protocol):
 
 
 def check_limits(body: msgspec.Struct, *names: str) -> None:
-    """Raise RequestError where a limit of output tokens is 0."""
+    """Raise RequestError if a limit of output tokens is 0."""
     for name in names:
         if getattr(body, name) == 0:
             raise BodyError(f"{name}: must be at least 1, or -1 for no limit, got 0", name)
 
 
 def check_template_fields(body: TemplateFields) -> None:
-    """Check what lies between the fields of the template. Raises RequestError."""
+    """Check constraints between the template's fields. Raises RequestError."""
     variables = body.chat_template_kwargs or {}
     try:
         check_depth(variables, MAX_DEPTH, "chat_template_kwargs")
@@ -218,7 +218,7 @@ def check_template_fields(body: TemplateFields) -> None:
 
 
 def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> None:
-    """Check that there is what is to be called. Raises RequestError."""
+    """Check that the chosen tools exist. Raises RequestError."""
     if choice in (None, "none", "auto"):
         return
     if not tools:
@@ -230,7 +230,7 @@ def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> No
 
 
 def chosen_tools(choice: ToolChoice | None) -> tuple[str, ...]:
-    """Return the names of the tools that a choice names."""
+    """Return the names of the tools that a tool_choice names."""
     if isinstance(choice, AllowedChoice):
         return tuple(tool.function.name for tool in choice.allowed_tools.tools)
     return (choice.function.name,) if isinstance(choice, ChosenTool) else ()
@@ -276,14 +276,14 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             "function_call": unless("auto", "none", reason=old_functions),
             "service_tier": SERVICE_TIERS,
             "chat_template": always("a request cannot bring its own chat template; chat_template_kwargs can set its variables"),
-            "modalities": unless(["text"], reason="the model answers in text alone"),
-            "web_search_options": always("there is no web search here; leave it out"),
+            "modalities": unless(["text"], reason="only text output is supported"),
+            "web_search_options": always("web search is not supported; leave it out"),
             "verbosity": unless("medium", reason="is not supported; say in the messages how long the answer is to be"),
             **{name: always("is not supported; leave it out") for name in ("audio", "moderation")},
         }
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         super().check()
         check_template_fields(self)
         if self.top_logprobs and not self.logprobs:
@@ -312,11 +312,11 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def wanted_effort(self) -> str | None:
-        """How much the model is to reason; None: as the chat template has it."""
+        """The requested reasoning effort; None: the chat template's default."""
         return "none" if self._no_reasoning else self.reasoning_effort
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the wish that the answer be stored, which it is not."""
+        """Return `store`, which has no effect."""
         return {"store": "store"} if self.store else {}
 
     def output_schemas(self) -> Iterator[tuple[str, object]]:
@@ -328,7 +328,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def shown_tools(self) -> list[Tool]:
-        """The tools that the model is shown: those that it may call, or has to."""
+        """The tools that the model sees: those that it may or must call."""
         if self.tool_choice == "none":
             return []
         names = chosen_tools(self.tool_choice) if isinstance(self.tool_choice, AllowedChoice) else None
@@ -336,7 +336,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def forced_tools(self) -> tuple[str, ...]:
-        """The names of the tools one of which has to be called; empty: the model decides."""
+        """The names of the tools of which one must be called; empty: the model decides."""
         choice = self.tool_choice
         if isinstance(choice, ChosenTool):
             return chosen_tools(choice)
@@ -345,6 +345,6 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def max_output_tokens(self) -> int | None:
-        """max_completion_tokens, or its old name; None where there is no limit."""
+        """max_completion_tokens, or max_tokens; None without a limit."""
         stated = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         return None if stated == NO_LIMIT else stated

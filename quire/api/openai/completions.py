@@ -1,4 +1,4 @@
-"""The body of POST /v1/completions."""
+"""Request body of POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT_SCHEMA = {
         },
     ]
 }
-# One type of list: what is in it is told apart by split_prompts. What is generated is the schema above.
+# A single list type; split_prompts distinguishes its contents. The generated schema is PROMPT_SCHEMA.
 PromptField = Annotated[str | list[str | TokenId | list[TokenId]], Meta(extra_json_schema=PROMPT_SCHEMA)]
 
 
@@ -49,7 +49,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
-        # The default here is a limit of 16: no limit is not neutral.
+        # The default is a limit of 16, so "no limit" is not a neutral value here.
         unlimited: dict[str, tuple[object, ...]] = {"max_output_tokens": (), "n_predict": (), "num_predict": ()}
         return {
             **super().refusals(),
@@ -59,7 +59,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
         }
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         super().check()
         split_prompts(self.prompt, MAX_PROMPTS, "prompt")
         if self.best_of is not None:
@@ -80,23 +80,23 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
     @property
     def limit_param(self) -> str:
-        """The name that the limit of the output was sent by."""
+        """The name under which the output limit was sent."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def stated_limit(self) -> int | None:
-        """max_tokens, or its other name, as it was sent."""
+        """max_tokens or max_completion_tokens, as sent."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def max_output_tokens(self) -> int | None:
-        """The limit of the output; None where there is none but the context."""
+        """The limit of the output; None if only the context limits it."""
         stated = self.stated_limit
         return DEFAULT_MAX_TOKENS if stated is None else None if stated == NO_LIMIT else stated
 
 
 def split_prompts(prompt: str | list[str | int | list[int]], limit: int, param: str) -> list[Prompt]:
-    """Return the prompts of a field that has one or many, as text or token ids. Raises RequestError."""
+    """Return the prompts of a field with one or many, as text or token ids. Raises RequestError."""
     prompts: list[Prompt]
     if isinstance(prompt, str):
         prompts = [prompt]

@@ -1,4 +1,4 @@
-"""The body of POST /v1/embeddings."""
+"""Request body of POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Truncation = Annotated[
 
 
 class EmbeddingRequest(Body, kw_only=True):
-    """Texts to be turned into vectors."""
+    """Texts to be embedded."""
 
     model: Name
     input: PromptField

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/responses and /v1/responses/input_tokens."""
+"""Request bodies of POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _INCLUDES_WITHOUT_EFFECT = (
     "computer_call_output.output.image_url",
     "message.input_image.image_url",
 )
-"""Of items that no answer here has; clients add them by themselves."""
+"""Concern items that no response here has; clients add them by default."""
 _SKIPPED_TOOLS = ("web_search", "image_generation", "namespace", "tool_search", "local_shell", "shell", "apply_patch")
-"""Types of tools that only the vendor runs, or its models know, and that coding agents offer with every request."""
+"""Types of tools that need the vendor's server or models, and that coding agents include in every request."""
 CUSTOM_INPUT = "input"
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -53,7 +53,7 @@ _CUSTOM_PARAMETERS = {
 
 
 class CustomFormat(msgspec.Struct, kw_only=True):
-    """What the input of a custom tool looks like."""
+    """The input format of a custom tool."""
 
     type: Annotated[str, Meta(max_length=64, description="'text'; a tool with another format is left out.")]
     syntax: str | None = None
@@ -61,7 +61,7 @@ class CustomFormat(msgspec.Struct, kw_only=True):
 
 
 class FunctionTool(Part, kw_only=True):
-    """A function that the model may call, whose parameters are a JSON schema, or a custom tool, whose input is any text."""
+    """A function with a JSON schema of parameters, or a custom tool, whose input is free text."""
 
     type: Annotated[
         str,
@@ -79,25 +79,25 @@ class FunctionTool(Part, kw_only=True):
 
     @property
     def is_skipped(self) -> bool:
-        """Whether the model is not offered this tool: only the vendor has it, or its input has a format of its own."""
+        """Whether the tool is ignored: it needs the vendor's server, or its input has a format of its own."""
         is_vendors = self.type in _SKIPPED_TOOLS or self.type.startswith("web_search_preview")
         return is_vendors or (self.is_custom and self.format is not None and self.format.type != "text")
 
     @property
     def is_custom(self) -> bool:
-        """Whether it takes any text."""
+        """Whether its input is free text."""
         return self.type == "custom"
 
     @property
     def schema(self) -> dict[str, Any] | None:
-        """Of what it is called with; a custom tool is a function of one string."""
+        """The schema of its arguments; a custom tool is a function with one string."""
         return _CUSTOM_PARAMETERS if self.is_custom else self.parameters
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:
         return {
-            "defer_loading": unless(False, reason="there is no search of tools here; leave it out"),
-            "allowed_callers": unless(["direct"], reason="there is no code that calls tools here; it may be ['direct']"),
+            "defer_loading": unless(False, reason="tool search is not supported; leave it out"),
+            "allowed_callers": unless(["direct"], reason="calling tools from code is not supported; it may be ['direct']"),
         }
 
     def __post_init__(self) -> None:
@@ -110,19 +110,19 @@ class FunctionTool(Part, kw_only=True):
 
 
 class ChosenTool(msgspec.Struct, tag_field="type", tag="function"):
-    """A tool that is to be called, or may be."""
+    """A tool that must or may be called."""
 
     name: Annotated[str, Meta(pattern=_TOOL_NAME)]
 
 
 class ChosenCustomTool(msgspec.Struct, tag_field="type", tag="custom"):
-    """A custom tool that is to be called, or may be."""
+    """A custom tool that must or may be called."""
 
     name: Annotated[str, Meta(pattern=_TOOL_NAME)]
 
 
 class AllowedTools(msgspec.Struct, tag_field="type", tag="allowed_tools", kw_only=True):
-    """The tools that may be called, of which one has to be where the mode is "required"."""
+    """The tools that may be called; with the mode "required" one of them must be called."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[ChosenTool | ChosenCustomTool], Meta(min_length=1, max_length=MAX_TOOLS)]
@@ -132,7 +132,7 @@ ToolChoice = Literal["none", "auto", "required"] | ChosenTool | ChosenCustomTool
 
 
 class Reasoning(Part, kw_only=True):
-    """How much the model is to reason. A summary is not made: the reasoning is given in full."""
+    """Reasoning effort. Summaries are not generated: the reasoning is returned in full."""
 
     effort: Annotated[str, Meta(max_length=32, description="As the chat template knows it.")] | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -147,7 +147,7 @@ class Reasoning(Part, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
-    """Any text."""
+    """Unconstrained text."""
 
 
 class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
@@ -155,7 +155,7 @@ class JsonObjectFormat(msgspec.Struct, tag_field="type", tag="json_object"):
 
 
 class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_only=True):
-    """JSON of a schema, which is enforced whether strict is true or not. The name and the description are not used."""
+    """JSON that matches a schema, enforced whether strict is true or not. The name and the description are ignored."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
@@ -164,7 +164,7 @@ class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", kw_o
 
 
 class TextConfig(msgspec.Struct, kw_only=True):
-    """The form of the text, and how long it is to be."""
+    """Format and verbosity of the text."""
 
     format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
@@ -177,7 +177,7 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
 
 
 class ResponsePrompt(Body, kw_only=True):
-    """A conversation, perhaps one that the server has stored, and what of a request the chat template is told."""
+    """A conversation, possibly continuing a stored one, and the fields that the chat template gets."""
 
     model: Annotated[Name, Meta(description="One of GET /v1/models.")]
     input: str | InputItems
@@ -196,12 +196,12 @@ class ResponsePrompt(Body, kw_only=True):
             "truncation": unless("disabled", reason="is not supported; shorten the input"),
             "tool_choice": _refuse_tool_choice,
             "text": _refuse_text,
-            "prompt": always("there are no stored prompts; send instructions and input"),
+            "prompt": always("stored prompts are not supported; send instructions and input"),
             "conversation": always("is not supported; use previous_response_id"),
         }
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         for position, item in enumerate(() if isinstance(self.input, str) else self.input):
             item.check(f"input[{position}]")
         if not self.input and self.previous_response_id is None:
@@ -254,7 +254,7 @@ class ResponsePrompt(Body, kw_only=True):
 
     @property
     def forced_tools(self) -> tuple[str, ...]:
-        """The names of the tools one of which has to be called; empty: the model decides."""
+        """The names of the tools of which one must be called; empty: the model decides."""
         choice = self.tool_choice
         if isinstance(choice, ChosenTool | ChosenCustomTool):
             return self.chosen_tools
@@ -263,7 +263,7 @@ class ResponsePrompt(Body, kw_only=True):
 
     @property
     def shown_tools(self) -> list[FunctionTool]:
-        """The tools that the model is shown: those that it may call."""
+        """The tools that the model sees: those that it may call."""
         if self.tool_choice == "none":
             return []
         names = self.chosen_tools if isinstance(self.tool_choice, AllowedTools) else None
@@ -271,11 +271,11 @@ class ResponsePrompt(Body, kw_only=True):
 
     @property
     def offered_tools(self) -> list[FunctionTool]:
-        """The tools that are not left out."""
+        """The tools that are not ignored."""
         return [tool for tool in self.tools or () if not tool.is_skipped]
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the tools that are left out, each with its type."""
+        """Return the ignored tools, each with its type."""
         tools = enumerate(self.tools or ())
         return {f"tools[{position}]": f"tools[{position}].{tool.type}" for position, tool in tools if tool.is_skipped}
 
@@ -319,7 +319,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
         }
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         super().check()
         if self.stream_options is not None and not self.stream:
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
@@ -330,14 +330,14 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
                 raise BodyError(f"{param}: may be one of {', '.join(_INCLUDES)}, got {name!r}", param, "unsupported_value")
 
     def ignored_parts(self) -> Mapping[str, str]:
-        """Return the tools that are left out, and what is to be included of items that there are none of."""
+        """Return the ignored tools, and `include` entries without effect."""
         include = [(f"include[{position}]", name) for position, name in enumerate(self.include or ())]
         others = {path: f"{path}.{name}" for path, name in include if name in _INCLUDES_WITHOUT_EFFECT}
         return {**super().ignored_parts(), **others}
 
     @property
     def limit(self) -> int | None:
-        """The limit of the output; None where there is none."""
+        """The limit of the output; None without one."""
         return None if self.max_output_tokens == NO_LIMIT else self.max_output_tokens
 
     @property
@@ -347,7 +347,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the log probabilities of the answer's tokens are wanted."""
+        """Whether log probabilities of the generated tokens are requested."""
         return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
 
 

@@ -1,4 +1,4 @@
-"""The answers of the Responses API and the events of its streams, with the fields in its order."""
+"""Responses and stream events of the Responses API, with the fields in its order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
 
 class InputTokens(msgspec.Struct):
-    """input_tokens_details; writing to the cache costs nothing here, so no tokens are told apart."""
+    """input_tokens_details; cache writes are free and not counted."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
 class ResponseUsage(msgspec.Struct):
-    """The tokens of a response."""
+    """The token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokens
@@ -43,14 +43,14 @@ class IncompleteDetails(msgspec.Struct):
 
 
 class EchoedReasoning(msgspec.Struct):
-    """What was asked for."""
+    """The requested reasoning options."""
 
     effort: str | None
     summary: str | None
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response, from its beginning to its end; most of it says what was asked for."""
+    """A response in any state; most fields repeat the request."""
 
     id: str
     object: str = "response"
@@ -85,7 +85,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class DeletedResponse(msgspec.Struct):
-    """The answer to a deletion."""
+    """The response to a deletion."""
 
     id: str
     object: str = "response"
@@ -93,7 +93,7 @@ class DeletedResponse(msgspec.Struct):
 
 
 class InputTokenCount(msgspec.Struct):
-    """How many tokens the model would be given."""
+    """The number of tokens of the prompt."""
 
     input_tokens: int
     object: str = "response.input_tokens"
@@ -110,7 +110,7 @@ class ItemList(msgspec.Struct):
 
 
 class Event(msgspec.Struct, tag_field="type"):
-    """Base of the events; they are numbered from 0 as they are sent."""
+    """Base of the events; they are numbered from 0 in the order of sending."""
 
     sequence_number: int
 
@@ -128,7 +128,7 @@ class InProgress(Event, tag="response.in_progress"):
 
 
 class ItemAdded(Event, tag="response.output_item.added"):
-    """An item begins, still empty."""
+    """An item begins, empty."""
 
     output_index: int
     item: OutputItem
@@ -150,7 +150,7 @@ class PartEvent(Event):
 
 
 class PartAdded(PartEvent, tag="response.content_part.added"):
-    """A part of an item begins, still empty."""
+    """A part of an item begins, empty."""
 
     part: OutputText | ReasoningText
 
@@ -162,33 +162,33 @@ class PartDone(PartEvent, tag="response.content_part.done"):
 
 
 class TextPiece(PartEvent, tag="response.output_text.delta"):
-    """More text."""
+    """A delta of a text."""
 
     delta: str
     logprobs: list[ChatLogprob]
 
 
 class TextDone(PartEvent, tag="response.output_text.done"):
-    """All of a text."""
+    """A complete text."""
 
     text: str
     logprobs: list[ChatLogprob]
 
 
 class ReasoningPiece(PartEvent, tag="response.reasoning_text.delta"):
-    """More reasoning."""
+    """A delta of the reasoning."""
 
     delta: str
 
 
 class ReasoningDone(PartEvent, tag="response.reasoning_text.done"):
-    """All of the reasoning of an item."""
+    """The complete reasoning of an item."""
 
     text: str
 
 
 class ArgumentsPiece(Event, tag="response.function_call_arguments.delta"):
-    """More of the arguments of a call."""
+    """A delta of a call's arguments."""
 
     item_id: str
     output_index: int
@@ -196,7 +196,7 @@ class ArgumentsPiece(Event, tag="response.function_call_arguments.delta"):
 
 
 class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
-    """All arguments of a call."""
+    """The complete arguments of a call."""
 
     item_id: str
     output_index: int
@@ -205,7 +205,7 @@ class ArgumentsDone(Event, tag="response.function_call_arguments.done"):
 
 
 class CustomInputPiece(Event, tag="response.custom_tool_call_input.delta"):
-    """More of the input of a call of a custom tool."""
+    """A delta of the input of a custom tool call."""
 
     item_id: str
     output_index: int
@@ -213,7 +213,7 @@ class CustomInputPiece(Event, tag="response.custom_tool_call_input.delta"):
 
 
 class CustomInputDone(Event, tag="response.custom_tool_call_input.done"):
-    """All of the input of a call of a custom tool."""
+    """The complete input of a custom tool call."""
 
     item_id: str
     output_index: int
@@ -221,19 +221,19 @@ class CustomInputDone(Event, tag="response.custom_tool_call_input.done"):
 
 
 class Completed(Event, tag="response.completed"):
-    """The last event of a response that is complete."""
+    """The last event of a completed response."""
 
     response: Response
 
 
 class Incomplete(Event, tag="response.incomplete"):
-    """The last event of a response that was cut."""
+    """The last event of a truncated response."""
 
     response: Response
 
 
 class Failed(Event, tag="response.failed"):
-    """The last event of a response that failed."""
+    """The last event of a failed response."""
 
     response: Response
 

@@ -1,4 +1,4 @@
-"""Items of the Responses API: what a conversation is made of, as it is sent, stored and answered."""
+"""Items of the Responses API: elements of a conversation, as they are sent, stored and returned."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ItemId = Annotated[str, Meta(max_length=256)]
 
 
 class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    """Text that is sent."""
+    """Text of an input message."""
 
     text: str
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """Text of an answer."""
+    """Generated text."""
 
     text: str
     annotations: list[None] = []
@@ -30,7 +30,7 @@ class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class SentOutputText(msgspec.Struct, tag_field="type", tag="output_text"):
-    """Text of an earlier answer. Its annotations and log probabilities are not used."""
+    """Text of an earlier response. Its annotations and log probabilities are ignored."""
 
     text: str
     annotations: list[Any] | None = None
@@ -38,7 +38,7 @@ class SentOutputText(msgspec.Struct, tag_field="type", tag="output_text"):
 
 
 class RefusalText(msgspec.Struct, tag_field="type", tag="refusal"):
-    """A refusal of an earlier answer; it is shown to the model as text."""
+    """A refusal of an earlier response; the model sees it as text."""
 
     refusal: str
 
@@ -50,13 +50,13 @@ class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):
 
 
 class SummaryText(msgspec.Struct, tag_field="type", tag="summary_text"):
-    """A summary of reasoning, made elsewhere."""
+    """A summary of reasoning from another server."""
 
     text: str
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model says."""
+    """A generated message."""
 
     id: str
     role: str
@@ -65,7 +65,7 @@ class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
-    """What the model thinks, in full; summaries are not made."""
+    """Generated reasoning, in full; summaries are not generated."""
 
     id: str
     summary: list[SummaryText]
@@ -74,7 +74,7 @@ class OutputReasoning(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
-    """A function that the model calls; arguments is JSON as text."""
+    """A function call; arguments is JSON as a string."""
 
     id: str
     call_id: str
@@ -84,7 +84,7 @@ class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
 
 
 class OutputCustomCall(msgspec.Struct, tag_field="type", tag="custom_tool_call"):
-    """A custom tool that the model calls; input is any text."""
+    """A call of a custom tool; input is free text."""
 
     id: str
     call_id: str
@@ -101,14 +101,14 @@ SentTexts = str | SentParts
 
 
 class InputItem(msgspec.Struct, kw_only=True):
-    """One item of the input; which fields it has depends on its type.
+    """One item of the input; its type determines which fields it has.
 
     message                  role, content
-    function_call            call_id, name, arguments: a call of an earlier answer
-    function_call_output     call_id, output: what the function returned
-    custom_tool_call         call_id, name, input: a call of an earlier answer
-    custom_tool_call_output  call_id, output: what the tool returned
-    reasoning                content, else summary: reasoning of an earlier answer
+    function_call            call_id, name, arguments: a call of an earlier response
+    function_call_output     call_id, output: the function's output
+    custom_tool_call         call_id, name, input: a call of an earlier response
+    custom_tool_call_output  call_id, output: the tool's output
+    reasoning                content, else summary: reasoning of an earlier response
     """
 
     id: ItemId | None = None
@@ -126,7 +126,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     status: ItemStatus | None = None
 
     def check(self, where: str) -> None:
-        """Check that the item has what its type needs. Raises RequestError."""
+        """Check that the item has the fields that its type needs. Raises RequestError."""
         for name in _NEEDED[self.type]:
             if getattr(self, name) is None:
                 param = f"{where}.{name}"
@@ -141,12 +141,12 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     @property
     def is_call_output(self) -> bool:
-        """Whether it is what a function or a custom tool returned."""
+        """Whether it is the output of a function or a custom tool."""
         return self.type in ("function_call_output", "custom_tool_call_output")
 
     @property
     def texts(self) -> list[str]:
-        """The texts of a message, of reasoning, or of what a function returned."""
+        """The texts of a message, of reasoning, or of a function's output."""
         if self.is_call_output:
             return texts_of(self.output)
         return texts_of(self.content) or [part.text for part in self.summary or ()]
@@ -173,7 +173,7 @@ def texts_of(content: SentTexts | list[InputText] | None) -> list[str]:
 
 
 def _wrong_part(content: SentTexts, is_answer: bool) -> tuple[int, str] | None:
-    """Return the place and type of the first part that does not go with who speaks."""
+    """Return the index and type of the first part that the message's role does not allow."""
     if isinstance(content, str):
         return None
     for position, part in enumerate(content):

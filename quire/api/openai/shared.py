@@ -1,4 +1,4 @@
-"""What several requests of the OpenAI API have in common: sampling fields, their ranges, and what is refused."""
+"""Definitions shared by request bodies of the OpenAI API: sampling fields, their ranges, and refused fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_DEPTH = 64
 GUIDED_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-"""What constrains an output by a name of its own: guided_json and so on."""
+"""Suffixes of the fields guided_json and so on, each of which constrains the output."""
 
 TokenId = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 TokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
@@ -28,11 +28,11 @@ Stop = (
     | Annotated[list[StopString], Meta(max_length=MAX_STOP_STRINGS)]
 )
 NO_LIMIT = -1
-"""Of output tokens, as llama.cpp and others write it."""
+"""No limit of output tokens, as in llama.cpp and other servers."""
 Limit = Annotated[int, Meta(ge=NO_LIMIT, le=MAX_TOKEN_ID)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 RANDOM_SEED = -1
-"""As good as no seed, as in other servers."""
+"""Same as no seed, as in other servers."""
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasedToken = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
@@ -45,7 +45,7 @@ Metadata = Annotated[
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
-    """How a stream reports its usage."""
+    """Usage options of a stream."""
 
     include_usage: Annotated[bool, Meta(description="Send a last chunk with the usage.")] | None = None
     continuous_usage_stats: Annotated[bool, Meta(description="Send the usage so far with every chunk.")] | None = None
@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 
 
 class TextFormat(msgspec.Struct, tag_field="type", tag="text"):
-    """Any text."""
+    """Unconstrained text."""
 
 
 class JsonObjectFormat(Part, tag_field="type", tag="json_object"):
@@ -65,7 +65,7 @@ class JsonObjectFormat(Part, tag_field="type", tag="json_object"):
 
 
 class NamedSchema(msgspec.Struct, kw_only=True):
-    """A JSON schema; it is enforced whether strict is true or not. The name and the description are not used."""
+    """A JSON schema, enforced whether strict is true or not. The name and the description are ignored."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     schema: dict[str, Any] | bool
@@ -74,13 +74,13 @@ class NamedSchema(msgspec.Struct, kw_only=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     json_schema: NamedSchema
 
 
 class StructuralTagFormat(msgspec.Struct, tag_field="type", tag="structural_tag", kw_only=True):
-    """Text and constrained parts one after the other: a format, or in the old form structures and triggers."""
+    """A sequence of free text and constrained parts: a format, or in the old form structures and triggers."""
 
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
@@ -93,7 +93,7 @@ Backend = Literal["auto", "llguidance", "guidance", "xgrammar"]
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What the output has to look like; exactly one of the first six."""
+    """A constraint on the output; exactly one of the first six fields."""
 
     json: Schema | None = None
     regex: str | None = None
@@ -114,11 +114,11 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         | None
     ) = None
     backend: Backend | None = None
-    disable_fallback: Annotated[bool, Meta(description="Have one backend alone try, where it is 'auto'.")] | None = None
+    disable_fallback: Annotated[bool, Meta(description="Do not try another backend where it is 'auto'.")] | None = None
 
 
 class SamplingFields(Body, kw_only=True):
-    """Fields of both generating routes. What is absent takes the checkpoint's recommendation, else the API's default."""
+    """Fields of both generating routes. Absent fields take the checkpoint's recommendation, else the API's default."""
 
     model: Annotated[Name, Meta(description="One of GET /v1/models.")]
     temperature: Annotated[float, Meta(ge=0, le=2, description="0 takes the most likely token.")] | None = None
@@ -167,12 +167,12 @@ class SamplingFields(Body, kw_only=True):
         return {
             **refusals_of_others(cls.__struct_encode_fields__),
             "guided_decoding_backend": unless(
-                *get_args(Backend), reason=f"there is no such backend; it may be {', '.join(get_args(Backend))}"
+                *get_args(Backend), reason=f"unknown backend; it may be {', '.join(get_args(Backend))}"
             ),
         }
 
     def check(self) -> None:
-        """Check the fields of streams, what only whole answers have, and that the output is constrained in one way."""
+        """Check stream fields, fields that need a complete response, and that the output has at most one constraint."""
         constraints = self.output_constraints
         if self.response_format is not None and not isinstance(self.response_format, TextFormat):
             constraints.append("response_format")
@@ -196,7 +196,7 @@ class SamplingFields(Body, kw_only=True):
 
     @property
     def output_constraints(self) -> list[str]:
-        """The names of the fields that constrain the output, but for response_format."""
+        """The names of the fields that constrain the output, except response_format."""
         return [
             name
             for name in ("structured_outputs", *(f"guided_{kind}" for kind in GUIDED_KINDS))
@@ -205,20 +205,20 @@ class SamplingFields(Body, kw_only=True):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with a chunk of its usage."""
+        """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def has_continuous_usage(self) -> bool:
-        """Whether every chunk of a stream has the usage so far."""
+        """Whether every chunk of a stream reports the current usage."""
         return self.includes_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 ServiceTier = Annotated[
     Literal["auto", "default", "flex", "priority", "fast"],
-    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': behind all others."),
+    Meta(description="'priority' (or 'fast'): a larger share of a full server, where the key may; 'flex': after all others."),
 ]
 SERVICE_TIERS = unless(
     *("auto", "default", "flex", "priority", "fast"),
-    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (behind all others)",
+    reason="may be 'auto', 'default', 'priority' (or 'fast') or 'flex' (after all other requests)",
 )

@@ -1,4 +1,4 @@
-"""The bodies of POST /tokenize and /detokenize."""
+"""Request bodies of POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_TOKENS = 1 << 17
 
 
 class TokenizeRequest(Body, kw_only=True):
-    """A prompt, or messages, to be turned into token ids: one of the two."""
+    """A prompt or messages to be tokenized; exactly one of the two."""
 
     model: Name | None = None
     prompt: str | None = None
@@ -36,14 +36,14 @@ class TokenizeRequest(Body, kw_only=True):
         return {**refusals_of(neutral, ()), "chat_template": always("is not supported; leave it out")}
 
     def check(self) -> None:
-        """Check what lies between the fields."""
+        """Check constraints between fields."""
         if (self.prompt is None) == (self.messages is None):
             raise BodyError("prompt: one of prompt and messages is needed", "prompt", "missing_required_parameter")
         check_template_fields(self)
 
 
 class DetokenizeRequest(Body, kw_only=True):
-    """Token ids to be turned into text."""
+    """Token ids to be detokenized."""
 
     max_values: ClassVar[int | None] = MAX_TOKENS + (1 << 15)
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]

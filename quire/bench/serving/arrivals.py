@@ -1,4 +1,4 @@
-"""When requests arrive: seeded processes, in seconds from the start of a run."""
+"""Arrival times of requests: seeded processes, in seconds from the start of a run."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ PROCESSES: tuple[Process, ...] = ("auto", "poisson", "fixed", "burst", "trace")
 class Arrivals:
     """How requests arrive. Raises ConfigError.
 
-    request_rate     requests per second in the mean; inf: all at once, or as max_concurrency lets them
+    request_rate     mean requests per second; inf: all at once, or as max_concurrency allows
     process          "poisson" (gamma gaps with burstiness), "fixed" gaps, "burst" of burst_size at once, "trace": as recorded;
-                     "auto": the trace's times where it has them and no rate is given, else poisson
+                     "auto": the trace's times if it has any and no rate is given, else poisson
     burstiness       shape of the gamma distribution of the gaps: 1 is Poisson, less is burstier, more is more even
-    burst_size       requests of one burst
-    max_concurrency  requests under way at most; those that are due wait in the client. None: no limit
-    trace_speed      how much faster than recorded a trace is replayed
+    burst_size       requests per burst
+    max_concurrency  maximum number of requests in flight; further ones wait in the client. None: no limit
+    trace_speed      replay speed of a trace relative to the recording
     """
 
     request_rate: float = math.inf
@@ -52,7 +52,7 @@ class Arrivals:
             raise ConfigError("--arrival trace takes its times from the trace: give --trace-speed, not --request-rate")
 
     def describe(self, has_times: bool) -> str:
-        """Return the process in words; has_times: whether the workload has times of its own."""
+        """Return a description; has_times: whether the workload has recorded times."""
         limit = "" if self.max_concurrency is None else f", at most {self.max_concurrency} at a time"
         name = self.resolve(has_times)
         if name == "trace":
@@ -67,7 +67,7 @@ class Arrivals:
         return f"open loop, {self.request_rate:g} requests/s, {shape}{limit}"
 
     def resolve(self, has_times: bool) -> str:
-        """Return the process that "auto" stands for. Raises ConfigError when a trace is wanted that has no times."""
+        """Return the process that "auto" selects. Raises ConfigError if a trace is required that has no times."""
         if self.process == "trace" and not has_times:
             raise ConfigError("--arrival trace needs a --dataset-path whose rows have timestamps")
         if self.process != "auto":
@@ -77,7 +77,7 @@ class Arrivals:
     def times(self, num_requests: int, recorded: list[float] | None, seed: int) -> list[float]:
         """Return when each request is due, ascending, the first at 0.
 
-        recorded  times of the workload's own, in seconds, ascending, or None
+        recorded  times of the workload, in seconds, ascending, or None
         """
         name = self.resolve(recorded is not None)
         if name == "trace" and recorded is not None:

@@ -1,4 +1,4 @@
-"""What HTTP adds: the processor time of a run through a server, beside the record of the same run in one process."""
+"""Overhead of HTTP: the CPU time of a run through a server, compared with the same run in one process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _SAME = ("model", "dataset", "arrival", "ignore_eos", "completed", "total_input_
 
 @dataclass(frozen=True, slots=True)
 class InProcessRecord:
-    """The figures of a run with --in-process. Its processor time is that of the engine and of what sends and reads."""
+    """The results of a run with --in-process. Its CPU time is that of the engine and of the client."""
 
     path: Path
     figures: Mapping[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> InProcessRecord:
-        """Read a record. Raises ConfigError where it is none, or of a run that did not end well."""
+        """Read a record. Raises ConfigError if it is invalid, or of a run that was not successful."""
         try:
             figures = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -35,15 +35,15 @@ class InProcessRecord:
         return cls(path, figures)
 
     def differences(self, figures: Mapping[str, Any]) -> str:
-        """Return in what a run was another than this one, so that nothing can be said of what it took beyond; "" in nothing."""
+        """Return the differences between two runs that make their costs incomparable; "" if there are none."""
         other = [name for name in _SAME if figures.get(name) != self.figures.get(name)]
         return ", ".join(f"{name} {self.figures.get(name)!r} there and {figures.get(name)!r} here" for name in other)
 
     def added(self, figures: Mapping[str, Any], cost: Cost) -> dict[str, Any]:
-        """Return what the same run through a server, which took `cost`, took beyond this one, by request and by token.
+        """Return the additional CPU time of the same run through a server, which cost `cost`, per request and per token.
 
-        What the engine's process took beyond is the link, and what its steps cost more because they are others: requests that
-        come one by one over HTTP make more and smaller ones. The steps of both runs are told beside it.
+        The additional time of the engine's process is due to its connection and to different steps: requests that come one by
+        one over HTTP lead to more and smaller steps. So the numbers of steps of both runs are included.
         """
         front_end_s = cost.cpu.front_end_s
         added_s = (cost.cpu.server_s or 0.0) - self.figures["client"]["cpu_s"]

@@ -1,4 +1,4 @@
-"""What a reader of the figures should know before believing them."""
+"""Warnings about doubtful results of a load test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_LATENESS_S = 0.05
 
 
 def find_warnings(result: LoadResult, lags_s: tuple[float, ...], cost: dict[str, Any], setup: Setup) -> list[str]:
-    """Return sentences about what makes the figures doubtful: an overloaded client, odd streams, short outputs."""
+    """Return warnings about what makes the results doubtful: an overloaded client, odd streams, short outputs."""
     return [*_client_warnings(result, lags_s, cost, setup), *_stream_warnings(result)]
 
 

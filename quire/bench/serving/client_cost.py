@@ -1,4 +1,4 @@
-"""What the load generator itself costs: processor time, the lag of its event loop, and the server's time beside it."""
+"""Cost of the load generator itself: CPU time, the lag of its event loop, and the server's CPU time for comparison."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TICK_S = 0.05
 
 
 class LagMeter:
-    """Sleep again and again and note how late the event loop woke up: how stale a time stamp may be. Seconds."""
+    """Sleeps repeatedly and records how late the event loop woke up, which bounds the error of time stamps. Seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.lags_s: list[float] = []
@@ -31,10 +31,10 @@ class LagMeter:
 
 @dataclass(frozen=True, slots=True)
 class CpuTimes:
-    """Processor seconds: of this process, and of the server's processes where they are known.
+    """CPU seconds of this process, and of the server's processes if they are known.
 
-    server_s      of them and all that they started
-    front_end_s   of them alone: of quire, that is what is not the engine's
+    server_s      of these and all their descendants
+    front_end_s   of these processes only: for quire everything except the engine
     """
 
     client_s: float
@@ -51,9 +51,9 @@ class CpuTimes:
 
 
 def read_cpu_times(server_pids: tuple[int, ...] = (), proc: Path = Path("/proc")) -> CpuTimes:
-    """Return the processor time used so far; the server's is that of its processes and all that they started.
+    """Return the CPU time used so far; the server's is that of its processes and all their descendants.
 
-    Raises ConfigError for a process that is not there, and where there is no /proc.
+    Raises ConfigError for a process that does not exist, and without /proc.
     """
     if not server_pids:
         return CpuTimes(time.process_time())
@@ -72,14 +72,14 @@ def _difference(now: float | None, before: float | None) -> float | None:
 
 
 def _read_stats(proc: Path) -> dict[int, tuple[int, int]]:
-    """Return parent and clock ticks (user and system, its own and of children that have ended) of every process."""
+    """Return parent and clock ticks (user and system, of the process and of children that have ended) of every process."""
     stats = {}
     for folder in proc.glob("[0-9]*"):
         try:
             text = (folder / "stat").read_text()
         except OSError:
             continue  # it has ended meanwhile
-        fields = text.rpartition(")")[2].split()  # the name before may hold spaces and parentheses
+        fields = text.rpartition(")")[2].split()  # the name before may contain spaces and parentheses
         stats[int(folder.name)] = (int(fields[1]), sum(map(int, fields[11:15])))
     return stats
 

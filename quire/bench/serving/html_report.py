@@ -1,4 +1,4 @@
-"""The report as one HTML file without anything from elsewhere: plots as inline SVG, each with its numbers as a table."""
+"""The report as one self-contained HTML file: plots as inline SVG, each with its numbers as a table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client on asyncio protocols: a pool of kept connections, bodies handed out in the callback that read them.
+"""A small HTTP/1.1 client on asyncio protocols: a connection pool, with bodies passed on in the callback that read them.
 
-Nothing is awaited per chunk: a stream costs one callback for what the socket had, and one future at its end.
+Nothing is awaited per chunk: a stream costs one callback per socket read, and one future at its end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Clock = Callable[[], float]
 
 
 class BodySink(Protocol):
-    """Where the body of a successful event stream goes."""
+    """Receives the body of a successful event stream."""
 
     def on_body(self, data: bytes, now: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """status, headers (names in lower case), the body (empty where a sink took it) and when its last byte came."""
+    """status, headers (names in lower case), the body (empty if a sink received it) and the time of its last byte."""
 
     status: int
     headers: dict[str, str]
@@ -36,7 +36,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where the server is. path: what stands before every path, without a slash at its end."""
+    """The server's address. path: prefix of all paths, without a trailing slash."""
 
     host: str
     port: int
@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = self._clock()
         if self._done is None:
-            self.close()  # nothing was asked: whatever this is, the connection is out of step
+            self.close()  # unsolicited data: the connection is out of sync
             return
         self.has_received = True
         reader = self._reader
@@ -132,7 +132,7 @@ class Connection(asyncio.Protocol):
             self._fail(HttpError(kind, f"the connection broke: {type(exc).__name__}: {exc}"))
 
     def close(self) -> None:
-        """Drop the connection at once, with whatever is still on its way."""
+        """Close the connection at once, discarding data in flight."""
         self.is_open = False
         self._done = None
         if self._transport is not None:
@@ -169,10 +169,10 @@ Connect = Callable[[Callable[[], Connection]], Awaitable[Connection]]
 
 
 class HttpClient:
-    """Send requests to one server over kept connections, opening one when none is free.
+    """Sends requests to one server over kept connections, opening one when none is free.
 
-    headers  lines sent with every request, beside Host and Content-Length
-    clock    stamps what is received, in seconds
+    headers  lines sent with every request, in addition to Host and Content-Length
+    clock    time stamps of received data, in seconds
     """
 
     def __init__(self, target: Target, headers: dict[str, str], clock: Clock, connect: Connect | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The sender that goes over HTTP: one POST a request, its stream recorded, refusals retried where that is wanted."""
+"""The HTTP sender: one POST per request, its stream recorded; refusals are retried if configured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FIRST_BACKOFF_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """How requests are written. path: of the endpoint; options: fields over those of every request."""
+    """How requests are encoded. path: of the endpoint; options: fields that override those of every request."""
 
     path: str
     model: str
@@ -42,9 +42,10 @@ class Api:
 
 
 class HttpSender:
-    """Send requests to a server of the OpenAI API.
+    """Sends requests to a server of the OpenAI API.
 
-    prepare has to be called with all requests before a run, so that none is encoded while the clock runs.
+    Call prepare with all requests before a run, so that none is encoded while the clock runs.
+
     num_retries  attempts after a refusal (429 or 503), each after the wait that the server asked for, or a growing one
     timeout_s    of one attempt
     keeps_text   collect the outputs' text in `texts`, by index
@@ -64,11 +65,11 @@ class HttpSender:
         self._encoded: dict[int, bytes] = {}
 
     def prepare(self, requests: list[Request]) -> None:
-        """Encode the requests of a run, which are then found by identity."""
+        """Encode the requests of a run; they are later found by identity."""
         self._encoded = {id(request): self._encode(request) for request in requests}
 
     async def send(self, request: Request, record: RequestRecord) -> None:
-        """Fill in the record of one request, with its retries."""
+        """Complete the record of one request, with its retries."""
         encoded = self._encoded.pop(id(request), None) or self._encode(request)
         record.sent_s = self._clock()
         while True:
@@ -109,7 +110,7 @@ class HttpSender:
 
 
 def _judge(response: Response, recorder: StreamRecorder, record: RequestRecord) -> None:
-    """Write how an attempt ended into the record."""
+    """Write the outcome of an attempt into the record."""
     kind = response.headers.get("content-type", "none")
     if response.status == 200 and kind.startswith("text/event-stream"):
         recorder.finish(response.end_s)
@@ -129,7 +130,7 @@ def _message_of(body: bytes) -> str:
 
 
 def retry_after_s(headers: dict[str, str]) -> float | None:
-    """Return the wait that a refusal asks for, from retry-after-ms or retry-after; None when it asks for none in numbers."""
+    """Return the wait that a refusal asks for, from retry-after-ms or retry-after; None if there is no number."""
     for name, unit in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
         try:
             wait = float(headers[name]) * unit

@@ -1,4 +1,4 @@
-"""HTTP/1.1 responses out of bytes that are cut anywhere: no sockets here."""
+"""Parser of HTTP/1.1 responses from arbitrarily split bytes, without sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MAX_LINE_BYTES = 4096
 
 
 class HttpError(Exception):
-    """A response that never came, ended early, or is no HTTP; `kind` is a short class of it."""
+    """A response that never came, ended early, or is not HTTP; `kind` is its short category."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -28,11 +28,11 @@ class _State(Enum):
 
 
 class ResponseReader:
-    """Read one response. feed takes bytes as they come and returns the part of the body that was in them.
+    """Parses one response. feed accepts bytes as they come and returns the part of the body in them.
 
-    status, headers  of the response once they are there (header names in lower case, repeated ones joined by ", ")
+    status, headers  of the response once they are known (header names in lower case, repeated ones joined by ", ")
     is_complete      whether the last byte of the body has come
-    keeps_alive      whether the connection may serve another request afterwards
+    keeps_alive      whether the connection may be used for another request afterwards
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class ResponseReader:
                 return b"".join(pieces)
             position = after
         if position < len(data):
-            self.keeps_alive = False  # more than one response came: the connection is out of step
+            self.keeps_alive = False  # more than one response came: the connection is out of sync
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def feed_eof(self) -> None:
-        """Take note that the server has closed its side. Raises HttpError when the response is not complete."""
+        """Handle the end of the stream. Raises HttpError if the response is not complete."""
         self.keeps_alive = False
         if self._state is _State.UNTIL_EOF:
             self._state = _State.COMPLETE
@@ -76,7 +76,7 @@ class ResponseReader:
             raise HttpError("truncated", "the server closed the connection before the end of the response's body")
 
     def _advance(self, data: bytes, position: int, pieces: list[bytes]) -> int | None:
-        """Take one element from data[position:]; return where the next starts, or None when this one is incomplete."""
+        """Parse one element of data[position:]; return where the next starts, or None if this one is incomplete."""
         state = self._state
         if state is _State.CHUNK_DATA or state is _State.LENGTH:
             return self._take_counted(data, position, pieces)

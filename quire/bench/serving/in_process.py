@@ -1,4 +1,4 @@
-"""The sender without HTTP: the same requests through AsyncLLM in this process, to see what the way over HTTP costs."""
+"""The sender without HTTP: the same requests through AsyncLLM in this process, to measure the cost of HTTP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.engine.async_llm import AsyncLLM
 
 
 class EngineSender:
-    """Send requests to an engine of this process; options are fields of SamplingParams."""
+    """Sends requests to an engine of this process; options are fields of SamplingParams."""
 
     def __init__(self, engine: AsyncLLM, clock: Clock, options: dict[str, Any]) -> None:
         self._engine = engine
@@ -22,7 +22,7 @@ class EngineSender:
         self._options = options
 
     async def send(self, request: Request, record: RequestRecord) -> None:
-        """Fill in the record of one request."""
+        """Complete the record of one request."""
         prompt = request.prompt if isinstance(request.prompt, str) else {"prompt_token_ids": request.prompt}
         record.sent_s = self._clock()
         try:

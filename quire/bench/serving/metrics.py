@@ -1,4 +1,4 @@
-"""The figures of a run out of its records' times. Tools define them differently: each definition has a name of its own here."""
+"""Metrics of a run from its records' times. Tools define them differently: each definition has its own name here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _TITLES = {
 
 
 def title_of(metric: str) -> str:
-    """Return a metric's name for people."""
+    """Return a metric's display name."""
     return _TITLES[metric]
 
 
@@ -61,7 +61,7 @@ class Distribution:
 
 
 def distribution(values: Sequence[float], percentiles: Iterable[float]) -> Distribution | None:
-    """Return the distribution of values, None when there are none."""
+    """Return the distribution of values, None if there are none."""
     if not len(values):
         return None
     array = np.asarray(values, dtype=np.float64)
@@ -104,7 +104,7 @@ _PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
 
 
 def metric_of(record: RequestRecord, metric: str) -> float | None:
-    """Return one request's value in seconds, None where it has none. Not for itl, of which a request has many."""
+    """Return one request's value in seconds, None if it has none. Not for itl, of which a request has many."""
     return _PER_REQUEST[metric](record)
 
 
@@ -140,7 +140,7 @@ class Goals:
         return cls(limits)
 
     def is_met_by(self, record: RequestRecord) -> bool:
-        """Whether a record is a success within every limit."""
+        """Return whether a record is a success within every limit."""
         if record.outcome != "ok":
             return False
         values = ((metric_of(record, name), limit) for name, limit in self.limits_s.items())
@@ -149,10 +149,10 @@ class Goals:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Output tokens and requests under way over time, in bins of bin_s from the start of a run.
+    """Output tokens and requests in flight over time, in bins of bin_s from the start of a run.
 
-    tokens_per_s  in each bin, of all requests, failed ones too
-    concurrency   most requests under way within each bin
+    tokens_per_s  in each bin, of all requests, including failed ones
+    concurrency   maximum number of requests in flight within each bin
     """
 
     bin_s: float
@@ -161,7 +161,7 @@ class Timeline:
 
 
 def timeline(result: LoadResult, bin_s: float) -> Timeline:
-    """Return the course of a run. The last bin may be shorter than bin_s; its rate is still per bin_s."""
+    """Return the timeline of a run. The last bin may be shorter than bin_s; its rate is still per bin_s."""
     num_bins = max(1, int(np.ceil(result.duration_s / bin_s)))
     tokens = np.zeros(num_bins)
     for record in result.records:
@@ -172,7 +172,7 @@ def timeline(result: LoadResult, bin_s: float) -> Timeline:
 
 
 def peak_throughput(result: LoadResult, window_s: float = 1.0) -> float:
-    """Return the most output tokens per second within any window of window_s, or of the whole run where that is shorter."""
+    """Return the maximum output tokens per second within any window of window_s, or of the whole run if it is shorter."""
     window = min(window_s, result.duration_s)
     found = [
         (time, tokens)
@@ -203,7 +203,7 @@ def _concurrency(result: LoadResult, bin_s: float, num_bins: int) -> list[int]:
 
 
 def peak_concurrency(result: LoadResult) -> int:
-    """Return the most requests that were under way at one moment; one that ends as another starts does not count twice."""
+    """Return the maximum number of requests in flight; one that ends as another starts does not count twice."""
     peak = under_way = 0
     for _, change in _steps(result):
         under_way += change
@@ -212,7 +212,7 @@ def peak_concurrency(result: LoadResult) -> int:
 
 
 def _steps(result: LoadResult) -> list[tuple[float, int]]:
-    """Return (time, +1 or -1) for every request that was sent, ends before starts at the same time."""
+    """Return (time, +1 or -1) for the end and start of every request that was sent, ends before starts at the same time."""
     steps = []
     for record in result.records:
         if record.sent_s is not None:

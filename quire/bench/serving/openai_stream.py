@@ -1,4 +1,4 @@
-"""Requests of the OpenAI API and what their streams say, written into a RequestRecord."""
+"""Request bodies of the OpenAI API, and the parser of their streams, which writes a RequestRecord."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.bench.serving.sse import EventSplitter
 
 try:
     import msgspec
-except ImportError:  # an extra; the standard library does the same, more slowly
+except ImportError:  # an extra; the standard library is slower but equivalent
     JSON_PARSER = "json"
     decode_json: Callable[[bytes], Any] = json.loads
     JSON_ERRORS: tuple[type[Exception], ...] = (ValueError, RecursionError)
@@ -25,7 +25,7 @@ _CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "r
 
 
 class StreamRecorder:
-    """Write the events of one response into its record, each with the time at which the bytes that completed it came.
+    """Writes the events of one response into its record, each with the time of the bytes that completed it.
 
     keeps_text  also collect the text of the output, to count its tokens after the run
     """
@@ -36,12 +36,12 @@ class StreamRecorder:
         self._splitter = EventSplitter()
 
     def on_body(self, data: bytes, now: float) -> None:
-        """Take a part of the body that came at `now`."""
+        """Process a part of the body that came at `now`."""
         for event in self._splitter.feed(data):
             self._take(event, now)
 
     def finish(self, now: float) -> None:
-        """Judge the stream at its proper end: it must have said how it ended."""
+        """Judge the stream at its regular end: it must have reported how it ended."""
         record = self._record
         for event in self._splitter.finish():
             self._take(event, now)
@@ -69,7 +69,7 @@ class StreamRecorder:
             chunk = decode_json(event)
             self._read(chunk, now)
         except JSON_ERRORS as error:
-            record.fail("bad_json", f"an event is no JSON ({error}): {event[:80]!r}", now)
+            record.fail("bad_json", f"an event is not JSON ({error}): {event[:80]!r}", now)
         except (AttributeError, TypeError, KeyError, IndexError) as error:
             record.fail("bad_event", f"an event is not of the API ({type(error).__name__}: {error}): {event[:80]!r}", now)
 
@@ -94,7 +94,7 @@ class StreamRecorder:
             self._read_usage(usage, has_content)
 
     def _read_choice(self, choice: dict[str, Any]) -> bool:
-        """Return whether a choice brings content."""
+        """Return whether a choice has content."""
         reason = choice.get("finish_reason")
         if reason is not None:
             self._record.finish_reason = reason
@@ -123,7 +123,7 @@ class StreamRecorder:
 
 
 def _count(fields: dict[str, Any], name: str, before: int | None) -> int | None:
-    """Return a count of tokens, or the one known before where there is none. Raises TypeError for what is no count."""
+    """Return a token count, or the previous one if it is absent. Raises TypeError for other types."""
     value = fields.get(name)
     if value is None:
         return before
@@ -133,7 +133,7 @@ def _count(fields: dict[str, Any], name: str, before: int | None) -> int | None:
 
 
 def describe_error(error: Any) -> str:
-    """Return the message of an `error` field, or of a whole error body, cut to a line."""
+    """Return the message of an `error` field, or of a whole error body, truncated to a line."""
     if isinstance(error, dict):
         error = error.get("error", error)
     if isinstance(error, dict):
@@ -142,7 +142,7 @@ def describe_error(error: Any) -> str:
 
 
 def completion_body(model: str, prompt: Any, num_tokens: int, options: dict[str, Any]) -> bytes:
-    """Return the JSON of POST /v1/completions, streamed. prompt: text or token ids; options go over the rest."""
+    """Return the JSON of POST /v1/completions, streamed. prompt: text or token ids; options override other fields."""
     return _encode({"model": model, "prompt": prompt, "max_tokens": num_tokens}, options)
 
 

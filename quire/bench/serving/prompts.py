@@ -1,4 +1,4 @@
-"""Prompts of a given number of tokens: token ids, or text of words that are one token each."""
+"""Prompts with a given number of tokens: token ids, or text of words that are one token each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORD = re.compile(r" [a-z]{2,12}")
 
 
 class Alphabet(Protocol):
-    """Symbols that become one token each: draw their numbers, then write them out as a prompt."""
+    """Symbols that are one token each: prompts are drawn as symbol numbers and then rendered."""
 
     size: int
 
@@ -41,7 +41,7 @@ class TokenAlphabet:
 
 
 class WordAlphabet:
-    """Words with a space before them, found in a tokenizer's vocabulary."""
+    """Words with a leading space, from a tokenizer's vocabulary."""
 
     def __init__(self, words: list[str]) -> None:
         self.size = len(words)
@@ -53,7 +53,7 @@ class WordAlphabet:
 
 
 def find_words(tokenizer: Tokenizer, vocab_size: int) -> WordAlphabet:
-    """Return an alphabet of words that stay one token each beside each other. Raises ConfigError when there are too few."""
+    """Return an alphabet of words that stay one token each when concatenated. Raises ConfigError if there are too few."""
     words: list[str] = []
     for token_id in range(vocab_size):
         try:

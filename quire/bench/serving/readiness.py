@@ -1,4 +1,4 @@
-"""Wait until a server answers, and learn the name of its model."""
+"""Wait until a server answers, and find the name of its model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ _POLL_S = 0.5
 async def find_model(client: HttpClient, model: str | None, timeout_s: float) -> str:
     """Return `model`, or the first one that GET /v1/models lists, once the server answers.
 
-    timeout_s  how long to ask again while nothing answers, or 503; 0 asks once
-    Raises ConfigError when the server does not come, refuses the key, or names no model.
+    timeout_s  how long to retry without an answer, or after a 503; 0: no retry
+
+    Raises ConfigError if the server does not answer, refuses the key, or names no model.
     """
     response = await _wait_for_answer(client, timeout_s)
     where = f"http{'s' if client.target.is_tls else ''}://{client.target.authority}{client.target.path}"

@@ -1,4 +1,4 @@
-"""What is written down about one request while it runs: times of the client's clock, counts, and how it ended."""
+"""RequestRecord: times on the client's clock, counts, and the outcome of one request."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Outcome = Literal["waiting", "running", "ok", "rejected", "failed", "aborted"]
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """One request of a run. Times are seconds of one clock; None where the event never came. Only its sender writes it.
+    """One request of a run. Times are seconds of one clock; None if the event never came. Only its sender writes it.
 
-    index               place in the workload
-    scheduled_s         when the arrival process wanted it sent
-    num_prompt_tokens   length of the prompt as it was made
-    num_wanted_tokens   output tokens that were asked for
-    sent_s              just before the connection was taken, or opened, for the first attempt
+    index               in the workload
+    scheduled_s         time at which the arrival process scheduled it
+    num_prompt_tokens   length of the prompt as it was created
+    num_wanted_tokens   requested output tokens
+    sent_s              just before a connection was taken or opened for the first attempt
     first_choice_s      first event that has choices, even empty ones; last_choice_s the last such event
-    content_s           every event with content: text, reasoning or a piece of a tool call
-    content_tokens      output tokens up to and with each of those events, where the server reports them all along
-    end_s               the end of the response, or when the error was seen
-    error_kind          "" when ok, else a short class: "http_500", "connect", "truncated", "timeout", ...
-    message             what the server or the socket said
+    content_s           every event with content: text, reasoning or a delta of a tool call
+    content_tokens      output tokens up to and including each of those events, if the server reports them continuously
+    end_s               the end of the response, or the time of the error
+    error_kind          "" if ok, else a short category: "http_500", "connect", "truncated", "timeout", ...
+    message             of the server or the socket
     status              of the last attempt
-    num_retries         attempts beyond the first
-    usage_*             what the server counted, None where it did not say
-    num_text_tokens     the output tokenised by the client, None without a tokenizer
+    num_retries         attempts after the first
+    usage_*             the server's counts, None if it did not report them
+    num_text_tokens     tokens of the output counted by the client, None without a tokenizer
     has_done            whether the stream ended with [DONE]
-    num_events          events of the stream, [DONE] left out
+    num_events          events of the stream, excluding [DONE]
     """
 
     index: int
@@ -73,7 +73,7 @@ class RequestRecord:
 
     @property
     def token_source(self) -> Literal["usage", "tokenizer", "chunks"]:
-        """Where num_output_tokens comes from."""
+        """The source of num_output_tokens."""
         if self.usage_output_tokens is not None:
             return "usage"
         return "chunks" if self.num_text_tokens is None else "tokenizer"
@@ -84,7 +84,7 @@ class RequestRecord:
         return self.num_prompt_tokens if self.usage_prompt_tokens is None else self.usage_prompt_tokens
 
     def tokens_by_event(self) -> list[float]:
-        """Return how many output tokens each event of content_s brought: as reported, else all events alike."""
+        """Return the number of output tokens of each event of content_s: as reported, else evenly distributed."""
         num_events = len(self.content_s)
         if num_events and len(self.content_tokens) == num_events:
             totals = [0, *self.content_tokens]

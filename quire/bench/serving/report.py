@@ -1,4 +1,4 @@
-"""The report of a run: the same figures as JSON and as a table for a terminal."""
+"""The report of a run: the same results as JSON and as a table for a terminal."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _WIDTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run with everything that its report needs.
+    """One run with all data of its report.
 
     percentile_metrics  printed in the table; the JSON has all
     percentiles         of 0 to 100
-    beside              the same in one process; it says what the server adds
+    beside              the same run in one process; shows what the server adds
     """
 
     setup: Setup
@@ -54,7 +54,7 @@ class Report:
         return {name: distribution(metric_values(self.result.records, name), self.percentiles) for name in DEFINITIONS}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures; those that users of other tools know stand flat, times in milliseconds."""
+        """Return all results; those that other tools report too are at the top level, times in milliseconds."""
         figures = {**asdict(self.setup), "interrupted": self.result.is_interrupted, **_counts(self.result)}
         if figures["request_rate"] == float("inf"):
             figures["request_rate"] = "inf"
@@ -68,11 +68,11 @@ class Report:
         figures |= {"client": cost, "definitions": DEFINITIONS | {"sending": SENDING, "goodput": GOODPUT_RULE}}
         figures["warnings"] = find_warnings(self.result, self.cost.lags_s, cost, self.setup)
         if differences:
-            figures["warnings"].append(f"the record of --beside is of another run, and nothing is compared: {differences}")
+            figures["warnings"].append(f"the record of --beside is of a different run, so nothing was compared: {differences}")
         return figures
 
     def to_json(self, is_detailed: bool = False) -> str:
-        """Return the figures as JSON, with a row for every request when is_detailed."""
+        """Return the results as JSON, with a row for every request if is_detailed."""
         figures = self.to_dict()
         if is_detailed:
             figures["requests"] = [request_row(record, self.result.start_s) for record in self.result.records]
@@ -149,7 +149,7 @@ def _flat(name: str, found: Distribution | None) -> dict[str, float | None]:
 
 
 def cost_figures(result: LoadResult, cost: Cost) -> dict[str, Any]:
-    """Return what the load generator and, where it is known, the server used, per request and per piece."""
+    """Return the CPU time of the load generator and, if known, of the server, per request, event and token."""
     num_sent = sum(record.sent_s is not None for record in result.records)
     num_events = sum(record.num_events for record in result.records)
     num_tokens = sum(record.num_output_tokens for record in result.records)
@@ -235,7 +235,7 @@ def _headline_rows(figures: dict[str, Any]) -> list[str]:
 
 
 def _on_one_line(text: str) -> str:
-    """Return the beginning of what a server said, fit for a terminal."""
+    """Return the beginning of a server's message, safe for a terminal."""
     return "".join(char for char in " ".join(text.split()) if char.isprintable())[:_MAX_EXAMPLE_CHARACTERS]
 
 

@@ -1,4 +1,4 @@
-"""Drive a run: send requests when they are due, never more than allowed at a time, and keep their records."""
+"""Run a load: send requests when they are due, with limited concurrency, and keep their records."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _EARLY_S = 1e-6
 
 
 class Sender(Protocol):
-    """A way to a server. send fills in the record, errors of the server included; it may be cancelled."""
+    """A connection to a server. send completes the record, including the server's errors; it may be cancelled."""
 
     async def send(self, request: Request, record: RequestRecord) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The records of a run in the order of the workload, and its limits on the clock."""
+    """The records of a run in the order of the workload, and its start and end."""
 
     records: tuple[RequestRecord, ...]
     start_s: float
@@ -46,7 +46,8 @@ async def run_load(
 
     times    when each request is due, in seconds from now, ascending
     on_end   called with each record once it is complete
-    Raises whatever a sender lets escape, after stopping the others.
+
+    Raises any exception of a sender, after stopping the others.
     """
     start = clock()
     records = [
@@ -72,7 +73,7 @@ async def run_load(
 
 
 class _Turnstile:
-    """Lets requests through to the sender, at most max_concurrency at a time."""
+    """Passes requests to the sender, at most max_concurrency at a time."""
 
     def __init__(
         self, sender: Sender, max_concurrency: int | None, clock: Clock, on_end: Callable[[RequestRecord], None] | None
@@ -101,7 +102,7 @@ async def _dispatch(
 ) -> None:
     for request, record in zip(requests, records, strict=True):
         await turnstile.enter()
-        while (wait := record.scheduled_s - turnstile.clock()) > _EARLY_S:  # a loop that counts milliseconds wakes too early
+        while (wait := record.scheduled_s - turnstile.clock()) > _EARLY_S:  # a loop with millisecond timers wakes too early
             await asyncio.sleep(wait)
         record.outcome = "running"
         group.create_task(turnstile.pass_through(request, record))

@@ -1,4 +1,4 @@
-"""One run of `quire bench serve`: find the server, make the requests, warm up, drive the load, report."""
+"""One run of `quire bench serve`: find the server, create the requests, warm up, run the load, report."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ CLOCK = time.perf_counter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Everything about a run. Raises ConfigError.
+    """Options of a run. Raises ConfigError.
 
     engine        run the workload through an engine of this process instead of a server
-    model         as the server knows it; None asks the server
+    model         the server's name of it; None: ask the server
     prompt_form   "ids": token ids; "text": words that are one token each; "auto": ids for completions, text for chat
-    vocab_size    ids are drawn below this; None: the tokenizer's model says, else 1000
-    server_pids   processes whose processor time is read, with their descendants
-    beside        a record of the same with `engine`, to tell what HTTP adds
-    server_lag    the lag of the server's event loop is read from its /metrics
+    vocab_size    ids are drawn below this; None: the tokenizer's model, else 1000
+    server_pids   processes whose CPU time is read, with their descendants
+    beside        a record of the same run with `engine`, to measure what HTTP adds
+    server_lag    read the lag of the server's event loop from its /metrics
     """
 
     base_url: str = "http://127.0.0.1:8000"
@@ -96,7 +96,7 @@ class ServeOptions:
         if self.backend == "openai-chat" and self.prompt_form == "ids":
             raise ConfigError("--prompt-form ids is for --backend openai: chat messages are text")
         if self.beside is not None and not self.server_pids:
-            raise ConfigError("--beside needs --server-pid: the processor time of a server is what is compared")
+            raise ConfigError("--beside needs --server-pid: the server's CPU time is compared")
         if self.engine is not None and (
             self.backend != "openai" or self.extra_body or self.headers or self.server_pids or self.server_lag
         ):
@@ -117,8 +117,8 @@ class ServeOptions:
 
 
 def run_serve(options: ServeOptions) -> Report:
-    """Return the report of one run; after Ctrl-C that of what had been done. Raises ConfigError."""
-    read_cpu_times(options.server_pids)  # a wrong process is told before the run and not after it
+    """Return the report of one run; after Ctrl-C that of the completed part. Raises ConfigError."""
+    read_cpu_times(options.server_pids)  # to report a wrong process before the run
     beside = None if options.beside is None else InProcessRecord.read(options.beside)
     loop_name, loop_factory = find_event_loop()
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -134,7 +134,7 @@ def run_serve(options: ServeOptions) -> Report:
 
 
 def find_event_loop() -> tuple[str, Callable[[], asyncio.AbstractEventLoop] | None]:
-    """Return the name and factory of the event loop: uvloop's where it is installed, which costs less per read."""
+    """Return the name and factory of the event loop: uvloop's if it is installed, which costs less per read."""
     try:
         uvloop = importlib.import_module("uvloop")
     except ImportError:
@@ -177,7 +177,7 @@ async def _run_http(options: ServeOptions, loop_name: str) -> Report:
 async def _read_lag(client: HttpClient) -> LagCounts:
     found = await read_server_lag(client)
     if found is None:
-        raise ConfigError("--server-lag: the server's /metrics do not tell quire:event_loop_lag_seconds")
+        raise ConfigError("--server-lag: the server's /metrics do not report quire:event_loop_lag_seconds")
     return found
 
 
@@ -200,7 +200,7 @@ async def _run_in_process(options: ServeOptions, config: EngineConfig, engine: A
 
 
 def find_tokenizer(options: ServeOptions, model: str) -> tuple[Path | None, Tokenizer | None]:
-    """Return the tokenizer's folder and the tokenizer: the one given, or the model's where that is bundled or local."""
+    """Return the tokenizer's folder and the tokenizer: the given one, or the model's if that is bundled or local."""
     name = options.tokenizer
     if name is None and (model in BUNDLED_MODELS or Path(model).is_dir()):
         name = model
@@ -211,7 +211,7 @@ def find_tokenizer(options: ServeOptions, model: str) -> tuple[Path | None, Toke
 
 
 def make_alphabet(options: ServeOptions, folder: Path | None, tokenizer: Tokenizer | None) -> Alphabet:
-    """Return what synthetic prompts are made of. Raises ConfigError when text is wanted and there is no tokenizer."""
+    """Return the alphabet of synthetic prompts. Raises ConfigError if text is required and there is no tokenizer."""
     vocab_size = options.vocab_size or vocab_size_of(folder)
     if not options.is_text or options.dataset.name == "custom":
         return TokenAlphabet(vocab_size)
@@ -242,7 +242,7 @@ def _counted(request: Request, tokenizer: Tokenizer) -> Request:
 
 
 async def _warm_up(options: ServeOptions, alphabet: Alphabet, sender: Sender) -> None:
-    """Send other requests of the same shape first. Raises ConfigError when none of them succeeds."""
+    """Send other requests of the same shape first. Raises ConfigError if none of them succeeds."""
     if not options.num_warmups:
         return
     if options.dataset.name == "random":
@@ -263,7 +263,7 @@ async def _measure(options: ServeOptions, requests: list[Request], sender: Sende
     times = options.arrivals.times(len(requests), recorded if len(recorded) == len(requests) else None, options.dataset.seed)
     meter = LagMeter(CLOCK)
     gc.collect()
-    gc.freeze()  # the prompts: a collection while the clock runs need not walk through them
+    gc.freeze()  # excludes the prompts from collections while the clock runs
     with tqdm(total=len(requests), disable=not options.has_progress, unit="request", miniters=1) as bar:
 
         def count(_: RequestRecord) -> None:

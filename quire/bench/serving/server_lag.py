@@ -1,4 +1,4 @@
-"""The lag of the server's own event loop during a run, and the steps of its engine, where its /metrics tell them."""
+"""The lag of the server's event loop during a run, and the number of its engine's steps, if its /metrics report them."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ _BUCKET = re.compile(rb'^quire:event_loop_lag_seconds_bucket\{(?:[^}]*,)?le="([^
 
 @dataclass(frozen=True, slots=True)
 class LagCounts:
-    """How often the loop was late by no more than each bound: (seconds, observations), ascending, the last one infinite."""
+    """Cumulative histogram of the lag: (upper bound in seconds, observations), ascending, the last bound infinite."""
 
     buckets: tuple[tuple[float, float], ...]
 
     @classmethod
     def parse(cls, exposition: bytes) -> LagCounts | None:
-        """Return the counts in the text that /metrics gives; None where it has none."""
+        """Return the histogram in the text of /metrics; None if there is none."""
         found = sorted((float(bound), float(count)) for bound, count in _BUCKET.findall(exposition))
         return cls(tuple(found)) if found else None
 
     @property
     def count(self) -> int:
-        """Observations in all."""
+        """Total number of observations."""
         return int(self.buckets[-1][1])
 
     def since(self, before: LagCounts) -> LagCounts:
-        """Return what was observed after `before`, of the same server."""
+        """Return the observations after `before`, of the same server."""
         earlier = dict(before.buckets)
         return LagCounts(tuple((bound, count - earlier.get(bound, 0.0)) for bound, count in self.buckets))
 
     def bound_of(self, share: float) -> float | None:
-        """Return the least bound, in seconds, that this share of the observations did not pass; None without any."""
+        """Return the lowest bound, in seconds, that covers this share of the observations; None without any."""
         if self.count == 0:
             return None
         return next((bound for bound, count in self.buckets if count >= share * self.count), math.inf)
 
     def figures(self) -> dict[str, float | None]:
-        """Return the bounds in milliseconds: that is how far the server tells; None past its last one, or without any."""
+        """Return the bounds in milliseconds, the available resolution; None past the last one, or without any."""
         names = {"p50_at_most": 0.5, "p99_at_most": 0.99, "max_at_most": 1.0}
         bounds = {name: self.bound_of(share) for name, share in names.items()}
         shown = {name: None if bound is None or math.isinf(bound) else bound * 1e3 for name, bound in bounds.items()}
@@ -50,12 +50,12 @@ class LagCounts:
 
 
 async def read_server_lag(client: HttpClient) -> LagCounts | None:
-    """Return the counts so far; None where the server does not tell them, as others do not."""
+    """Return the histogram so far; None if the server does not report it, as other servers do not."""
     return LagCounts.parse(await _read_metrics(client))
 
 
 async def read_server_steps(client: HttpClient) -> int | None:
-    """Return how many steps the server's engine has made; None where the server does not tell it."""
+    """Return the number of steps of the server's engine; None if the server does not report it."""
     found = _STEPS.search(await _read_metrics(client))
     return None if found is None else int(float(found[1]))
 

@@ -1,4 +1,4 @@
-"""What a run was, and what it cost, for its report."""
+"""Description and cost of a run, for its report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.bench.serving.server_lag import LagCounts
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What was run, in words and numbers that go into the report as they are.
+    """Description of a run, included in the report as it is.
 
     machine, commit  of the load generator: its processor with the logical cores; the checkout, None for an installed package
     """
@@ -39,10 +39,10 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What the run cost: processor seconds, the event loop's lags in seconds, connections opened.
+    """Cost of the run: CPU seconds, the event loop's lags in seconds, connections opened.
 
-    server_lag    of the server's event loop, where it was asked for
-    engine_steps  that the engine made, where that is known
+    server_lag    of the server's event loop, if requested
+    engine_steps  of the engine, if known
     """
 
     cpu: CpuTimes

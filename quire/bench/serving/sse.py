@@ -1,10 +1,10 @@
-"""Server-sent events out of bytes that are cut anywhere."""
+"""Parser of server-sent events from arbitrarily split bytes."""
 
 from __future__ import annotations
 
 
 class EventSplitter:
-    """Split a stream into the data of its events. Comments, and fields other than `data`, are left out."""
+    """Splits a stream into the data of its events. Comments, and fields other than `data`, are ignored."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -25,13 +25,13 @@ class EventSplitter:
         return [event for event in events if event is not None]
 
     def finish(self) -> list[bytes]:
-        """Return the data of a last event whose empty line never came."""
+        """Return the data of a last event without a terminating empty line."""
         rest, self._rest, self._held = self._rest, b"", b""
         event = _data_of(rest)
         return [] if event is None else [event]
 
     def _normalise(self, data: bytes) -> bytes:
-        """Return the bytes with all line ends as newlines; a last carriage return waits for what follows it."""
+        """Return the bytes with all line ends as newlines; a final carriage return waits for the next byte."""
         data = self._held + data
         self._held = b""
         if data.endswith(b"\r"):

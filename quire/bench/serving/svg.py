@@ -1,4 +1,4 @@
-"""Small plots as inline SVG: lines, steps, bars and points over two linear axes, drawn with the page's own colours."""
+"""Small plots as inline SVG: lines, steps, bars and points over two linear axes, in the page's colours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DASHES = ("", "6 3", "2 3", "8 3 2 3")
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points of one kind. points: (x, y) in the units of the axes, finite; the marks of a series differ by dash and colour."""
+    """Points of one kind. points: (x, y) in the units of the axes, finite; series differ by dash and colour."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -25,7 +25,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A plot with the names of its axes. summary: a sentence that says what is to be seen, for those who do not see it."""
+    """A plot with axis names. summary: a sentence that describes it, for accessibility."""
 
     identity: str
     title: str
@@ -51,7 +51,7 @@ class Plot:
 
 
 def nice_ticks(low: float, high: float, number: int = 6) -> list[float]:
-    """Return about `number` round values from at most low to at least high, evenly spaced by 1, 2 or 5 times a power of ten."""
+    """Return about `number` round values that cover [low, high], evenly spaced by 1, 2 or 5 times a power of ten."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         span = 1.0
@@ -114,7 +114,7 @@ def _dash(number: int) -> str:
 
 
 def _bars(places: list[tuple[float, float]], colour: str) -> str:
-    """Draw bars that stand from each x to the next; the last point only ends the last bar."""
+    """Draw bars from each x to the next; the last point only ends the last bar."""
     floor = _HEIGHT - _BOTTOM
     return "".join(
         f'<rect class="{colour}" x="{x:.1f}" y="{y:.1f}" width="{max(after - x - 1, 0.5):.1f}" '

@@ -1,8 +1,8 @@
-"""Traces of real load: rows of arrival time, prompt length, output length, and which blocks of prompts are equal.
+"""Traces of real load: rows of arrival time, prompt length, output length, and ids of equal blocks of prompts.
 
-Two formats are read. CSV with a header TIMESTAMP,ContextTokens,GeneratedTokens and times of day; JSON lines with
-`timestamp` in milliseconds, `input_length`, `output_length` and `hash_ids`, one id per block of the prompt: equal ids in the
-same place mean equal tokens up to there.
+Two formats are supported: CSV with a header TIMESTAMP,ContextTokens,GeneratedTokens and times of day; JSON lines with
+`timestamp` in milliseconds, `input_length`, `output_length` and `hash_ids`, one id per block of the prompt: equal ids at the
+same index mean equal tokens up to there.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class TraceRow:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Rows in order of time, the first at 0. block_tokens: tokens that one hash id stands for; None without ids."""
+    """Rows in order of time, the first at 0. block_tokens: tokens per hash id; None without ids."""
 
     rows: tuple[TraceRow, ...]
     block_tokens: int | None = None
 
 
 def read_trace(path: Path, duration_s: float | None = None, max_requests: int | None = None) -> Trace:
-    """Return the trace in a file, cut after duration_s of its own time and after max_requests.
+    """Return the trace in a file, limited to duration_s of its own time and to max_requests.
 
-    Rows without prompt or output tokens are left out: no request can be made of them. Raises ConfigError, with the line, when
-    the file cannot be read or is of neither format.
+    Rows without prompt or output tokens are skipped, because they are not valid requests. Raises ConfigError, with the line, if
+    the file cannot be read or has neither format.
     """
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
@@ -64,8 +64,8 @@ def read_trace(path: Path, duration_s: float | None = None, max_requests: int | 
 
 
 def infer_block_tokens(rows: Sequence[TraceRow], path: Path) -> int | None:
-    """Return the block size with which every row has ceil(num_input_tokens / size) ids: 512 where that fits, else the largest
-    power of two that fits, else the least size. None when no row has ids. Raises ConfigError when no size fits."""
+    """Return the block size with which every row has ceil(num_input_tokens / size) ids: 512 if it fits, else the largest
+    power of two that fits, else the smallest size. None if no row has ids. Raises ConfigError if no size fits."""
     least, most = 1, math.inf
     num_with_ids = 0
     for row in rows:
@@ -129,7 +129,7 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[TraceRow]:
     wanted = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     if reader.fieldnames is None or any(name not in reader.fieldnames for name in wanted):
         raise ConfigError(
-            f"--dataset-path {path} is no trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
+            f"--dataset-path {path} is not a trace: it has neither the CSV header {','.join(wanted)} nor JSON lines with "
             "timestamp, input_length and output_length"
         )
     rows = []
@@ -142,7 +142,7 @@ def _read_csv(lines: Iterable[str], path: Path) -> list[TraceRow]:
 
 
 def _seconds(text: str) -> float:
-    """Return a time of day with seven decimals, one more than datetime takes, in seconds."""
+    """Return a time of day with seven decimals, one more than datetime supports, in seconds."""
     whole, _, fraction = text.strip().partition(".")
     digits, zone = fraction.rstrip("Zz"), fraction[len(fraction.rstrip("Zz")) :]
     for sign in "+-":

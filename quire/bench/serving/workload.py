@@ -1,4 +1,4 @@
-"""The requests of a run: synthetic lengths, a recorded trace, or prompts of a file; all made before the clock starts."""
+"""The requests of a run: synthetic lengths, a recorded trace, or prompts of a file; created before the clock starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LENGTHS, _TOKENS, _PREFIX, _BLOCK = 0x10, 0x11, 0x12, 0x13  # streams of the se
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its prompt (token ids, text, or chat messages), lengths in tokens, and when it was recorded (seconds)."""
+    """One request: its prompt (token ids, text, or chat messages), lengths in tokens, and its recorded time (seconds)."""
 
     prompt: Prompt | list[dict[str, Any]]
     num_prompt_tokens: int
@@ -32,15 +32,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Where requests come from. Raises ConfigError.
+    """The source of requests. Raises ConfigError.
 
     name                random, trace or custom
     path                the file of a trace, or JSON lines of custom prompts
-    num_prompts         requests; None: 1000 random ones, or all of a file
+    num_prompts         number of requests; None: 1000 random ones, or all of a file
     input_len, output_len, range_ratio  random lengths are uniform in [len * (1 - ratio), len * (1 + ratio)]
-    prefix_len          tokens that all random prompts start with, beside input_len
+    prefix_len          tokens that all random prompts start with, in addition to input_len
     input_scale, output_scale, max_input_len, max_output_len  lengths are multiplied, then capped
-    trace_duration_s    seconds of the trace's own time to take
+    trace_duration_s    seconds of the trace's own time to use
     seed                of lengths and tokens
     """
 
@@ -100,7 +100,7 @@ def _scaled(length: int, scale: float, cap: int | None) -> int:
 
 
 def make_requests(dataset: Dataset, alphabet: Alphabet) -> list[Request]:
-    """Return the requests of a dataset, the same ones for the same seed. Raises ConfigError."""
+    """Return the requests of a dataset, deterministic for a seed. Raises ConfigError."""
     if dataset.name == "random":
         return random_requests(dataset, alphabet)
     if dataset.path is None:
@@ -112,7 +112,7 @@ def make_requests(dataset: Dataset, alphabet: Alphabet) -> list[Request]:
 
 
 def random_requests(dataset: Dataset, alphabet: Alphabet, first: int = 0) -> list[Request]:
-    """Return requests of random lengths and tokens; other values of `first` give others of the same shape."""
+    """Return requests of random lengths and tokens; other values of `first` give other requests of the same shape."""
     number = 1000 if dataset.num_prompts is None else dataset.num_prompts
     lengths = np.random.default_rng([dataset.seed, _LENGTHS, first])
     inputs = _lengths(lengths, dataset.input_len, dataset.range_ratio, number)
@@ -136,9 +136,9 @@ def _draw(alphabet: Alphabet, length: int, *key: int) -> np.ndarray:
 
 
 def trace_requests(dataset: Dataset, trace: Trace, alphabet: Alphabet) -> list[Request]:
-    """Return requests of a trace's lengths and times; equal hash ids give equal blocks of tokens.
+    """Return requests with a trace's lengths and times; equal hash ids give equal blocks of tokens.
 
-    A block shrinks with --input-scale, to at least one token, so that the share of equal prompt tokens stays.
+    Blocks are scaled with --input-scale, to at least one token, so that the share of equal prompt tokens is kept.
     """
     block = None if trace.block_tokens is None else max(1, round(trace.block_tokens * dataset.input_scale))
     requests = []
@@ -156,7 +156,7 @@ def _trace_symbols(seed: int, row: TraceRow, index: int, length: int, block: int
     ids = row.hash_ids[: -(-length // block)]
     parts = [_draw(alphabet, block, seed, _BLOCK, hash_id % 2**63) for hash_id in ids]
     missing = length - block * len(ids)
-    if missing > 0:  # rounding the block's size down left the prompt short: the last block grows
+    if missing > 0:  # the rounded block size made the prompt too short: the last block grows
         parts.append(_draw(alphabet, missing, seed, _BLOCK, ids[-1] % 2**63, 1))
     return np.concatenate(parts)[:length]
 
@@ -164,7 +164,7 @@ def _trace_symbols(seed: int, row: TraceRow, index: int, length: int, block: int
 def _custom_requests(dataset: Dataset, path: Path) -> Iterator[Request]:
     """Yield the requests of JSON lines {"prompt": text or token ids, or "messages": [...], "output_tokens": n, "timestamp": s}.
 
-    output_tokens (or max_tokens) and timestamp may be missing; random_output_len and no times are then taken.
+    output_tokens (or max_tokens) and timestamp are optional; by default random_output_len and no times are used.
     """
     rows = _json_lines(path)
     if not rows:

@@ -1,4 +1,4 @@
-"""Which tensors lie in a mapped file, giving their pages back once they are read, and taking pages before they are written."""
+"""Memory pages: find tensors in mapped files, release their pages after the last read, and populate pages before writing."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor
 
 _MAPS = Path("/proc/self/maps")
 _MIN_BYTES = 1 << 16
-"""Smaller tensors are not worth the question."""
+"""Smaller tensors are not looked up."""
 _WAITING_BYTES = 16 << 20
-"""What SpentPages lets stay in memory before it asks where it lies, which takes about half a millisecond."""
+"""Size of tensors that SpentPages collects before it reads the list of mappings, which takes about half a millisecond."""
 
 _MADV_POPULATE_WRITE = 23
-"""Of Linux 5.14; Python 3.11 has no name for it."""
+"""Since Linux 5.14; Python 3.11 has no constant for it."""
 
 _Range = tuple[int, int]
 
 
 def is_file_view(tensor: Tensor) -> bool:
-    """Return whether all of a tensor's storage lies in mapped files, as the system sees it.
+    """Return whether all of a tensor's storage lies in mapped files, according to the operating system.
 
-    Pages given back there come again from the file, as long as nobody wrote to them, which loading never does; other
-    memory would turn to zeros, so nothing less than the system's own list of mappings is asked.
+    Released pages of a file are read from it again, as long as they were never written, and loading never writes them. Other
+    memory would be replaced by zeros, so only the system's list of mappings is trusted.
     """
     span = _storage_span(tensor)
     return span is not None and _covers(_file_mappings(), span)
 
 
 class SpentPages:
-    """Gives back the pages of tensors that are read for the last time: those in mapped files, many at once."""
+    """Releases the pages of tensors that have been read for the last time: those in mapped files, many at once."""
 
     def __init__(self) -> None:
         self._waiting: list[Tensor] = []
         self._num_bytes = 0
 
     def add(self, tensors: Iterable[Tensor]) -> None:
-        """Give the pages back, now or with those of the next tensors. Only for what a loader mapped and nobody wrote to."""
+        """Release the pages, now or with those of later tensors. Only for tensors that a loader mapped and nobody wrote to."""
         for tensor in tensors:
             if tensor.is_contiguous() and _storage_span(tensor) is not None:
                 self._waiting.append(tensor)
@@ -49,7 +49,7 @@ class SpentPages:
             self.give_back()
 
     def give_back(self) -> None:
-        """Give back the pages of all tensors that were added."""
+        """Release the pages of all tensors that were added."""
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         mappings = _file_mappings() if waiting else []
         for tensor in waiting:
@@ -59,9 +59,9 @@ class SpentPages:
 
 
 def take_pages(address: int, num_bytes: int) -> bool:
-    """Take the pages of [address, address + num_bytes) from the system, as writing them would; what is in them stays.
+    """Populate the pages of [address, address + num_bytes), as writing would; their contents are kept.
 
-    Returns False where the system cannot, or has no memory left. The interpreter goes on meanwhile.
+    Return False if the system does not support it or has no memory left. The GIL is released meanwhile.
     """
     if sys.platform != "linux":
         return False
@@ -71,7 +71,7 @@ def take_pages(address: int, num_bytes: int) -> bool:
 
 
 def _storage_span(tensor: Tensor) -> _Range | None:
-    """Return the addresses of a tensor's storage, or None where it is too small or torch allocated it."""
+    """Return the address range of a tensor's storage, or None if it is small or torch allocated it."""
     storage = tensor.untyped_storage()
     if storage.resizable() or storage.nbytes() < _MIN_BYTES:
         return None
@@ -79,7 +79,7 @@ def _storage_span(tensor: Tensor) -> _Range | None:
 
 
 def _file_mappings() -> list[_Range]:
-    """Return the addresses at which files are mapped, ascending; none where the system does not say."""
+    """Return the address ranges at which files are mapped, ascending; empty if the system does not list them."""
     if not _MAPS.exists():
         return []
     found: list[_Range] = []
@@ -102,8 +102,8 @@ def _covers(mappings: list[_Range], span: _Range) -> bool:
 
 
 def _forget(begin: int, end: int) -> None:
-    """Give back the whole pages of [begin, end)."""
+    """Release the whole pages within [begin, end)."""
     first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if last > first:
-        # Advice: where the system refuses it, the pages stay until the file is closed.
+        # Best effort: if the system refuses, the pages stay until the file is closed.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Quantise rows of float weights with the native kernels; quire/quant/quantize.py says what is computed."""
+"""Quantise rows of float weights with the native kernels; quire/quant/quantize.py defines the computation."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.kernels.cpu.pages import is_file_view
 
 
 class NativeQuantizer:
-    """Finds scales of rows, then codes, for one scheme. Rows are bf16 or f32; those of another dtype or order are copied.
+    """Finds the scales of rows, then the codes, for one scheme. Rows are bf16 or f32; other dtypes and strides are copied.
 
     native      the extension module
     kind        "int8", "linear", "nonlinear" or "affine"
-    group_size  columns that share a scale; of no meaning to int8
-    clips       [num_clips] f32: shares of the range that are tried; affine: of a step
-    lowest      the level farthest from zero
-    table       [512] f32, the level nearest to y by ceil(2 * y) + 256, of nonlinear alone
+    group_size  columns that share a scale; ignored by int8
+    clips       [num_clips] f32: fractions of the range that are tried; for affine: fractions of a step
+    lowest      the level with the largest magnitude
+    table       [512] f32, the level nearest to y at index ceil(2 * y) + 256; only for nonlinear
     isa         an instruction set, or "" for the best
     """
 
@@ -27,11 +27,11 @@ class NativeQuantizer:
         self, native: ModuleType, kind: str, group_size: int, clips: Tensor, lowest: int, table: Tensor | None, isa: str = ""
     ) -> None:
         self._native, self._kind, self._group_size, self._isa = native, kind, group_size, isa
-        # Kept here: the kernels hold their addresses.
+        # References are kept because the kernels hold the addresses.
         self._clips, self._lowest, self._table = clips, lowest, table
 
     def search(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Return the scales [O, G] f32 of rows [O, K] before they are rounded and, if affine, the offsets."""
+        """Return the scales [O, G] f32 of rows [O, K] before rounding and, if affine, the offsets."""
         weight = _readable(weight)
         num_groups = weight.shape[1] // self._size(weight)
         found = [torch.empty(len(weight), num_groups) for _ in range(2 if self._kind == "affine" else 1)]
@@ -44,8 +44,8 @@ class NativeQuantizer:
     def encode(self, weight: Tensor, scale: Tensor, offset: Tensor | None, codes: Tensor, is_forgotten: bool = False) -> None:
         """Write the codes [O, K] of rows from scales and offsets [O, G] f32, all contiguous.
 
-        is_forgotten  the pages of a weight that is a view of a mapped file are given back; only for what a loader mapped: other
-                      memory that is not torch's own, such as numpy's, cannot be told from it and would be lost
+        is_forgotten  release the pages of a weight that is a view of a mapped file; only for tensors that a loader mapped:
+                      other memory that torch did not allocate, such as numpy's, cannot be told apart and would be lost
         """
         rows = _readable(weight)
         self._native.quantize_encode(
@@ -72,7 +72,7 @@ class NativeQuantizer:
 
 
 def _readable(weight: Tensor) -> Tensor:
-    """Return the rows as the kernels read them: bf16 or f32, the columns of a row side by side."""
+    """Return the rows as the kernels read them: bf16 or f32, with contiguous columns."""
     if weight.dtype not in (torch.bfloat16, torch.float32):
         weight = weight.float()
     return weight if weight.stride(1) == 1 else weight.contiguous()

@@ -1,4 +1,4 @@
-"""The native sampler: tokens and log probabilities of rows of logits, without a pass over the vocabulary in torch."""
+"""The native sampler: tokens and log probabilities of rows of logits, without torch operations over the vocabulary."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class SampleStatus(enum.IntEnum):
     UNDERFLOW = 5
 
 
-_STATUSES = tuple(SampleStatus)  # by number: calling the enum takes ten times as long
+_STATUSES = tuple(SampleStatus)  # by number, because calling the enum takes ten times as long
 
 
 class DrawOptions(NamedTuple):
-    """How one row is drawn; a tuple, as one is made for every token.
+    """Sampling options of one row; a tuple, because one is created for every token.
 
     inverse_temperature  multiplies the logits, > 0
-    is_greedy            the best logit wins, the lowest id of ties; nothing else is read
+    is_greedy            the highest logit is taken, the lowest id of equal ones; the other options are ignored
     top_k                number of candidates; <= 0 or >= vocabulary: all
-    top_p                share of the mass, 1: all
+    top_p                share of the probability mass, 1: all
     log_min_p            logarithm of min_p, -inf: off
     seed, position       of the noise, taken modulo 2**64 and 2**32
-    token_mask           [ceil(vocabulary / 32)] i32 in one piece: a bit per token, the lowest first; 0 forbids it
+    token_mask           [ceil(vocabulary / 32)] i32, contiguous: a bit per token, the lowest first; 0 forbids it
     """
 
     inverse_temperature: float
@@ -52,7 +52,7 @@ class DrawOptions(NamedTuple):
 
 
 def takes_logits(logits: Tensor) -> bool:
-    """Return whether the kernels can read these: [R, V] f32 on the CPU, the elements of a row side by side."""
+    """Return whether the kernels can read the logits: [R, V] f32 on the CPU with contiguous rows."""
     is_usable = logits.ndim == 2 and logits.dtype == torch.float32 and logits.device.type == "cpu"
     return is_usable and (logits.shape[1] == 1 or logits.stride(1) == 1)
 
@@ -60,9 +60,9 @@ def takes_logits(logits: Tensor) -> bool:
 def sample_rows(
     native: ModuleType, logits: Tensor, row_ids: Sequence[int], options: Sequence[DrawOptions], isa: str | None = None
 ) -> list[tuple[int, SampleStatus]]:
-    """Return (token, status) of some rows; the token is -1 where the status is not FINE.
+    """Return (token, status) of some rows; the token is -1 if the status is not FINE.
 
-    native   what load_native returned
+    native   the result of load_native
     logits   [R, V], see takes_logits; not changed
     row_ids  [N] the rows, each in [0, R)
     options  [N]
@@ -93,14 +93,15 @@ def sample_rows(
 def logprobs_of_rows(
     native: ModuleType, logits: Tensor, token_ids: Sequence[int], num_top: int, isa: str | None = None
 ) -> tuple[list[tuple[float, int, bool]], Tensor, Tensor]:
-    """Return the log probabilities of a token and of the best ones, row by row.
+    """Return the log probabilities of a given token and of the best tokens in each row.
 
-    native     what load_native returned
+    native     the result of load_native
     logits     [R, V], see takes_logits; not changed
     token_ids  [R] each in [0, V)
     num_top    0 <= num_top <= V
-    Returns    per row (log probability, 1 + number of larger logits, whether the best logit is finite: where it is not, the
-               rest of the row means nothing); the best tokens [R, num_top] int32, equal logits by id; theirs [R, num_top] f32
+    Returns    per row (log probability, 1 + number of larger logits, whether the best logit is finite: if not, the rest of the
+               row is undefined); the best tokens [R, num_top] int32, equal logits by id; their log probabilities [R, num_top]
+               f32
     """
     addresses = _row_addresses(logits, range(len(token_ids)))
     num_rows, vocab_size = logits.shape

@@ -18,12 +18,12 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
 }
-"""Those without learned numbers."""
+"""Those without parameters."""
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 
 def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
-    """Return what a gated block makes of gate and up, in their dtype."""
+    """Return the gated activation of gate and up, in their dtype."""
     if spec.clamp is None:
         return ACTIVATIONS[spec.activation](gate) * up
     limit = spec.clamp.limit
@@ -34,7 +34,7 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
 def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
     """Return xIELU of x in its dtype (https://arxiv.org/abs/2411.13010).
 
-    positive, negative  [1], the two learned numbers as they are stored, before the softplus
+    positive, negative  [1], the two parameters as they are stored, before the softplus
     """
     beta, eps = (torch.tensor(number, dtype=x.dtype, device=x.device) for number in (XIELU_BETA, XIELU_EPS))
     alpha_p, alpha_n = F.softplus(positive), beta + F.softplus(negative)

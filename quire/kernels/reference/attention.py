@@ -11,16 +11,16 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.recurrent import StateRows
 
 _MAX_SCORE_ELEMENTS = 1 << 24
-"""Scores held at once, over all heads: long chunks are cut into runs of queries, so that memory stays bounded."""
+"""Maximum number of scores held at once, over all heads: long chunks are split by queries to bound the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class TreeInput:
-    """Which tokens are draft trees, and what they see. A draft stands behind its ancestors as if nothing were between.
+    """Which tokens form draft trees, and their ancestors. A draft attends to its ancestors as if they were consecutive.
 
-    num_drafts  [S] i32, so many of the last tokens of a sequence are a tree, at most 64; 0 where all is causal. Its first ones
-                may be cached, of steps before; the others, at least one, are the last rows
-    ancestors   [T] u64 as i64, bit i: whether the sequence's draft i is on the way to this one, itself included; 0 for others
+    num_drafts  [S] i32, number of last tokens of a sequence that form a tree, at most 64; 0: all causal. The first ones may be
+                cached from previous steps; the others, at least one, are the last rows
+    ancestors   [T] u64 as i64, bit i: whether the sequence's draft i is an ancestor of this one, itself included; 0 for others
     """
 
     num_drafts: Tensor
@@ -29,15 +29,16 @@ class TreeInput:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """Where the tokens of one step stand, for all layers.
+    """Positions and block tables of the tokens of one step, for all layers.
 
     slots           [T] i64, block * block_size + offset where token t's KV is stored
     query_starts    S + 1 offsets: sequence s owns tokens [query_starts[s], query_starts[s + 1]), at least one
-    context_lens    S lengths: tokens of s in the cache once this step is stored, so that its last query is at
-                    position context_lens[s] - 1
+    context_lens    S lengths: tokens of s in the cache after this step is stored, so its last query is at position
+                    context_lens[s] - 1
     block_tables    [S, max_blocks] i64; entries past the context are ignored but must be valid blocks
                     both on the device of the caches; all else is on the CPU
     trees           None: every sequence is causal
+    decode_groups   cache of _decode_groups
     short_ropes     [T] bool, tokens of sequences with the short variant of the rope (ModelSpec.rope_switch_len); None: none
     states          which rows of recurrent states are read and written; None: all sequences start, and nothing is kept
     """
@@ -54,7 +55,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Single-token sequences of similar length, attended as one padded batch.
+    """Single-token sequences of similar length, computed as one padded batch.
 
     tokens   [S'] rows of q
     blocks   [S', N] blocks to read
@@ -89,7 +90,7 @@ def attend(
 
     q                 [T, H, D]; H = num_heads, a multiple of K
     k_cache, v_cache  [num_blocks, K, block_size, D], q's dtype; this step's KV is already stored
-    sinks             [H], a logit per head that takes its share of the softmax and gives nothing; None: none
+    sinks             [H], an attention sink per head: a logit in the softmax without a value; None: none
     Returns           [T, H, D] in q's dtype. Scores are in q's dtype, softmax sums in f32. Does not write the cache.
     """
     out = torch.empty_like(q)
@@ -106,7 +107,7 @@ def attend(
 
 
 def hidden_keys(step: AttentionMetadata, sequence: int) -> Tensor:
-    """Return which of a sequence's cached tokens each of its queries does not see, [Q, N] bool."""
+    """Return which of a sequence's cached tokens are masked for each of its queries, [Q, N] bool."""
     rows = slice(step.query_starts[sequence], step.query_starts[sequence + 1])
     paths = None if step.trees is None else _paths(step.trees, sequence, rows)
     length = step.context_lens[sequence]
@@ -115,7 +116,7 @@ def hidden_keys(step: AttentionMetadata, sequence: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Paths:
-    """The tree that ends a chunk: what each of its queries sees of the drafts [Q, N], and the depths of these [N], from 1."""
+    """The tree at the end of a chunk: ancestors of each query among the drafts [Q, N], and the depths of these [N], from 1."""
 
     is_ancestor: Tensor
     depths: Tensor
@@ -123,14 +124,14 @@ class _Paths:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkPlace:
-    """Where the tokens of one sequence are: its block table, its length in the cache, and perhaps a tree at its end."""
+    """Location of one sequence: its block table, its length in the cache, and possibly a tree at its end."""
 
     block_table: Tensor
     context_len: int
     paths: _Paths | None
 
     def positions(self, first: int, last: int) -> Tensor:
-        """Return the positions of the cached tokens [first, last): those of a tree by their depths."""
+        """Return the positions of the cached tokens [first, last); drafts of a tree have positions by depth."""
         found = torch.arange(first, last)
         begin = max(first, self.tree_start)
         if self.paths is not None and begin < last:
@@ -144,7 +145,8 @@ class _ChunkPlace:
         return distance.abs() >= (self.context_len if window is None else window)
 
     def is_hidden(self, queries: slice, first: int, last: int, window: int | None) -> Tensor:
-        """Return what some queries of the chunk, the last of them just before `last`, do not see of tokens [first, last)."""
+        """Return which of tokens [first, last) are masked for some queries of the chunk, the last of them just before
+        `last`."""
         begin = last - (queries.stop - queries.start)
         distance = self.positions(begin, last)[:, None] - self.positions(first, last)
         is_hidden = distance < 0
@@ -156,7 +158,7 @@ class _ChunkPlace:
 
     @property
     def tree_start(self) -> int:
-        """The place of the tree's first token; without one, the length."""
+        """Index of the tree's first token; the length if there is none."""
         return self.context_len - (0 if self.paths is None else self.paths.depths.shape[0])
 
 
@@ -165,18 +167,18 @@ def _paths(trees: TreeInput, index: int, rows: slice) -> _Paths | None:
     if num_drafts == 0:
         return None
     is_ancestor = (trees.ancestors[rows, None] >> torch.arange(num_drafts)) & 1 == 1
-    # Parents come first: what is on the way to a draft is what of the way to any row stands up to it.
+    # Parents come first, so the depth of a draft is its number of ancestors among the earlier drafts of any path through it.
     return _Paths(is_ancestor, (is_ancestor.cumsum(1) * is_ancestor).amax(0))
 
 
 def _is_decode(step: AttentionMetadata, index: int) -> bool:
-    """Whether a sequence has one token, which sees all before it."""
+    """Return whether a sequence has one query that attends to all tokens before it."""
     has_tree = step.trees is not None and int(step.trees.num_drafts[index]) > 1
     return step.query_starts[index + 1] - step.query_starts[index] == 1 and not has_tree
 
 
 def _decode_groups(step: AttentionMetadata, window: int | None, block_size: int) -> list[DecodeGroup]:
-    """Return the groups of single-token sequences, made once per step and window and shared by the layers."""
+    """Return the groups of single-token sequences, computed once per step and window and shared by the layers."""
     key = (window, block_size)
     if key not in step.decode_groups:
         step.decode_groups[key] = _make_decode_groups(step, window, block_size)
@@ -192,7 +194,7 @@ def _make_decode_groups(step: AttentionMetadata, window: int | None, block_size:
     spans.sort()
     groups: list[DecodeGroup] = []
     while spans:
-        # Lengths within a group differ by less than 2x, so that padding at most doubles the work.
+        # Lengths within a group differ by less than 2x, so padding at most doubles the work.
         longest = 2 * spans[0][0]
         size = next((i for i, span in enumerate(spans) if span[0] > longest), len(spans))
         group, spans = spans[:size], spans[size:]
@@ -222,7 +224,7 @@ def _attend_decode(
     q = q.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     scores = _cap((q @ gather(k_cache).transpose(-1, -2)) * spec.scale, spec)
     scores = scores.masked_fill(~group.is_seen[:, None, None, :], -torch.inf)
-    # What lies past a context may be anything, NaN of a failed sequence included: 0 * NaN must not reach the sum.
+    # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach the sum.
     v = gather(v_cache).masked_fill_(~group.is_seen[:, None, :, None], 0)
     sinks = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
     return (_softmax(scores, spec, sinks) @ v).reshape(num_rows, num_heads, head_dim)
@@ -266,12 +268,12 @@ def _cap(scores: Tensor, spec: AttentionSpec) -> Tensor:
 
 
 def _softmax(scores: Tensor, spec: AttentionSpec, sinks: Tensor | None) -> Tensor:
-    """Return the weights of scores [..., keys]; sinks, whose last dimension is 1, are one more score of each row."""
+    """Return the softmax of scores [..., keys]; sinks, whose last dimension is 1, are one more score of each row."""
     if sinks is None:
         return _weights(scores, spec)
     scores = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
     if not spec.is_softmax_f32:
-        scores = scores - scores.amax(-1, keepdim=True)  # which rounds, as gpt-oss does
+        scores = scores - scores.amax(-1, keepdim=True)  # this rounds, as gpt-oss does
     return _weights(scores, spec)[..., :-1]
 
 

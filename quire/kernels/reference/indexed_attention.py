@@ -1,4 +1,4 @@
-"""Latent attention to the keys that an indexer chooses (DeepSeek-V3.2: https://arxiv.org/abs/2512.02556)."""
+"""Latent attention to the keys that an indexer selects (DeepSeek-V3.2: https://arxiv.org/abs/2512.02556)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from quire.kernels.reference.attention import AttentionMetadata, hidden_keys
 
 @dataclass(frozen=True, slots=True)
 class IndexQueries:
-    """What tokens ask the indexer: heads [T, H, D], and the weights of their heads [T, H] f32."""
+    """The indexer's queries: heads [T, H, D], and the weights of the heads [T, H] f32."""
 
     heads: Tensor
     weights: Tensor
 
 
 def store_index_keys(keys: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """Write keys [T, D] into the first values of a cache [num_blocks, 1, block_size, >= D] at `slots` [T]."""
+    """Write keys [T, D] into the first D values of a cache [num_blocks, 1, block_size, >= D] at `slots` [T]."""
     size = cache.shape[2]
     cache[slots // size, 0, slots % size, : keys.shape[1]] = keys
 
@@ -33,10 +33,11 @@ def attend_indexed(
     spec: AttentionSpec,
     indexer: IndexerSpec,
 ) -> Tensor:
-    """Attend every query to the rows that the indexer chooses of those of its sequence, itself and what is before it.
+    """Attend every query to the rows of its sequence that the indexer selects, from itself and those before it.
 
     q       [T, H, D]
-    caches  rows [num_blocks, 1, block_size, D], each key and value, and keys of the indexer; this step's are stored already
+    caches  rows [num_blocks, 1, block_size, D], each both key and value, and keys of the indexer; this step's are already
+            stored
     Returns [T, H, D] in q's dtype
     """
     out = torch.empty_like(q)
@@ -53,7 +54,7 @@ def attend_indexed(
 
 
 def choose_keys(index: IndexQueries, keys: Tensor, is_hidden: Tensor, indexer: IndexerSpec) -> Tensor:
-    """Return which of the keys [S, D] each query attends to, [T, S]; is_hidden [T, S]: those that it cannot."""
+    """Return which of the keys [S, D] each query attends to, [T, S]; is_hidden [T, S]: the masked ones."""
     products = torch.einsum("thd,sd->ths", index.heads.float(), keys.float()) * indexer.head_dim**-0.5
     scores = torch.einsum("th,ths->ts", index.weights, products.relu()).masked_fill(is_hidden, -torch.inf)
     chosen = scores.topk(min(indexer.top_k, keys.shape[0]), dim=-1).indices

@@ -1,8 +1,8 @@
-"""The one definition of the mass of a token, e^depth for depth = logit - best logit, as a whole number of units of 2**-44.
+"""Definition of the mass of a token, e^depth for depth = logit - best logit, as an integer number of units of 2**-44.
 
-Sums of whole numbers do not depend on their order, so that a cut at a share of the mass (top_p) keeps the same tokens however
-the sum is split, vectorised or sorted. Every port must give the same units. The algorithm, with every operation one IEEE f32
-operation rounded to nearest even, in the order of the brackets, and a multiply and an add never fused:
+Sums of integers do not depend on their order, so a cut at a share of the mass (top_p) keeps the same tokens however the sum is
+split, vectorised or sorted. Every port must give the same units. In the algorithm every operation is one IEEE f32 operation
+rounded to nearest even, in the order of the brackets, and a multiply and an add are never fused:
 
   x = max(depth, -32)                                    depth <= 0; below -32 the mass is 0
   n = round(x * 1.44269504)                              to nearest, ties to even

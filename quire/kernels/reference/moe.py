@@ -14,7 +14,7 @@ from quire.kernels.reference.activation import apply_gate
 
 @dataclass(frozen=True, slots=True)
 class ExpertBiases:
-    """router [E], gate_up [E, 2 * I], down [E, N]; None: none. correction [E] f32 is added to scores for choosing."""
+    """router [E], gate_up [E, 2 * I], down [E, N]; None: none. correction [E] f32 is added to the scores for selection only."""
 
     router: Tensor | None = None
     gate_up: Tensor | None = None
@@ -25,13 +25,13 @@ class ExpertBiases:
 def mixture_of_experts(
     x: Tensor, spec: MoeSpec, router: Tensor, gate_up: Tensor, down: Tensor, biases: ExpertBiases | None = None
 ) -> Tensor:
-    """Apply a mixture of experts to each row, without the shared one.
+    """Apply a mixture of experts to each row, without the shared expert.
 
     x        [T, N]
     router   [E, N]
     gate_up  [E, 2 * I, N], the gate rows first
     down     [E, N, I]
-    Returns  [T, N] in x's dtype; a row depends on no other row
+    Returns  [T, N] in x's dtype; rows are independent
     """
     biases = biases or ExpertBiases()
     if spec.is_router_f32:
@@ -73,10 +73,10 @@ def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tu
 
 
 def sparse_weights(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:
-    """Return weights and indices [T, K] of SparseMixer (https://arxiv.org/abs/2310.00811), as it is without training.
+    """Return weights and indices [T, K] of SparseMixer at inference (https://arxiv.org/abs/2310.00811).
 
-    Each of the top_k experts is the best that is left. Its weight is its share in a softmax over those that are left and not
-    further below it than `margin` times the larger of its logit and the other's size.
+    Each of the top_k experts is the best remaining one. Its weight is its softmax probability among the remaining experts
+    whose logit is at most `margin` * max(its logit, abs(the other's logit)) below it.
     """
     left, shares, found = logits, [], []
     for _ in range(top_k):
@@ -90,6 +90,6 @@ def sparse_weights(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, T
 
 
 def _linear(x: Tensor, weights: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-    """Return the product with an expert's weight. Its bias is added to what the product was rounded to."""
+    """Return the product with an expert's weight. The bias is added to the rounded product."""
     y = F.linear(x, weights[expert])
     return y if biases is None else y + biases[expert]

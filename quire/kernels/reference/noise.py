@@ -1,31 +1,37 @@
-"""The one definition of sampling noise: Gumbel(0, 1) values keyed by (seed, position, token id, stream).
+"""Definition of the sampling noise: Gumbel(0, 1) values keyed by (seed, position, token id, stream).
 
-Nothing is consumed from a generator: the noise of a token is a pure function of its key, so a request samples the same
-tokens alone or in any batch, before and after a preemption, with and without speculation. Every port (C++, Triton) must
-give the same bits. The algorithm, complete:
+The noise of a token is a pure function of its key and no generator has state, so a request samples the same tokens in any
+batch, before and after a preemption, with and without speculation. Every port (C++, Triton) must give the same bits. The
+complete algorithm:
 
 1. Words. Philox4x32-10 (Salmon et al., SC'11; Random123) with all numbers unsigned 32-bit:
+
      key     = (seed & 0xffffffff, seed >> 32)                      seed: unsigned 64-bit
      counter = (token_id >> 2, position, stream, 0)
-     word    = output[token_id & 3]                                 one call serves four neighbouring tokens
+     word    = output[token_id & 3]                                 one call serves four adjacent tokens
+
    One round: p0 = 0xD2511F53 * c0 and p1 = 0xCD9E8D57 * c2 (64-bit products), then
      (c0, c1, c2, c3) = (hi(p1) ^ c1 ^ k0, lo(p1), hi(p0) ^ c3 ^ k1, lo(p0)).
    Ten rounds; before each but the first, k0 += 0x9E3779B9 and k1 += 0xBB67AE85 (mod 2**32).
 
 2. Gumbel of a word w. Every operation is one IEEE f32 operation rounded to nearest even, in the order of the brackets;
    only +, - and *; a multiply and an add are never fused (C++: -ffp-contract=off, Triton: enable_fp_fusion=False).
+
      v = min((f32(w) + 0.5) * 2**-32, 1 - 2**-24)                   uniform; smallest 2**-33
      E = -log1p(-v):  v <= V_DIRECT:  E = -P(-v, 0)                 keeps the full relative precision of a tiny v
                       otherwise:      E = -LN(1 - v)
      G = -LN(E)                                                     -2.82 <= G <= 22.88
+
    LN(x), x > 0 and normal, splits x = m * 2**e with sqrt(1/2) <= m < sqrt(2) (up to one ulp) on its bits as int32:
      e = (bits(x) - 0x3F3504F3) >> 23    (arithmetic shift)
      m = as_f32(bits(x) - (e << 23))
      LN(x) = P(m - 1, f32(e))            m - 1 is exact
+
    P(f, e) = ln((1 + f) * 2**e), the polynomial of Cephes logf:
      z = f * f
      y = C0;  y = (y * f) + Ci for C1 ... C8, in order;  y = (y * f) * z
      y = y + (e * -2.12194440e-4);  y = y - (z * 0.5);  r = f + y;  r = r + (e * 0.693359375)
+
    All constants are rounded to f32 first. With e = 0 the products with e are zeros, so a port may skip them.
 """
 
@@ -42,9 +48,9 @@ STREAM_ACCEPT = 2
 STREAM_RESIDUAL = 3
 
 MIN_GUMBEL = -2.812
-"""No noise is smaller: the value at v = 1 - 2**-24, rounded outwards."""
+"""Lower bound of the noise: the value at v = 1 - 2**-24, rounded outwards."""
 MAX_GUMBEL = 22.874
-"""No noise is larger: the value at w = 0, rounded outwards."""
+"""Upper bound of the noise: the value at w = 0, rounded outwards."""
 
 _MASK32 = 0xFFFFFFFF
 _MULTIPLIER_0, _MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
@@ -67,21 +73,21 @@ _LOG_COEFFICIENTS = (
 )
 _LN2_LOW, _LN2_HIGH = -2.12194440e-4, 0.693359375
 
-# Elements per pass: its temporaries stay in the caches of a core, and it is below what torch would split over threads (a
-# hundred tiny parallel loops cost more than they save, far more on a busy machine). The C++ kernel splits over rows.
+# Elements per pass. The temporaries fit the caches of a core, and the size is below torch's threshold for parallel loops (many
+# tiny parallel loops cost more than they save, far more on a busy machine). The C++ kernel parallelises over rows.
 _CHUNK_ELEMENTS = 1 << 15
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the four words of Philox4x32-10.
 
-    counter  four int64 tensors, key two, all of values in [0, 2**32) and of shapes that broadcast with each other
+    counter  four int64 tensors; key: two. All values are in [0, 2**32), and all shapes broadcast with each other
     Returns  int64 tensors of values in [0, 2**32); their shapes broadcast to the common shape
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
-        # The int64 products wrap modulo 2**64, which leaves all 64 bits right; the masks drop the sign of the shifts.
+        # The int64 products wrap modulo 2**64, which keeps all 64 bits correct; the masks drop the sign of the shifts.
         product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
         c0 = ((product_1 >> 32) ^ c1 ^ k0) & _MASK32
         c2 = ((product_0 >> 32) ^ c3 ^ k1) & _MASK32
@@ -128,7 +134,7 @@ def gumbel_noise(
 
 
 def gumbel_noise_at(seeds: Sequence[int], positions: Sequence[int], token_ids: Tensor, stream: int = STREAM_TARGET) -> Tensor:
-    """Return the noise of the given tokens: gumbel_noise(...).gather(1, token_ids), without the rest.
+    """Return the noise of given tokens: gumbel_noise(...).gather(1, token_ids), without computing the others.
 
     seeds, positions  [R] as in gumbel_noise
     token_ids         [R, C] int64, any order, repetitions allowed
@@ -190,7 +196,7 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_polynomial(fraction: Tensor, exponent: Tensor) -> Tensor:
-    """Return ln((1 + fraction) * 2**exponent) in f32: P of the module's docstring. In-place steps, never fused."""
+    """Return ln((1 + fraction) * 2**exponent) in f32: P of the module's docstring. In-place operations, never fused."""
     square = fraction * fraction
     y = torch.full_like(fraction, _LOG_COEFFICIENTS[0])
     for coefficient in _LOG_COEFFICIENTS[1:]:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (Su et al., 2021) with every scaling of the field."""
+"""Rotary position embeddings (Su et al., 2021) with all common scaling methods."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.contracts.model_spec import QueryScaling, RopeSpec
 def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
     """Return the angle per position of each pair, [dim / 2] f32.
 
-    max_model_len  decides "dynamic" and "longrope", which depend on a length. Their short variant is that of original_max;
-                   see ModelSpec.rope_switch_len
+    max_model_len  determines "dynamic" and "longrope", which depend on a length. The short variant of longrope is that of
+                   max_model_len = original_max; see ModelSpec.rope_switch_len
     """
     exponent = torch.arange(0, spec.dim, 2, dtype=torch.int64).float() / spec.dim
     base = 1.0 / spec.theta**exponent
@@ -73,15 +73,16 @@ def cos_sin(spec: RopeSpec, frequencies: Tensor, positions: Tensor, dtype: torch
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> Tensor:
-    """Rotate the first dim of each head of x [T, H, D] by the angles of `cos_sin`; returns x's dtype.
+    """Rotate the first dims of each head of x [T, H, D] by the angles of `cos_sin`; returns x's dtype.
 
-    is_interleaved  x has the pairs side by side; the result has them apart, as queries and keys may have in any order
+    is_interleaved  x has the two elements of a pair adjacent; the result has them in separate halves, as the order of a head's
+                    dims does not matter as long as queries and keys agree
     """
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     if is_interleaved:
         a, b = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
-    # In f32 tables the products promote to f32 and are rounded once, at the end.
+    # With f32 tables the products are promoted to f32 and rounded once, at the end.
     return torch.cat(((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest), dim=-1)
 
 

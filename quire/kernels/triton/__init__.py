@@ -1,9 +1,9 @@
-"""Triton kernels for NVIDIA GPUs, made for Hopper; each has its oracle in kernels/reference. Loaded only where they are used.
+"""Triton kernels for NVIDIA GPUs, tuned for Hopper; kernels/reference has the reference of each. Imported only when used.
 
-Every operation has a function that returns its launches, with every constant chosen, and one that runs them. What is launched
-can so be compiled without a GPU (compiling.py), and run without one in Triton's interpreter (TRITON_INTERPRET=1), whose lack of
-bfloat16 arithmetic arithmetic.py hides.
+Every operation has a function that returns its launches, with all constants, and one that runs them. So launches can be
+compiled without a GPU (compiling.py), and run without one in Triton's interpreter (TRITON_INTERPRET=1); arithmetic.py works
+around the interpreter's missing bfloat16 arithmetic.
 
-Device functions get all they use as arguments, since Triton has no structures that hold both tensors and constants, and are as
-long as the loop that must stay in one piece.
+Device functions get everything as arguments, because Triton has no structures that hold both tensors and constants. They are
+long where a loop cannot be split.
 """

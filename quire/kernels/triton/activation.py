@@ -20,7 +20,7 @@ _BLOCK = 1024
 def activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
     """Return activation(gate) * up, or activation(gate) without an up projection; the activation is rounded first.
 
-    gate, up  [T, I], rows in one piece: the halves of one projection, perhaps
+    gate, up  [T, I] with contiguous rows; they may be the halves of one projection
     Returns   [T, I] in gate's dtype
     """
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -29,7 +29,7 @@ def activate(gate: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
 
 
 def activate_launch(out: Tensor, gate: Tensor, up: Tensor | None, activation: Activation) -> Launch:
-    """Return the launch of `activate`, which writes `out`, in one piece. Raises UnsupportedError for other activations."""
+    """Return the launch of `activate`, which writes the contiguous `out`. Raises UnsupportedError for other activations."""
     if activation not in ACTIVATION_KINDS:
         raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {activation!r}")
     num_rows, width = gate.shape

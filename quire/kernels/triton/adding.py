@@ -1,4 +1,4 @@
-"""The sum of what tensor-parallel ranks have formed of one product, added to the residual stream or written alone."""
+"""Sum of the partial products of tensor-parallel ranks, optionally added to the residual stream."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _BLOCK = 1024
 
 
 def add_parts_launch(out: Tensor, parts: Tensor, residual_scale: float | None = None) -> Launch:
-    """Return the launch that adds the parts of a sum in f32, in the order of ranks: the same bits at any number of rows.
+    """Return the launch that adds partial sums in f32, in the order of ranks: the same bits for any number of rows.
 
-    out             [T, N] float, in one piece. It becomes the sum, rounded to its dtype
-    parts           [R, T, N] in out's dtype, in one piece, R >= 1; not out
-    residual_scale  out becomes out + residual_scale * sum instead, each step rounded to its dtype
-    Raises InvariantError for what does not fit.
+    out             [T, N] float, contiguous. Overwritten with the sum, rounded to its dtype
+    parts           [R, T, N] in out's dtype, contiguous, R >= 1; not aliased with out
+    residual_scale  out becomes out + residual_scale * sum instead, with each operation rounded to its dtype
+
+    Raises InvariantError for shapes and dtypes that do not match.
     """
     check_contiguous("out", out, (None, None), *_FLOATS)
     num_tokens, width = out.shape

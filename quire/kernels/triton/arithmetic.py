@@ -1,9 +1,9 @@
 """Device functions that compute the same on a GPU and in Triton's interpreter.
 
-The interpreter computes with the bit patterns of bfloat16 and float8 as if they were whole numbers, and truncates where it
-casts to them. So kernels widen what they load to f32 at once, multiply matrices only with `dot`, and cast only with `cast_to`.
-A mask is no block of truths joined with a single one, which some interpreters make a number. Nothing here or in a kernel calls
-libdevice or inline assembly, which the interpreter does not have.
+The interpreter computes with the bit patterns of bfloat16 and float8 as if they were integers, and truncates when it casts to
+them. So kernels widen what they load to f32 at once, multiply matrices only with `dot`, and cast only with `cast_to`. A mask is
+never a block of booleans combined with a scalar one, which some versions of the interpreter turn into a number. Kernels use no
+libdevice functions and no inline assembly, which the interpreter does not support.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def cast_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return x, f32, rounded to a float type but still f32: where a checkpoint's own code rounds, so do the kernels."""
+    """Return x, f32, rounded to a float type but still f32. Kernels round where the checkpoint's original code does."""
     if dtype != tl.float32:
         x = cast_to(x, dtype).to(tl.float32)
     return x
@@ -55,9 +55,9 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def whole(x: tl.tensor) -> tl.tensor:
-    """Return x, f32 with |x| < 2**22, rounded to the nearest whole number, ties to even.
+    """Return x, f32 with |x| < 2**22, rounded to the nearest integer, ties to even.
 
-    Where x is a product and multiplies are fused with adds, the exact product is rounded instead of x, in one step.
+    If x is a product and multiplies are fused with adds, the exact product is rounded instead of x, in one operation.
     """
     return (x + 12582912.0) - 12582912.0
 

@@ -1,4 +1,4 @@
-"""Paged attention on the device: whole prompts, chunks behind cached prefixes, draft trees and decode steps in one call."""
+"""Paged attention on the device: whole prompts, chunks after cached prefixes, draft trees and decode steps in one call."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ _QUANTISED = (torch.int8, torch.float8_e4m3fn)
 _MERGED_AT_ONCE = 16
 _PLANNED_AT_ONCE = 512
 _PARTIAL_BYTES = 256 << 20
-"""What the partial results of long runs take at most, unless those of few tiles take more; further tiles follow in turn."""
-_ALIGNED_TILES = 4  # whose lists begin at a multiple of 16 bytes
+"""Maximum size of the partial results of long runs, unless a few tiles need more; the other tiles are computed afterwards."""
+_ALIGNED_TILES = 4  # tile lists begin at a multiple of 16 bytes
 
 IS_FUSED = False
-"""Whether a multiply and an add become one operation. They would where a tile of keys is seen whole, and not where it is
-masked, so that the bits of a row depended on where its prompt was cut. Scores are multiplied for their maximum anyway: nothing
-is lost."""
+"""Whether a multiply and an add may be fused. They would be for tiles of keys without a mask, and not for masked tiles, so the
+bits of a row would depend on where its prompt was split. The scores are multiplied for their maximum anyway, so this costs
+nothing."""
 
 
 class KvCache(NamedTuple):
     """The cache of one layer.
 
     k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn
-    k_scales, v_scales  [num_blocks, K, block_size] f32, what multiplies the stored values; None unless these are quantised
+    k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
     """
 
     k: Tensor
@@ -67,11 +67,13 @@ def attend(
 ) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
-    q        [T, H, D] float, the heads of a token in one piece; this step's KV is already stored
-    sinks    [H] float, a logit per head that takes its share of the softmax and gives nothing; None: none
-    is_in_order  a query has the same bits whether it is one of a prompt, of a part of it, or alone; slower
-    Returns  [T, H, D] in q's dtype, zeros where a sequence is padding. Sums are in f32. Does not write the cache
-    Raises InvariantError for shapes and dtypes that do not fit.
+    q        [T, H, D] float, the heads of a token contiguous; this step's KV is already stored
+    sinks    [H] float, an attention sink per head: a logit in the softmax without a value; None: none
+    is_in_order  batch-invariant: a query has the same bits whether it is computed with its prompt, a part of it, or by itself;
+                 slower
+    Returns  [T, H, D] in q's dtype, zeros for padding sequences. Sums are in f32. Does not write the cache
+
+    Raises InvariantError for shapes and dtypes that do not match.
     """
     if step.library is not None and step.num_drafts is None and sinks is None and not is_in_order:
         _check(q, q, cache, spec, sinks)
@@ -90,13 +92,13 @@ def attend_launches(
     sinks: Tensor | None = None,
     is_in_order: bool = False,
 ) -> list[Launch]:
-    """Return the launches of `attend`, which write `out`, in one piece.
+    """Return the launches of `attend`, which write the contiguous `out`.
 
-    Cached keys are taken in chunks, each by a program of its own, so that a few long sequences fill the device; the partial
-    results are merged in order. Sequences of few queries, decode steps above all, have short chunks; for others a program for
-    each run of queries and LONG_CHUNK keys is enough, and for windows within that one for each run. Which short chunks there
-    are is found on the device, once per step: launches are the same for all lengths. In order, both have the
-    same tiles and the same chunks, which are merged one by one.
+    Cached keys are split into chunks, each for its own program, so that a few long sequences fill the device; the partial
+    results are merged in order. Sequences with few queries, mainly those of decode steps, have short chunks. The others have
+    one program for each run of queries and LONG_CHUNK keys, or one per run if the window is not longer. The short chunks are
+    computed on the device, once per step, so launches are the same for all lengths. Batch-invariant attention uses the same
+    tiles and chunks for both, and merges chunks one by one.
     """
     _check(out, q, cache, spec, sinks)
     if step.has_cached_drafts and spec.window is not None:
@@ -121,14 +123,14 @@ def attend_launches(
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
         call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order)
-        # Whether a row's keys are cut depends on the window, never on what else is in the step.
+        # Whether a row's keys are split depends on the window, never on the rest of the step.
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
     return launches
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
-    """Return the queries of a tile, and up to how many queries a sequence is short, for DeviceAttentionMetadata.tiles."""
+    """Return the queries per tile, and the maximum number of queries of a short sequence, for DeviceAttentionMetadata.tiles."""
     group = spec.num_heads // spec.num_kv_heads
     tile = (in_order_attention_tile if is_in_order else long_attention_tile)(spec.head_dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
@@ -148,7 +150,7 @@ class _Call(NamedTuple):
 
 
 def _split(call: _Call) -> list[Launch]:
-    """Return the launches over chunks of keys, with the merge where there is more than one."""
+    """Return the launches over chunks of keys, and the merge if there is more than one chunk."""
     spec, tiles = call.spec, call.tiles
     num_chunks = -(-call.step.max_context_len // call.chunk)
     if spec.window is not None:
@@ -191,13 +193,13 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
 
 
 def _split_on_device(call: _Call) -> list[Launch]:
-    """Return the launches over chunks of keys, with the plan of them where the step has none yet, and the merge."""
+    """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge."""
     window, tiles, num_kv_heads = call.spec.window, call.tiles, call.spec.num_kv_heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)
     if num_chunks <= 1:
         return [_attend_runs(call)]
-    # In order chunks have one size, at any length: a query of a prompt has those of its own place.
+    # Batch-invariant chunks have a fixed size at any length, so that a query of a prompt has those of its own position.
     most = 0 if call.is_in_order else most_chunks(num_kv_heads)
     key = (tiles.num_queries, window or 0, most)
     plan = call.step.plans.get(key)
@@ -246,9 +248,9 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
     }
     constants = {**_key_constants(call), "MOST": most}
     grid = (min(len(plan.tiles), max(1, SPLIT_PROGRAMS // num_kv_heads)), num_kv_heads)
-    # With two rows of queries a third stage gets no buffer of its own, and on Triton 3.9 takes a register too many.
+    # With two rows of queries a third stage gets no buffer of its own, and needs a register too many on Triton 3.9.
     has_two_rows = constants["QUERIES"] * constants["GROUP"] == 2
-    # Nor is there room for its places where positions of trees are compared, besides.
+    # The same holds where positions of trees are compared.
     has_positions = arguments["positions_ptr"] is not None
     num_stages = min(2, tile.num_stages) if has_two_rows or has_positions else tile.num_stages
     return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, num_stages, IS_FUSED)
@@ -336,7 +338,7 @@ def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: T
     is_quantised = cache.k.dtype in _QUANTISED
     for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
         if is_quantised != (scales is not None):
-            raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+            raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
         if scales is not None:
             check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
     if sinks is not None:

@@ -1,9 +1,9 @@
 """Device code of paged attention: runs of queries against the cached keys of their sequence.
 
-A program has one key-value head and the rows of all query heads that share it, for a run of queries of one sequence: row r is
-query r // GROUP, head r % GROUP. Keys come in tiles of BLOCK_N at fixed places, and in split launches one program takes a chunk
-of CHUNK places. So the sums of a row depend on its own place, and on whether its launch is split, not on the batch, on where
-a prompt was cut, or on padding.
+A program handles one key-value head and all query heads that share it, for a run of queries of one sequence: row r is query
+r // GROUP, head r % GROUP. Keys are processed in tiles of BLOCK_N at fixed positions, and in split launches one program
+processes a chunk of CHUNK positions. So the sums of a row depend on its own position and on whether its launch is split, not
+on the batch, on where a prompt was split, or on padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, tanh
 
 TINY = tl.constexpr(1e-37)
-_MOST_DRAFTS = tl.constexpr(64)  # of a tree, as a path is 64 bits
+_MOST_DRAFTS = tl.constexpr(64)  # of a tree, because the ancestors are a 64-bit mask
 
 
 @triton.jit
@@ -28,7 +28,8 @@ def find_run(
     QUERIES: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return of a run: its sequence, first token, queries left, first query's place, tree's place, first key, end of keys."""
+    """Return for a run: sequence, first token, queries left, index of the first query and of the tree, first key, end of
+    keys."""
     if tile_sequences_ptr is None:
         sequence = tile
         token = tile
@@ -49,7 +50,7 @@ def find_run(
     end = tl.minimum(place + QUERIES, context_len)
     first_key = end * 0
     if WINDOW > 0:
-        # The positions of a tree are not below its place.
+        # The positions of drafts in a tree are at least tree_start.
         first_key = tl.maximum(tl.minimum(place, tree_start) - WINDOW + 1, 0)
     return sequence, token, left, place, tree_start, first_key, end
 
@@ -64,9 +65,10 @@ def _find_rows(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return where the places from `first` on lie in a cache, seen as rows [num_blocks * NUM_KV_HEADS * BLOCK_SIZE].
+    """Return the locations of the cached keys from `first` on, in a cache seen as rows [num_blocks * NUM_KV_HEADS *
+    BLOCK_SIZE].
 
-    The row of each is the sum of the two: one i64, and [BLOCK_N], i32 wherever a tile does not leave its block.
+    The row of each key is the sum of the two results: a scalar i64, and [BLOCK_N], i32 if a tile never crosses blocks.
     """
     if BLOCK_SIZE % BLOCK_N == 0:
         block = tl.load(table_ptr + first // BLOCK_SIZE).to(tl.int64)
@@ -92,12 +94,12 @@ def _is_seen(
     positions_ptr: tl.tensor,
     WINDOW: tl.constexpr,
 ) -> tl.tensor:
-    """Return [M, N]: which of the places `keys` [N] the queries at `queries` [M] see; token = place + token_shift."""
+    """Return [M, N]: which of the keys at `keys` [N] the queries at `queries` [M] attend to; token = index + token_shift."""
     seen = (keys[None, :] <= queries[:, None]) & (keys[None, :] < end)
     if ancestors_ptr is not None:
         paths = tl.load(ancestors_ptr + token_shift + queries, mask=is_row, other=0)
         drafts = keys - tree_start
-        # Places behind the last draft are not seen, but no shift may be by 64 bits.
+        # Indices after the last draft are masked already; clamping only keeps the shift below 64 bits.
         bits = (paths[:, None] >> tl.minimum(tl.maximum(drafts, 0), 63).to(tl.int64)[None, :]) & 1
         seen = seen & ((drafts[None, :] < 0) | (bits != 0))
     if WINDOW > 0:
@@ -105,7 +107,7 @@ def _is_seen(
         to_positions = keys
         if positions_ptr is not None:
             from_positions = tl.load(positions_ptr + token_shift + queries, mask=is_row, other=0)
-        # A wider window has all drafts of a path, even counted from their places, which are not before their positions.
+        # A wider window contains all drafts of a path, even by their indices, which are not below their positions.
         if ancestors_ptr is not None and WINDOW < _MOST_DRAFTS:
             is_draft = (keys >= tree_start) & (keys < end)
             to_positions = tl.load(positions_ptr + token_shift + keys, mask=is_draft, other=0)
@@ -146,14 +148,15 @@ def _attend_span(
     COMPUTE: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Take the keys of [low, high) into (acc, best, total); low is a multiple of BLOCK_N. Unmasked: all rows see all."""
+    """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
+    to all of them."""
     dims = tl.arange(0, BLOCK_D)
     for first in tl.range(low, high, BLOCK_N):
         base, rows = _find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
         keys = first + tl.arange(0, BLOCK_N)
         k_tile = k_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
         v_tile = v_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
-        # What lies past a context may be anything, NaN of a failed sequence included: 0 * NaN must not reach a sum.
+        # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach a sum.
         if IS_MASKED or HEAD_DIM != BLOCK_D:
             is_there = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=is_there, other=0.0)
@@ -172,7 +175,7 @@ def _attend_span(
         new_best = tl.maximum(best, tl.max(scores, 1))
         shift = new_best
         if IS_MASKED:
-            # A row that has seen nothing yet keeps -inf, from which nothing can be subtracted.
+            # A row without any key so far keeps -inf, from which nothing can be subtracted.
             shift = tl.where(new_best == float("-inf"), 0.0, new_best)
         shrink = tl.exp2(best - shift)
         weights = tl.exp2(scores - shift[:, None])
@@ -218,16 +221,16 @@ def attend_keys(
     SOFTCAP: tl.constexpr,
     COMPUTE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return of the keys of [low, high) what the queries take [M, BLOCK_D], and the base-2 logarithms of their sums [M]."""
+    """Return the attention outputs [M, BLOCK_D] over the keys of [low, high), and the base-2 logarithms of their sums [M]."""
     BLOCK_M: tl.constexpr = q.shape[0]
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    # [low, first) may lie before a row's window, [first, middle) is seen by every row, [middle, high) is not there for all.
+    # [low, first) may lie before some rows' window, [first, middle) is attended by every row, [middle, high) is partly masked.
     first = low
     if WINDOW > 0:
         first = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, low), high)
-        # Behind a wide window there are no drafts.
+        # With a wide window, [low, first) contains no drafts.
         acc, best, total = _attend_span(
             acc, best, total, q, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
@@ -288,12 +291,12 @@ def attend_runs(
 ) -> None:
     """Attend tile program_id(0) for head program_id(1): all its keys into out, or those of a chunk into partial and log_sums.
 
-    q         [T, H, D], rows of a token in one piece, q_stride elements from token to token; out the same, in one piece
+    q         [T, H, D], the heads of a token contiguous, q_stride elements between tokens; out has the same shape, contiguous
     k, v      [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]; scales [num_blocks, NUM_KV_HEADS, BLOCK_SIZE] f32 or None
     partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
-    scale     of scores, as base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
+    scale     of the scores, which are base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
     WINDOW 0: none; SOFTCAP 0: none
-    IN_CHUNKS where it is not split, keys are taken chunk by chunk, and merged as merge_chunks does with one at a time
+    IN_CHUNKS if not split, keys are processed chunk by chunk, and merged as merge_chunks does with one at a time
     """
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -315,8 +318,8 @@ def attend_runs(
     is_row = (queries < QUERIES) & (queries < left)
     dims = tl.arange(0, BLOCK_D)
     row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    # Rows beyond the last query are that again, where a run has none the last of its sequence: a mask of rows would be kept
-    # in registers that wide heads need.
+    # Rows beyond the last query repeat it, unless the run ends the sequence: a mask of rows would occupy registers that wide
+    # heads need.
     q_rows = (token + tl.minimum(queries, tl.minimum(QUERIES, left) - 1)).to(tl.int64) * q_stride + heads * HEAD_DIM
     q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
@@ -358,7 +361,7 @@ def attend_runs(
             sink = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             top = tl.maximum(log_sum, sink)
             weight = tl.exp2(log_sum - top)
-            # As merge_chunks has it: whether a launch is split depends on the others of its step.
+            # The same formula as in merge_chunks, because whether a launch is split depends on the rest of the step.
             out = out * weight[:, None] / (tl.exp2(sink - top) + weight)[:, None]
         out_rows = (token + queries).to(tl.int64) * (NUM_KV_HEADS * GROUP) + heads
         out = cast_to(out, out_ptr.dtype.element_ty)

@@ -1,6 +1,6 @@
-"""Compile launches for a GPU that is not there, with the assembler in Triton's wheel, and read what came out.
+"""Compile launches for a GPU without having one, with the assembler in Triton's wheel, and inspect the machine code.
 
-Not in the interpreter: it replaces the functions that would be compiled.
+Not in the interpreter, which replaces the functions that would be compiled.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _WAIT = "ACQBULK"
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """What a launch became.
+    """Statistics of a compiled launch.
 
     num_registers  per thread, at most 255
     stack_bytes    per thread; not 0: registers were spilled
     shared_bytes   per program
-    opcodes        how often each machine instruction occurs, by its name with all modifiers
+    opcodes        number of occurrences of each machine instruction, by its name with all modifiers
     num_early_loads
-                   loads from memory that stand before it waits for the launch before it, see dependent.py; 0 without a wait
+                   loads from global memory before the kernel waits for the previous launch, see pdl.py; 0 without a wait
     """
 
     num_registers: int
@@ -58,18 +58,18 @@ class CompiledKernel:
     num_early_loads: int
 
     def count(self, opcode: str) -> int:
-        """Return the number of instructions of a name, e.g. "HGMMA", or of a name and its first modifiers."""
+        """Return the number of instructions with a name, e.g. "HGMMA", or with a name and its first modifiers."""
         return sum(number for name, number in self.opcodes.items() if name == opcode or name.startswith(opcode + "."))
 
     def count_wide_copies(self) -> int:
-        """Return the number of asynchronous copies of 16 bytes a thread from global to shared memory."""
+        """Return the number of asynchronous copies from global to shared memory with 16 bytes per thread."""
         return sum(number for name, number in self.opcodes.items() if name.startswith("LDGSTS.") and name.endswith(".128"))
 
 
 def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
-    """Compile for compute capability `arch`, as the launch would be: aligned tensors and multiples of 16 are known as such.
+    """Compile for compute capability `arch` with the launch's specialisations: aligned tensors and multiples of 16.
 
-    The tensors of the launch may be on any device, "meta" included. Raises InvariantError in the interpreter.
+    The tensors of the launch may be on any device, including "meta". Raises InvariantError in the interpreter.
     """
     if INTERPRETED:
         raise InvariantError("kernels cannot be compiled in a process in which TRITON_INTERPRET=1 was set; unset it")

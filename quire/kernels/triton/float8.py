@@ -1,7 +1,7 @@
-"""Linear layers in float8 throughout: activations are rounded per token, or per group of columns, for steps of many tokens.
+"""Float8 linear layers: activations are quantised per token or per group of columns, for steps with many tokens.
 
-The matrix units of Hopper multiply float8 twice as fast as bfloat16. Fewer tokens are bound by reading the weights, where
-linear.py leaves the activations as they are.
+Hopper's tensor cores multiply float8 twice as fast as bfloat16. Steps with fewer tokens are bound by reading the weights, and
+linear.py leaves their activations unquantised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import float8_tile
 
 FLOAT8_FROM = 65
-"""Tokens from which on a step is bound by its products. Not measured yet."""
+"""Number of tokens from which a step is assumed to be compute-bound. Not measured yet."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = torch.float8_e4m3fn
@@ -32,14 +32,14 @@ _GROUPED = 8
 
 
 class Float8Rows(NamedTuple):
-    """codes [T, K] float8_e4m3fn, in one piece, and what multiplies them: scales [T, G] f32, one per group of columns."""
+    """codes [T, K] float8_e4m3fn, contiguous, and their scales [T, G] f32, one per group of columns."""
 
     codes: Tensor
     scales: Tensor
 
 
 def suits_float8(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
-    """Return whether `multiply_float8` is to be preferred: for many tokens, not in f32, on a device that has float8."""
+    """Return whether `multiply_float8` is preferable: many tokens, not in f32, and a device that supports float8."""
     if weight.codes.dtype != _FLOAT8 or x.dtype == torch.float32 or len(x) < FLOAT8_FROM:
         return False
     device = weight.codes.device
@@ -47,18 +47,18 @@ def suits_float8(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
 
 
 def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight^T (+ bias), of x rounded to float8 with a scale per token and group of the weight's columns.
+    """Return x @ weight^T (+ bias), with x quantised to float8 with a scale per token and group of the weight's columns.
 
-    x        [T, K] float, rows in one piece
-    weight   of float8, as pack_float8 makes it
+    x        [T, K] float, with contiguous rows
+    weight   float8, see pack_float8
     bias     [O] float
-    Returns  [T, O] in x's dtype, summed in f32; NaN in every place of a token that has one. A row depends on no other row, but
-             where the library multiplies on how many there are
+    Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. Rows are independent, except that a library
+             call's bits may depend on the number of rows
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     if _fits_library(x, weight):
         rows = quantize(x, weight.shape[1])
-        # Rows of x with rows of the weight: the library takes both scales as they are.
+        # The library accepts row scales of x and of the weight as they are.
         scales = weight.scales.view(1, -1).expand(1, weight.shape[0]).contiguous()
         found = torch._scaled_mm(rows.codes, weight.codes.t(), rows.scales, scales, out_dtype=x.dtype)
         return found if bias is None else found.add_(bias)
@@ -71,7 +71,7 @@ def _fits_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     num_rows, num_columns = weight.shape
     has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
     is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
-    # "meta" stands for a device that kernels are compiled for, all of which have it.
+    # "meta" stands for a device that kernels are compiled for; all of these have it.
     has_product = x.device.type == "meta" or (
         x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= _SCALED_MM_CAPABILITY
     )
@@ -79,7 +79,7 @@ def _fits_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
 
 
 def quantize(x: Tensor, group_size: int) -> Float8Rows:
-    """Return rows [T, K] rounded to float8, each group of `group_size` columns by its largest value."""
+    """Return rows [T, K] quantised to float8, each group of `group_size` columns scaled by its maximum magnitude."""
     rows = _empty_rows(x, group_size)
     quantize_launch(rows, x, group_size).run()
     return rows
@@ -102,7 +102,7 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
 
 
 def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
-    """Return the launches of `multiply_float8`, which write `out`; the columns of x are in the order of the stored ones."""
+    """Return the launches of `multiply_float8`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]
     if weight.codes.dtype != _FLOAT8:

@@ -1,4 +1,4 @@
-"""Device code of linear layers whose weights and activations are both float8: rounding rows, and the product."""
+"""Device code of linear layers with float8 weights and activations: quantisation of rows, and the product."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def quantize_rows(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write BLOCK_R groups of columns of token program_id(0), each by its largest value.
+    """Write BLOCK_R groups of columns of token program_id(0), each scaled by its maximum magnitude.
 
-    codes   [T, NUM_COLUMNS] float8, in one piece
-    scales  [T, ceil(NUM_COLUMNS / GROUP)] f32, what multiplies the codes; NaN where a value is not finite
+    codes   [T, NUM_COLUMNS] float8, contiguous
+    scales  [T, ceil(NUM_COLUMNS / GROUP)] f32, the scales of the codes; NaN if a value is not finite
     GROUP   at most BLOCK_C
     """
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
@@ -36,7 +36,7 @@ def quantize_rows(
     mask = (inner < GROUP)[None, :] & (columns < NUM_COLUMNS)
     x = tl.load(x_ptr + token * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     size = tl.max(tl.abs(x), 1)
-    # The largest value does not tell of NaN, which the product must.
+    # The maximum does not propagate NaN, which the product must.
     num_finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 1)
     size = tl.where(num_finite == BLOCK_C, size, float("nan"))
     tl.store(scales_ptr + token * NUM_GROUPS + groups, size * (1.0 / _LARGEST), mask=groups < NUM_GROUPS)
@@ -68,11 +68,12 @@ def multiply_quantized(
     x_scales  [T, ceil(NUM_COLUMNS / GROUP)] f32; scales [ceil(NUM_ROWS / SCALE_ROWS), ceil(NUM_COLUMNS / GROUP)] f32
     GROUP     a multiple of BLOCK_K, or NUM_COLUMNS
 
-    The matrix unit adds float8 products in fewer bits than f32 has: each BLOCK_K of them by itself, which are added in f32.
+    Tensor cores accumulate float8 products in fewer bits than f32, so each BLOCK_K of them is summed separately, and these sums
+    are added in f32.
     """
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
     TILES_N: tl.constexpr = (NUM_ROWS + BLOCK_N - 1) // BLOCK_N
-    # Programs that run at the same time share tokens and rows, which the cache then gives them.
+    # Programs that run at the same time share tokens and rows, which are then in the L2 cache.
     tiles_m = tl.cdiv(num_tokens, BLOCK_M)
     first_m = tl.program_id(0) // (GROUPED * TILES_N) * GROUPED
     height = tl.minimum(tiles_m - first_m, GROUPED)

@@ -1,4 +1,4 @@
-"""Attention of decode steps of few sequences in one launch, from the joined projections on."""
+"""Attention of small decode steps in one launch, starting from the joint qkv projection."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _MERGED_NUMBERS = 2048
 
 
 def most_chunks(num_kv_heads: int) -> int:
-    """Return into how many chunks a context is split at most: enough that one sequence fills the device."""
+    """Return the maximum number of chunks of a context: enough for one sequence to fill the device."""
     return max(32, power_of_two(256 // num_kv_heads))
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedAttention:
-    """Attention with what stands before it in a layer.
+    """Attention together with the operations before it in a layer.
 
-    rope     None: nothing is rotated
+    rope     None: no rotation
     norms    of q and of k, RMSNorm over head_dim; None: none
-    arrived  [sequences, kv heads] i32 zeros, as many as there may be; of all layers, which never run at the same time
+    arrived  [sequences, kv heads] i32 zeros, for the maximum number of sequences; shared by all layers, which never overlap
     """
 
     spec: AttentionSpec
@@ -46,10 +46,11 @@ class ProjectedAttention:
     def launch(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> Launch:
         """Return the launch that stores the KV of one new token per sequence and attends it to its sequence's keys.
 
-        out        [S, H * D], zeros where a sequence is padding
-        qkv        [S, (H + 2 * K) * D], in one piece: q, k and v of each sequence
+        out        [S, H * D], zeros for padding sequences
+        qkv        [S, (H + 2 * K) * D], contiguous: q, k and v of each sequence
         positions  [S] i64 or i32, rows of rope's table
-        Raises InvariantError for shapes and dtypes that do not fit, and for steps with several tokens of a sequence.
+
+        Raises InvariantError for shapes and dtypes that do not match, and for steps with several tokens of a sequence.
         """
         spec, norms = self.spec, self.norms
         self._check(out, qkv, cache, step, positions)
@@ -120,7 +121,7 @@ class ProjectedAttention:
         check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)
         for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
             if (scales is None) == (cache.k.dtype in LARGEST_OF):
-                raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+                raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
             if scales is not None:
                 check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
         check_contiguous("slots", step.slots, (num_sequences,), torch.int64)

@@ -1,8 +1,8 @@
-"""Device code of a decode step's attention, from the projections on: norm and rope of the heads, the store of k and v, the
-attention itself, and the merge of its chunks by whichever program is the last.
+"""Device code of a decode step's attention, starting from the projections: norm and rope of the heads, the store of k and v,
+attention, and the merge of its chunks by the program that finishes last.
 
-A program has a key-value head of a sequence, the query heads that share it, and a chunk of the keys. Where chunks begin depends
-on the sequence's own length, and they are merged in their order, whoever merges: a row's bits are its own.
+A program handles a key-value head of a sequence, the query heads that share it, and a chunk of the keys. The chunks depend only
+on the sequence's own length, and they are merged in order, whichever program does it. So a row's bits do not depend on others.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write heads [GROUP, HEAD_DIM] at out_ptr: chunks [0, used) merged, which other programs have written.
+    """Write heads [GROUP, HEAD_DIM] at out_ptr, merged from chunks [0, used), which other programs have written.
 
     partial  [chunks, GROUP, HEAD_DIM] f32; log_sums [chunks, GROUP] f32
     """
@@ -42,7 +42,7 @@ def _merge(
         chunks = first + tl.arange(0, BLOCK_C)
         mask = (chunks < used)[:, None] & is_number[None, :]
         rows = chunks[:, None] * GROUP + heads[None, :]
-        # Not by the L1 cache of this multiprocessor, which does not see what others write.
+        # Bypass the L1 cache of this multiprocessor, which does not see the writes of others.
         log_sums = tl.load(log_sums_ptr + rows, mask=mask, other=float("-inf"), cache_modifier=".cg")
         partial = tl.load(partial_ptr + rows * HEAD_DIM + dims[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         new_best = tl.maximum(best, tl.max(log_sums, 0))
@@ -103,10 +103,10 @@ def attend_projected(
     qkv       [S, (NUM_KV_HEADS * GROUP + 2 * NUM_KV_HEADS) * HEAD_DIM]: heads of q, of k, of v
     out       [S, NUM_KV_HEADS * GROUP, HEAD_DIM]
     k, v, scales, scale, WINDOW, SOFTCAP  as in attention_kernels.attend_runs
-    slots, positions, table, LARGEST      as in heads
+    slots, positions, table, LARGEST      as in qk_rope_store
     partial   [S, NUM_KV_HEADS, MOST_CHUNKS, GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM
     arrived   [S, NUM_KV_HEADS] i32, zeros before and after
-    CHUNK     tokens of a chunk, a multiple of BLOCK_N; more where there would be more than MOST_CHUNKS
+    CHUNK     tokens of a chunk, a multiple of BLOCK_N; more if there would be more than MOST_CHUNKS chunks
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP

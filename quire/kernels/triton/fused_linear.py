@@ -1,6 +1,6 @@
-"""Linear layers for steps of few tokens, with what stands before and behind them in a layer, in one launch.
+"""Linear layers for steps with few tokens, fused with the operations before and after them in one launch.
 
-Before: RMSNorm of the inputs. Behind: bias, activation with the product of gate and up, or the addition to the residual stream.
+Before: RMSNorm of the inputs. After: bias, activation with the product of gate and up, or the addition to the residual stream.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import few_tile
 
 FEW_TOKENS = 8
-"""The most tokens of such a step. Products are formed by ordinary arithmetic, one token after the other: more tokens take
-longer than the weights take to be read. Not measured yet."""
+"""Maximum number of tokens of such a step. Products use ordinary arithmetic, one token after the other, so with more tokens
+they take longer than reading the weights. Not measured yet."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
-"""What a program fetches early of its weights, beside its first tile: all programs together stay within the L2 cache."""
+"""Weights that a program prefetches in addition to its first tile: those of all programs fit the L2 cache."""
 
 
 class Epilogue(NamedTuple):
-    """What becomes of the product y [T, O], each step rounded to its dtype.
+    """Operations on the product y [T, O], each rounded to its dtype.
 
     bias            [O], added before y is rounded
     activation      activation(y), or None
     is_gated        the first half of y is the gate of the second: activation(y[:, :O / 2]) * y[:, O / 2:]
-    residual_scale  out + residual_scale * y takes out's place; None: y does
+    residual_scale  out + residual_scale * y is written to out; None: y is
     """
 
     bias: Tensor | None = None
@@ -48,13 +48,14 @@ class Epilogue(NamedTuple):
 def multiply_few_launch(
     out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None
 ) -> Launch:
-    """Return the launch that writes epilogue(norm(x) @ weight^T) to out; a row's bits depend on no other row.
+    """Return the launch that writes epilogue(norm(x) @ weight^T) to out; rows are independent, bit for bit.
 
-    out     [T, O] in one piece, [T, O / 2] where it is gated; not x
-    x       [T, K] float, rows in one piece, 1 <= T <= FEW_TOKENS
-    weight  [O, K] in x's dtype, in one piece: gate before up
+    out     [T, O] contiguous, [T, O / 2] if gated; not x
+    x       [T, K] float with contiguous rows, 1 <= T <= FEW_TOKENS
+    weight  [O, K] in x's dtype, contiguous: gate before up
     norm    RMSNorm of the rows of x, as `normalize`; None: none
-    Raises InvariantError for shapes and dtypes that do not fit, UnsupportedError for other activations.
+
+    Raises InvariantError for shapes and dtypes that do not match, UnsupportedError for other activations.
     """
     epilogue = epilogue or Epilogue()
     _check(out, x, weight, norm, epilogue)
@@ -97,7 +98,7 @@ def multiply_few_launch(
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
-    """Return what is fetched early of each row behind its first tile: nothing where rows are no multiples of 16 bytes."""
+    """Return the bytes of each row to prefetch after its first tile; 0 if rows are no multiples of 16 bytes."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.storage_offset() * weight.itemsize % 16:
         return 0
@@ -120,4 +121,4 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: 
     if norm is not None:
         check_contiguous("weight of the norm", norm.weight, (x.shape[1],), x.dtype)
         if norm.spec.kind != "rms" or norm.bias is not None:
-            raise InvariantError(f"inputs are normalised by RMSNorm alone, got {norm.spec}")
+            raise InvariantError(f"only RMSNorm of the inputs is supported, got {norm.spec}")

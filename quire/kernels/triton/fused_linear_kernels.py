@@ -1,10 +1,10 @@
 """Device code of linear layers for few tokens: one pass over the weights, with norm, activation and residual.
 
-A program has a few rows of the weight and all of their columns, so that even a small weight has programs for the whole device
-and no sum is split over programs. Its threads keep sums of RUN columns each; these are added at the end. The order of a sum
-depends on the weight's shape alone.
+A program handles a few rows of the weight and all of their columns, so even a small weight has programs for the whole device
+and no sum is split over programs. Its threads keep sums of RUN columns each, which are added at the end. The order of a sum
+depends only on the weight's shape.
 """
-# ruff: noqa: RUF005 - Triton joins tuples, and does not unpack them
+# ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.kernels.triton.pdl import begin, fetch, wait
 
 @triton.jit
 def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
-    """Return the weight's rows; those of gate and up take turns, so that a program has both halves of what it writes."""
+    """Return the weight's rows; gate and up rows alternate, so that a program has both halves of its outputs."""
     rows = first + lanes
     if IS_GATED:
         rows = rows // 2 + rows % 2 * (NUM_ROWS // 2)
@@ -36,7 +36,7 @@ def _factors(
     BLOCK_K: tl.constexpr,
     EPS: tl.constexpr,
 ) -> tl.tuple:
-    """Return for each token what RMSNorm multiplies it with."""
+    """Return RMSNorm's factor for each token."""
     factors = ()
     for token in tl.static_range(TOKENS):
         squares = tl.zeros([BLOCK_K], tl.float32)
@@ -67,7 +67,7 @@ def _add_products(
     OFFSET: tl.constexpr,
     CASTS_LATE: tl.constexpr,
 ) -> tl.tuple:
-    """Return sums, [BLOCK_N, BLOCK_K / RUN] of each token, with the products of columns [first, first + BLOCK_K)."""
+    """Return sums, [BLOCK_N, BLOCK_K / RUN] of each token, with the products of columns [first, first + BLOCK_K) added."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     columns = first + tl.arange(0, BLOCK_K)
     wide = weight.to(tl.float32)
@@ -115,7 +115,7 @@ def multiply_few(
     """Write BLOCK_N rows of the weight times every token; see fused_linear.multiply_few_launch.
 
     KIND           of activation.activated; -1: none
-    FETCHED_BYTES  of each row, behind its first BLOCK_K columns, fetched early
+    FETCHED_BYTES  prefetched bytes of each row, after its first BLOCK_K columns
     """
     begin(IS_PDL)
     first_row = tl.program_id(0) * BLOCK_N

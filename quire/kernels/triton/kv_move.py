@@ -1,4 +1,4 @@
-"""Keys and values of accepted drafts are moved in the cache, so that what was accepted stands in one row."""
+"""Move keys and values of accepted drafts within the cache, so that they are consecutive."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quire.kernels.triton.sizes import power_of_two
 
 
 def move_tokens_launch(cache: KvCache, sources: Tensor, targets: Tensor, starts: Tensor) -> Launch:
-    """Return the launch that moves keys, values and their scales in the cache of one layer, bit by bit.
+    """Return the launch that copies keys, values and their scales within the cache of one layer, bit for bit.
 
-    sources, targets  [N] i64 slots, block * block_size + place in it
-    starts            [S + 1] i32: the moves of sequence s are [starts[s], starts[s + 1]), done one after the other. Sequences
-                      have no slot in common, and none of theirs is written before it is read, if that is their order
+    sources, targets  [N] i64 slots, block * block_size + offset
+    starts            [S + 1] i32: the moves of sequence s are [starts[s], starts[s + 1]), done in order. Sequences have no slot
+                      in common, and within a sequence no slot is written before it is read in this order
     """
     num_moves, num_runs = len(sources), len(starts) - 1
     check_contiguous("sources", sources, (None,), torch.int64)
@@ -80,5 +80,5 @@ def _move_rows(
         if k_scales_ptr is not None:
             tl.store(k_scales_ptr + target, tl.load(k_scales_ptr + source))
             tl.store(v_scales_ptr + target, tl.load(v_scales_ptr + source))
-        # What the next move writes may be what another thread still reads for this one.
+        # The next move may write what another thread still reads for this one.
         tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""What stays on the device from step to step: the tokens that were sampled, and the block tables."""
+"""State that stays on the device between steps: the last sampled tokens, and the block tables."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def take_inputs_launches(
 ) -> list[Launch]:
     """Return the launches that write the tokens of a step, and the block tables of its sequences.
 
-    token_ids   [T] i64, written: the given one, or where that is negative the last one of its row
-    tables      [S, max_blocks] i32, written: those of `rows`
+    token_ids   [T] i64, output: the given one, or if that is negative the last one of its row
+    tables      [S, max_blocks] i32, output: those of `rows`
     given_ids   [T] i64
-    token_rows  [T] i32, and rows [S] i32: rows of the next two
+    token_rows  [T] i32 rows of last_ids; rows [S] i32: rows of all_tables
     last_ids    [N] i64
     all_tables  [N, max_blocks] i32
     """
@@ -41,9 +41,9 @@ def take_inputs_launches(
 
 
 def keep_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch:
-    """Return the launch that writes last_ids [N] i64 at rows [R] i32 with token_ids [R] i64; what is negative is not a token.
+    """Return the launch that writes token_ids [R] i64 to last_ids [N] i64 at rows [R] i32; negative ids are skipped.
 
-    A row may stand there more than once only where nobody reads it.
+    A row may occur more than once only if it is never read.
     """
     num_rows = len(rows)
     check_contiguous("last_ids", last_ids, (None,), torch.int64)

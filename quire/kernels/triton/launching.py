@@ -26,17 +26,17 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A kernel and all it is launched with.
+    """A kernel and its launch parameters.
 
-    kernel     a function under triton.jit
+    kernel     a function decorated with triton.jit
     grid       number of programs per axis
-    arguments  by parameter name: what changes from launch to launch. A number that may be anything is not specialised by
-               the kernel: otherwise each of 1, multiples of 16 and others would be compiled, in the middle of serving
-    constants  by parameter name: what the compiled code is made for
+    arguments  by parameter name: values that change between launches. Kernels do not specialise numbers that may take any
+               value: otherwise 1, multiples of 16 and other numbers would each be compiled, in the middle of serving
+    constants  by parameter name: values for which the code is compiled
     num_warps  warps of 32 threads per program
-    num_stages tiles that a loop has under way
-    is_fused   whether a multiply and an add may become one operation; noise.py forbids it
-    is_pdl     whether it begins before the launch before it has ended; its kernel waits, see dependent.py
+    num_stages pipelined tiles of a loop
+    is_fused   whether a multiply and an add may be fused; noise.py forbids it
+    is_pdl     whether it begins before the previous launch has ended; its kernel waits, see pdl.py
     """
 
     kernel: triton.JITFunction
@@ -49,7 +49,7 @@ class Launch:
     is_pdl: bool = False
 
     def run(self) -> None:
-        """Launch on the current stream; nothing where the grid is empty."""
+        """Launch on the current stream; does nothing if the grid is empty."""
         if 0 in self.grid:
             return
         noted = _NOTED.get()
@@ -61,7 +61,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """What the compiler is told besides."""
+        """The compiler options."""
         told: dict[str, int | bool] = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -74,10 +74,10 @@ _SETTLED: set[int] = set()
 
 
 def settle_key(kernel: triton.JITFunction) -> None:
-    """Have Triton hash a kernel behind all that it calls; to be called before it is launched or compiled.
+    """Make Triton hash a kernel after everything that it calls; call before it is launched or compiled.
 
-    Triton 3.6 leaves the constants of a function that it has not hashed yet out of the key of its caller. That key finds the
-    compiled code, and would depend on which kernel was launched first: not on the same one as where it was compiled ahead.
+    Triton 3.6 omits the constants of a function that is not hashed yet from the cache key of its caller. The key of the
+    compiled code would then depend on which kernel was launched first, and could differ from that of the precompiled code.
     """
     if INTERPRETED.value or id(kernel) in _SETTLED:
         return
@@ -95,7 +95,7 @@ _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=N
 
 @contextmanager
 def noted_launches() -> Iterator[list[Launch]]:
-    """Launch nothing meanwhile, in this thread: what would be is in the list."""
+    """Collect launches in the list instead of running them, in this thread."""
     noted: list[Launch] = []
     token = _NOTED.set(noted)
     try:
@@ -105,13 +105,13 @@ def noted_launches() -> Iterator[list[Launch]]:
 
 
 def run_all(launches: Iterable[Launch]) -> None:
-    """Run launches one after the other."""
+    """Run launches in order."""
     for launch in launches:
         launch.run()
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
-    """Raise InvariantError unless a tensor has this shape (None: any size), one of the dtypes, and rows in one piece."""
+    """Raise InvariantError unless a tensor has this shape (None: any size), one of the dtypes, and contiguous rows."""
     fits = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
     if not fits or tensor.dtype not in dtypes or (tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
@@ -122,7 +122,7 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtyp
 
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
-    """Raise InvariantError unless check_tensor accepts a tensor and it is in one piece."""
+    """Raise InvariantError unless check_tensor accepts a tensor and it is contiguous."""
     check_tensor(name, tensor, shape, *dtypes)
     if not tensor.is_contiguous():
         raise InvariantError(f"{name} must be in one piece, got strides {tensor.stride()} for {tuple(tensor.shape)}")

@@ -1,7 +1,7 @@
-"""Attention by a library that the user has installed, over our cache and steps: FlashInfer, or FlashAttention 3 or 2.
+"""Attention by a library that the user has installed, on our cache and steps: FlashInfer, or FlashAttention 3 or 2.
 
-A library attends the steps that are launched one by one, those with prompts above all. Steps that are recorded are attended by
-our kernels, since a library plans on the host, and so are trees and sinks.
+A library is used for eager steps, mainly those with prompts. Steps in a CUDA graph use our kernels, because a library plans on
+the host, and so do draft trees and attention sinks.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _NEEDED = {
 def load_library(
     name: str, specs: Sequence[AttentionSpec], dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int
 ) -> AttentionLibrary | None:
-    """Return the library of an attention_backend; None where our kernels attend, as with "auto" and "triton".
+    """Return the library of an attention_backend; None if our kernels are used, as with "auto" and "triton".
 
     specs  of the layers
-    Raises ConfigError where it is not installed, or cannot attend such a model, with what to change.
+
+    Raises ConfigError if it is not installed or does not support such a model, with what to change.
     """
     if name not in _NEEDED:
         return None
@@ -67,7 +68,7 @@ def load_library(
 
 
 class FlashInfer:
-    """BatchPrefillWithPagedKVCacheWrapper: one for each kind of layer, planned once a step."""
+    """BatchPrefillWithPagedKVCacheWrapper: one for each kind of layer, planned once per step."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -89,7 +90,7 @@ class FlashInfer:
         counts, lengths = _host_counts(step)
         block_size = k.shape[2]
         pages = [-(-length // block_size) for length in lengths]
-        # Where the entries lie is known here; what they are the device alone knows.
+        # The positions of the entries are known on the host; their values are only on the device.
         width = step.block_tables.shape[1]
         places = [index * width + page for index, count in enumerate(pages) for page in range(count)]
         indices = step.block_tables.reshape(-1).index_select(0, torch.tensor(places).to(q.device, non_blocking=True))
@@ -159,7 +160,7 @@ def _flash_options(spec: AttentionSpec) -> dict[str, object]:
 
 
 def _host_counts(step: DeviceAttentionMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the queries of each sequence, and the context lengths."""
+    """Return the number of queries of each sequence, and the context lengths."""
     if step.query_counts is None or step.host_context_lens is None:
         raise InvariantError("a library plans with the context lengths on the host, which a recorded step does not have")
     return step.query_counts, step.host_context_lens

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights, for steps bound by reading weights, and with plain ones in a fixed order."""
+"""Linear layers with quantised weights, for steps bound by reading weights, and batch-invariant ones with plain weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kernels.triton.tiles import dense_tile, linear_tile
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
 _MANY_PROGRAMS = 264
-"""Two for each multiprocessor of an H200: with as many, sums need not be shared."""
+"""Two for each multiprocessor of an H200: with as many programs, sums need not be split over programs."""
 _ROWS_OF_PROGRAM = 64
 _GROUPED = 8
 
@@ -24,10 +24,10 @@ _GROUPED = 8
 def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None) -> Tensor:
     """Return x @ weight^T (+ bias), summed in f32: the scales multiply sums of at most 128 products of x and the codes.
 
-    x        [T, K] float, rows in one piece
+    x        [T, K] float, with contiguous rows
     bias     [O] float
-    whole_rows  rows of the weight on all tensor-parallel ranks together, of which this is a shard; None: it is whole
-    Returns  [T, O] in x's dtype; a row depends on no other row, nor on how many there are
+    whole_rows  rows of the weight on all tensor-parallel ranks together, if this is a shard; None: it is the whole weight
+    Returns  [T, O] in x's dtype; rows are independent, and do not depend on their number
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
@@ -38,7 +38,7 @@ def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = Non
 def multiply_launches(
     out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None
 ) -> list[Launch]:
-    """Return the launches of `multiply`, which write `out`; the columns of x are in the order of the stored ones."""
+    """Return the launches of `multiply`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
     num_tokens = x.shape[0]
@@ -72,11 +72,11 @@ def multiply_launches(
 def multiply_in_order(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, whole_rows: int | None = None
 ) -> Tensor:
-    """Return x @ weight^T (+ bias), summed in f32 in the same order at any number of rows, which libraries do not promise.
+    """Return x @ weight^T (+ bias), summed in f32 in the same order for any number of rows, which libraries do not guarantee.
 
-    x        [T, K] float, rows in one piece
-    weight   [O, K] in x's dtype, in one piece
-    out      [T, O] in x's dtype, where the result is written; None: a new one
+    x        [T, K] float, with contiguous rows
+    weight   [O, K] in x's dtype, contiguous
+    out      [T, O] in x's dtype, the output; None: a new tensor
     whole_rows  as in `multiply`
     """
     if out is None:
@@ -121,7 +121,7 @@ def in_order_launches(
 
 
 def widen(weight: DeviceQuantizedWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
-    """Return rows of a weight dense, computed in f32, the columns as they are stored.
+    """Return rows of a weight dequantised in f32, with the columns in the stored order.
 
     ids  [R] i64, the rows; None: all
     """
@@ -146,12 +146,12 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
     }
     constants = {**_weight_constants(weight), "RUN": weight.run, "BLOCK": _BLOCK}
     grid = (len(out), triton.cdiv(num_columns, _BLOCK))
-    # Scale and offset are rounded one after the other, as wherever else a weight is made dense.
+    # Scale and offset are rounded one after the other, as everywhere a weight is dequantised.
     return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
 
 class _Splits(NamedTuple):
-    """count: parts in which a sum is formed; are_shared: by as many programs, whose parts are added afterwards."""
+    """count: parts of a sum; are_shared: each part is computed by its own program, and the parts are added afterwards."""
 
     count: int
     are_shared: bool
@@ -162,9 +162,9 @@ class _Splits(NamedTuple):
 
 
 def _split(num_rows: int, num_steps: int, num_programs: int) -> _Splits:
-    """Return how sums are split: into how many by the shape of the weight alone, so that a row's bits are its own.
+    """Return how sums are split. The number of parts depends only on the weight's shape, so a row's bits are independent.
 
-    num_rows  of the whole weight, so that the bits do not depend on how many ranks share it
+    num_rows  of the whole weight, so that the bits do not depend on the number of ranks that share it
     """
     count = 1
     while count < 8 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:

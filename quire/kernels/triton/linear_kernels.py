@@ -1,7 +1,7 @@
-"""Device code of linear layers: with weights of integers of 4 or 8 bits or float8, with scales, and with plain ones.
+"""Device code of linear layers with weights of 4- or 8-bit integers or float8 with scales, and with plain weights.
 
-A sum is formed in one order at any number of tokens: column by column in runs, runs one after the other within a split, splits
-in their order, whether programs share the splits of a sum or one takes them all.
+A sum has the same order for any number of tokens: column by column in runs, runs in order within a split, splits in order,
+whether programs share the splits of a sum or one program computes them all.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from quire.kernels.triton.arithmetic import cast_to, dot
 
 @triton.jit
 def numbers_of(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
-    """Return the numbers of codes of 4 bits, f32: BASE is added to them; None: they are floats (e2m1), which are doubled."""
+    """Return the values of 4-bit codes, f32: code + BASE; BASE None: floats (e2m1), doubled."""
     if BASE is None:
-        # Exponent and mantissa as those of an f16, whose exponents are lower by 15: exact, and of numbers that an f32 has too.
+        # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
         codes = nibbles.to(tl.int32)
         halves = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
         numbers = halves.to(tl.float32) * 32768.0
@@ -42,10 +42,10 @@ def add_run(
     BASE: tl.constexpr,
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
-    """Return acc [N, M] and the products of a run of columns of quantised weights [N, K] and of x [M, K].
+    """Return acc [N, M] plus the products of a run of columns of quantised weights [N, K] and of x [M, K].
 
-    Codes are exact in DTYPE, that of x; scales come after the product. IS_PACKED: x has the first half of the run's columns,
-    which are low bits, and high_x the other half; otherwise high_x is not read.
+    Codes are exact in DTYPE, that of x; scales are applied to the product. IS_PACKED: x has the first half of the run's
+    columns, which are the low bits, and high_x the other half; otherwise high_x is not read.
     """
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
@@ -57,7 +57,7 @@ def add_run(
         part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
     acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
     if offsets_ptr is not None:
-        # The sum of x as a product with ones: threads would add it in an order that depends on the number of tokens.
+        # The sum of x is a product with ones: threads would add it in an order that depends on the number of tokens.
         ones = cast_to(tl.full(codes.shape, 1.0, tl.float32), DTYPE)
         total = dot(ones, tl.trans(x), zeros)
         if IS_PACKED:
@@ -124,7 +124,7 @@ def _store(
     NUM_ROWS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ) -> None:
-    """Write sums [N, M] as [M, N], with the bias, or as a split without it."""
+    """Write sums [N, M] as [M, N], with the bias, or without it if they are a split."""
     is_row = rows < NUM_ROWS
     out = tl.trans(sums)
     places = tokens.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
@@ -161,14 +161,14 @@ def multiply_packed(
 ) -> None:
     """Write rows program_id(0) of the weight times tokens program_id(1): x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype.
 
-    Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are twice
-    floats of 4 bits. It is the left operand: its rows fill the wide matrix instruction at any number of tokens.
+    Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are doubled
+    4-bit floats. The weight is the left operand: its rows fill the wide matrix instruction with any number of tokens.
 
     codes       [NUM_ROWS, NUM_COLUMNS] int8 or float8; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of BLOCK_K
                 columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
     GROUP       a multiple of BLOCK_K, or at least NUM_COLUMNS
-    NUM_SPLITS  parts of STEPS runs of columns, in which sums are formed
-    IS_SPLIT    program_id(2) takes one of them, and out is [NUM_SPLITS, T, NUM_ROWS] f32, without the bias
+    NUM_SPLITS  parts of STEPS runs of columns, in which sums are computed
+    IS_SPLIT    program_id(2) is the part, and out is [NUM_SPLITS, T, NUM_ROWS] f32, without the bias
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -203,7 +203,7 @@ def _dense_split(
     STEPS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns; IS_WHOLE: there are columns for all of them."""
+    """Return the sums [BLOCK_N, BLOCK_M] of STEPS runs of columns; IS_WHOLE: all runs lie within the columns."""
     columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in tl.range(split * STEPS, split * STEPS + STEPS):
@@ -239,8 +239,8 @@ def multiply_dense(
 ) -> None:
     """Write a tile of x @ weight^T (+ bias), [T, NUM_ROWS] in out's dtype, as multiply_packed does with its weights.
 
-    weight   [NUM_ROWS, NUM_COLUMNS] in one piece
-    GROUPED  tiles of tokens that follow each other on the same rows of the weight, which then come from the cache
+    weight   [NUM_ROWS, NUM_COLUMNS] contiguous
+    GROUPED  consecutive tiles of tokens that use the same rows of the weight, which then come from the cache
     """
     NUM_ROW_TILES: tl.constexpr = (NUM_ROWS + BLOCK_N - 1) // BLOCK_N
     tile = tl.program_id(0)
@@ -280,7 +280,7 @@ def add_splits(
     NUM_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write columns program_id(1) of token program_id(0): the sum of the splits in their order, and the bias."""
+    """Write columns program_id(1) of token program_id(0): the sum of the splits in order, and the bias."""
     token = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = rows < NUM_ROWS

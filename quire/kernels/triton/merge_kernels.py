@@ -1,4 +1,4 @@
-"""Device code that merges the chunks of attention: a row's parts in the order of its keys, each by the logarithm of its sum."""
+"""Device code that merges the chunks of attention: a row's parts in the order of its keys, weighted by their log-sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def merge_row(
     BLOCK_D: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """Write what a head says at a token from used parts that were attended, STEP apart from first_part on, in their order."""
+    """Write a head's output for a token from `used` parts, STEP apart starting at first_part, in order."""
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
@@ -72,7 +72,7 @@ def merge_chunks(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in their order."""
+    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)

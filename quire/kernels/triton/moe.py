@@ -1,4 +1,4 @@
-"""Mixture of experts on the device: the experts' products in tiles of pairs of one token and one expert."""
+"""Mixture of experts on the device: products of the experts in tiles of (token, expert) pairs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BLOCK = 1024
 
 
 ExpertWeights = Tensor | DeviceQuantizedWeight
-"""[E, O, K], or quantised, with the rows of all experts one after the other."""
+"""[E, O, K], or quantised, with the rows of all experts concatenated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +54,22 @@ def mixture_of_experts(
     correction: Tensor | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Apply a mixture of experts to each row, as kernels/reference/moe.py does, but for the sum, which is rounded once.
+    """Apply a mixture of experts to each row, as kernels/reference/moe.py does, except that the sum is rounded once.
 
-    A softmax over all experts is routed by a kernel, other scores by torch's operations on the device.
+    A softmax over all experts is routed by a kernel, other scores by torch operations on the device.
 
     x        [T, N]
     logits   [T, E] of the router, float
     gate_up  [E, 2 * I, N], the gate rows first
     down     [E, N, I]
-    is_in_order  sums have the same order at any number of rows
+    is_in_order  batch-invariant: sums have the same order for any number of rows
     biases   of experts that have them, in x's dtype
-    correction  [E] f32, added to scores for choosing
-    gather   with shards of experts by their outputs: returns the columns [P, I] of all ranks, given this rank's. `spec` has
-             this rank's columns, `down` rows for this rank's outputs, over all columns
-    Returns  [T, N] in x's dtype, or this rank's outputs; a row depends on no other row
-    Raises UnsupportedError for experts without a gate, InvariantError for what does not fit.
+    correction  [E] f32, added to the scores for selection
+    gather   for experts sharded by outputs: returns the columns [P, I] of all ranks, given this rank's. `spec` has this
+             rank's columns, `down` rows for this rank's outputs, over all columns
+    Returns  [T, N] in x's dtype, or this rank's outputs; rows are independent
+
+    Raises UnsupportedError for experts without a gate, InvariantError for shapes that do not match.
     """
     width = down.shape[-2] if isinstance(down, Tensor) else down.shape[0] // spec.num_experts
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
@@ -80,7 +81,7 @@ def mixture_of_experts(
 
 
 class _ExpertCall(NamedTuple):
-    """What `mixture_of_experts` is given; is_gathered: with a gather."""
+    """Arguments of `mixture_of_experts`; is_gathered: whether it has a gather."""
 
     out: Tensor
     x: Tensor
@@ -95,7 +96,7 @@ class _ExpertCall(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """pairs None: tile i is pair i, of expert experts[i]."""
+    """pairs None: tile i is pair i, with expert tile_experts[i]."""
 
     pairs: Tensor | None
     tile_experts: Tensor
@@ -113,7 +114,7 @@ def expert_launches(
     biases: ExpertBiases | None = None,
     correction: Tensor | None = None,
 ) -> list[Launch]:
-    """Return the launches of `mixture_of_experts`, which write `out`: how many there are depends on the shapes alone."""
+    """Return the launches of `mixture_of_experts`, which write `out`; their number depends only on shapes."""
     launches, hidden, close = _begin_launches(
         _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, correction=correction)
     )
@@ -121,7 +122,7 @@ def expert_launches(
 
 
 def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[Tensor], list[Launch]]]:
-    """Return the launches up to the inside of the experts, that [P, I], and what returns the other launches, given it."""
+    """Return the launches up to the experts' hidden states, these [P, I], and a function of them that returns the others."""
     out, x, logits, spec, biases = call.out, call.x, call.logits, call.spec, call.biases
     _check(call)
     _check_biases(out, spec, biases)
@@ -179,7 +180,7 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
 
 
 def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    """Return the weights and experts of all pairs, found by torch; None where the kernel finds them."""
+    """Return the weights and experts of all pairs, computed by torch; None if the kernel computes them."""
     if spec.is_plain_softmax:
         return None
     weights, experts = route(logits, spec, correction)
@@ -188,7 +189,7 @@ def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tenso
 
 
 def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:
-    """Return the launches that sort the pairs by expert; none where there are so few pairs that most experts have one."""
+    """Return the launches that sort the pairs by expert; none if there are so few pairs that most experts have at most one."""
     num_pairs = len(experts)
     if num_pairs <= num_experts:
         return [], _Pairs(None, experts, num_pairs)
@@ -290,7 +291,7 @@ def _check(call: _ExpertCall) -> None:
 
 def _check_biases(out: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
     if (biases is not None) != spec.expert.has_bias:
-        raise InvariantError(f"biases come with experts that have them alone, got {biases} for {spec.expert}")
+        raise InvariantError(f"biases are only given for experts that have them, got {biases} for {spec.expert}")
     if biases is not None:
         check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), out.dtype)
         check_contiguous("bias of down", biases.down, (spec.num_experts, out.shape[1]), out.dtype)

@@ -1,7 +1,7 @@
 """Device code of a mixture of experts: routing, sorting of (token, expert) pairs, and the experts' products.
 
-A pair is token * TOP_K + slot. Pairs are sorted by expert into tiles of BLOCK_M that have one expert each, without atomics: a
-program per expert walks over all pairs. Every row of a product is formed alone, in a fixed order, and depends on no other.
+A pair is token * TOP_K + slot. Pairs are sorted by expert into tiles of BLOCK_M with one expert each, without atomics: a
+program per expert scans all pairs. Every row of a product is computed in a fixed order, independently of the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def route_rows(
     logits = tl.load(logits_ptr + row * logits_stride + experts, mask=is_expert, other=float("-inf")).to(tl.float32)
     shares = tl.exp2((logits - tl.max(logits, 0)) * LOG2_E)
     total = tl.sum(shares, 0)
-    # A maximum over NaN may be that of no expert, whose weights would be read all the same: NaN stays in the total alone.
+    # A maximum over NaN may have an invalid index, whose weights would be read all the same: NaN is kept only in the total.
     left = tl.where(is_expert, tl.where(shares == shares, shares, 0.0), -1.0)
     if IS_RENORMALIZED:
         rest = left
@@ -53,7 +53,7 @@ def route_rows(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs(experts_ptr: tl.tensor, counts_ptr: tl.tensor, num_pairs: tl.tensor) -> None:
-    """Write how many pairs expert program_id(0) has, i32."""
+    """Write the number of pairs of expert program_id(0), i32."""
     expert = tl.program_id(0)
     total = tl.zeros([_WALKED], tl.int32)
     for first in range(0, num_pairs, _WALKED):
@@ -74,9 +74,9 @@ def sort_pairs(
     BLOCK_E: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """Write the tiles of expert program_id(0): pairs [num_tiles, BLOCK_M] i32, -1 behind the last, and the expert of each tile.
+    """Write the tiles of expert program_id(0): pairs [num_tiles, BLOCK_M] i32, padded with -1, and the expert of each tile.
 
-    The last expert writes -1 as the expert of the tiles that nobody has.
+    The last expert writes -1 as the expert of unused tiles.
     """
     expert = tl.program_id(0)
     experts = tl.arange(0, BLOCK_E)
@@ -106,7 +106,7 @@ def _product(
 ) -> tl.tensor:
     """Return acc + x @ w^T of a tile x [M, K] and a tile of weights [N, K]; swapped: acc + w @ x^T."""
     weight = tl.load(weight_ptr + places) if mask is None else tl.load(weight_ptr + places, mask=mask, other=0.0)
-    # The wide matrix instruction takes 64 rows at least, which weights have at any number of tokens.
+    # The wide matrix instruction needs at least 64 rows, which weights have with any number of tokens.
     return dot(weight, tl.trans(x), acc) if IS_SWAPPED else dot(x, tl.trans(weight), acc)
 
 
@@ -136,9 +136,9 @@ def multiply_experts(
 
     IS_GATED   x [T, NUM_COLUMNS], weight [experts, 2 * NUM_ROWS, NUM_COLUMNS], gate rows first: activation(gate) * up,
                or with a LIMIT the clamped gate of GateClamp
-    otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's share, f32
+    otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's weight, f32
     bias       [experts, rows of the weight], or None
-    pairs_ptr  None: tile i is pair i alone, and tile_experts the experts of the pairs
+    pairs_ptr  None: tile i consists of pair i, and tile_experts holds the experts of the pairs
     """
     tile = tl.program_id(1)
     expert = tl.load(tile_experts_ptr + tile).to(tl.int64)
@@ -185,7 +185,7 @@ def _with_biases(
     NUM_ROWS: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the products [pairs, rows] with the expert's biases, where there are any."""
+    """Return the products [pairs, rows] with the expert's biases added, if there are any."""
     if bias_ptr is not None:
         FACTOR: tl.constexpr = 2 if IS_GATED else 1
         bias_ptr += expert * (FACTOR * NUM_ROWS) + rows
@@ -209,13 +209,13 @@ def _store_products(
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up or a clamped gate, otherwise acc times its share."""
+    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up or a clamped gate, otherwise acc times its weight."""
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     is_pair = pairs >= 0
     out = rounded(acc, DTYPE)
     if IS_GATED and LIMIT > 0:
         up = rounded(up, DTYPE)
-        # Written so that NaN stays.
+        # `where` instead of minimum and maximum, to propagate NaN.
         gate = tl.where(out > LIMIT, LIMIT, out)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         out = rounded(gate * tl.sigmoid(gate * SLOPE), DTYPE) * (up + 1.0)
@@ -254,7 +254,7 @@ def multiply_packed_experts(
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """Do what multiply_experts does with quantised weights, see multiply_packed, the rows of all experts one after the other.
+    """Like multiply_experts, with quantised weights (see multiply_packed); the rows of all experts are concatenated.
 
     SCALE_ROWS  divides the rows of an expert
     """

@@ -1,6 +1,6 @@
-"""Device functions of the sampling noise and the masses of tokens: the bits of kernels/reference/noise.py and mass.py.
+"""Device functions of the sampling noise and of token masses: the same bits as kernels/reference/noise.py and mass.py.
 
-What calls them is launched without fusing multiplies and adds (Launch.is_fused).
+Kernels that call them are launched without fused multiply-adds (Launch.is_fused).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _V_MAX = tl.constexpr(1.0 - 2.0**-24)
 def noise_of_run(
     first: tl.tensor, key_low: tl.tensor, key_high: tl.tensor, position: tl.tensor, stream: tl.tensor, BLOCK: tl.constexpr
 ) -> tl.tensor:
-    """Return the noise [BLOCK] f32 of the tokens from `first`, a multiple of 4, on; the others are u32 scalars."""
+    """Return the noise [BLOCK] f32 of the tokens starting at `first`, a multiple of 4; the other arguments are u32 scalars."""
     quads = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
     w0, w1, w2, w3 = _words(quads, key_low, key_high, position, stream)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
@@ -30,7 +30,7 @@ def noise_of_run(
 def noise_of_tokens(
     tokens: tl.tensor, key_low: tl.tensor, key_high: tl.tensor, position: tl.tensor, stream: tl.tensor
 ) -> tl.tensor:
-    """Return the noise [N] f32 of any tokens [N] i32; the others are u32 scalars."""
+    """Return the noise [N] f32 of arbitrary tokens [N] i32; the other arguments are u32 scalars."""
     w0, w1, w2, w3 = _words((tokens >> 2).to(tl.uint32), key_low, key_high, position, stream)
     place = tokens & 3
     return _gumbel(tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3)))
@@ -38,7 +38,7 @@ def noise_of_tokens(
 
 @triton.jit
 def mass_units(depth: tl.tensor) -> tl.tensor:
-    """Return e**depth in whole units of 2**-44, i64, of depth <= 0 or -inf, f32."""
+    """Return e**depth in units of 2**-44, i64, for depth <= 0 or -inf, f32."""
     x = tl.maximum(depth, -32.0)
     n = whole(x * 1.44269504)
     r = (x - n * 0.693359375) + n * 2.12194440e-4
@@ -49,7 +49,7 @@ def mass_units(depth: tl.tensor) -> tl.tensor:
     y = y * r + 5.0000001201e-1
     y = y * (r * r) + (r + 1.0)
     units = y * ((n.to(tl.int32) + (127 + 44)) << 23).to(tl.float32, bitcast=True)
-    # From 2**23 on every f32 is a whole number; below, the sum has no bits left for a fraction.
+    # From 2**23 every f32 is an integer; below, the sum has no bits for a fraction.
     return tl.where(units < 8388608.0, (tl.minimum(units, 8388608.0) + 8388608.0) - 8388608.0, units).to(tl.int64)
 
 

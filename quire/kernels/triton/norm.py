@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, with the addition to the residual stream before it, in one pass over each row."""
+"""RMSNorm and LayerNorm, with the preceding addition to the residual stream, in one pass over each row."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def add_and_normalize(
 ) -> Tensor:
     """Add a branch to the residual stream in place and return the normalised sum; without a norm, the stream itself.
 
-    x               [T, N], becomes x + residual_scale * branch_norm(branch); every step is rounded to x's dtype
+    x               [T, N], becomes x + residual_scale * branch_norm(branch); every operation is rounded to x's dtype
     branch          [T, N] in x's dtype; branch_norm None: added as it is
-    Returns         [T, N] in x's dtype; a row depends on no other row
+    Returns         [T, N] in x's dtype; rows are independent
     """
     out = None if norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     add_and_normalize_launch(out, x, x, branch, norm, branch_norm, residual_scale).run()
@@ -58,7 +58,7 @@ def add_and_normalize_launch(
 ) -> Launch:
     """Return the launch that writes total = x + residual_scale * branch_norm(branch) and out = norm(total).
 
-    out, total  [T, N] in one piece, or None: not wanted; total may be x
+    out, total  [T, N] contiguous, or None: not needed; total may be x
     branch      None: total is x, and is not written
     """
     width = x.shape[-1]
@@ -114,7 +114,7 @@ def _norm_constants(prefix: str, norm: Norm | None) -> dict[str, object]:
 def scale_normalized(
     wide: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, CASTS_LATE: tl.constexpr, DTYPE: tl.constexpr
 ) -> tl.tensor:
-    """Return normalised values times weight + OFFSET, f32, to be rounded to DTYPE: the last step of RMSNorm."""
+    """Return normalised values times weight + OFFSET, f32, to be rounded to DTYPE: the last operation of RMSNorm."""
     if not CASTS_LATE:
         wide = rounded(wide, DTYPE)
         weight = rounded(weight + OFFSET, DTYPE)
@@ -176,7 +176,7 @@ def _add_and_normalize(
     BRANCH_IS_CENTERED: tl.constexpr,
     BRANCH_CASTS_LATE: tl.constexpr,
 ) -> None:
-    """One row; see add_and_normalize_launch."""
+    """Compute one row; see add_and_normalize_launch."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

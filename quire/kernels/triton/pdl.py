@@ -1,8 +1,8 @@
-"""Programmatic dependent launch: a kernel begins while the one before it ends, and waits before it touches what that wrote.
+"""Programmatic dependent launch: a kernel begins while the previous one ends, and waits before it accesses its results.
 
-Every program of a kernel that is launched so calls `begin` first, then reads what nobody writes, weights above all, and calls
-`wait` before anything else is read or written. A program that returned without waiting would let the next kernel go on before
-the last one is done. The interpreter has neither call, nor have devices before compute capability 9.0.
+Every program of such a kernel calls `begin` first, then may read constant data, mainly weights, and calls `wait` before it
+reads or writes anything else. A program that returned without waiting would let the next kernel continue before the previous
+one is done. Neither call exists in the interpreter or on devices before compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CAPABILITY = 9
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether kernels on a device can be launched so; what is made for no device, on "meta", is made for 9.0."""
+    """Return whether a device supports dependent launches; code for "meta" tensors is compiled for capability 9.0."""
     if INTERPRETED.value or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return False
     if device.type == "meta":
@@ -27,23 +27,23 @@ def has_dependent_launch(device: torch.device) -> bool:
 
 @triton.jit
 def begin(IS_PDL: tl.constexpr) -> None:
-    """Let the next kernel begin as soon as all programs of this one have."""
+    """Allow the next kernel to begin once all programs of this one have called it."""
     if IS_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait(IS_PDL: tl.constexpr) -> None:
-    """Wait until the kernels before this one are done and what they wrote is there."""
+    """Wait until the previous kernels are done and their writes are visible."""
     if IS_PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def fetch(ptrs: tl.tensor, mask: tl.tensor, NUM_BYTES: tl.constexpr, IS_PDL: tl.constexpr) -> None:
-    """Begin to bring NUM_BYTES behind each pointer into the L2 cache, 0 none; a hint, and nothing without dependent launch.
+    """Prefetch NUM_BYTES after each pointer into the L2 cache, 0: none; a hint, without effect if IS_PDL is False.
 
-    ptrs  [threads of the program], each a multiple of 16 as NUM_BYTES is; only the masked ones are looked at
+    ptrs  [threads of the program], each a multiple of 16 as NUM_BYTES is; only those in the mask are used
     """
     if IS_PDL and NUM_BYTES > 0:
         counts = tl.where(mask, NUM_BYTES, 0)

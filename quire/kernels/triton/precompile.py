@@ -1,4 +1,4 @@
-"""Compile kernels before they are launched, without a GPU: Triton's cache then has them when they are."""
+"""Compile kernels before they are launched, without a GPU, into Triton's cache."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _WIDE = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """An argument that is a tensor, as far as compiled code depends on it."""
+    """Stand-in for a tensor argument, with the properties that compiled code depends on."""
 
     dtype: torch.dtype
     address: int
 
     def data_ptr(self) -> int:
-        """Return an address as aligned as the tensor's."""
+        """Return an address with the same alignment as the tensor's."""
         return self.address
 
 
 class Variant(NamedTuple):
-    """What of a launch its compiled code depends on: launches of equal variants share it.
+    """The properties of a launch that its compiled code depends on: launches of equal variants share the code.
 
-    arguments  by name, with numbers and tensors that stand for all that share the code
+    arguments  by name, with representative numbers and tensors
     """
 
     module: str
@@ -63,7 +63,7 @@ def _stand_in(value: Tensor | int | float | None, is_plain: bool) -> Pointer | i
 
 
 class _AbsentDriver:
-    """What Triton asks a driver for while it compiles, without a GPU."""
+    """Triton's driver interface for compilation without a GPU."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)

@@ -1,4 +1,4 @@
-"""From the projections to attention: norm of q and k, rotary embedding, and the store of k and v, in one launch."""
+"""Between projections and attention: norm of q and k, rotary embedding, and the store of k and v, in one launch."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ LARGEST_OF = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 class Rope(NamedTuple):
-    """A rotary embedding; table [positions, dim] f32: the cosines of a position, then its sines, as `rope_table` makes it.
+    """A rotary embedding; table [positions, dim] f32: the cosines of a position, then its sines, see `rope_table`.
 
-    Where a rope has a short variant (ModelSpec.rope_switch_len) the rows of its positions follow those of the long variant.
+    If a rope has a short variant (ModelSpec.rope_switch_len), the rows of its positions follow those of the long variant.
     """
 
     spec: RopeSpec
@@ -36,7 +36,7 @@ class Rope(NamedTuple):
 def rope_table(spec: RopeSpec, frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> Rope:
     """Return the table of all positions below num_positions, rounded to dtype as kernels/reference/rope.py rounds.
 
-    frequencies  [dim / 2] f32, of inverse_frequencies, on the device that the table is to be on
+    frequencies  [dim / 2] f32, from inverse_frequencies, on the device of the table
     """
     positions = torch.arange(num_positions, device=frequencies.device)
     cos, sin = cos_sin(spec, frequencies, positions, dtype)
@@ -44,7 +44,7 @@ def rope_table(spec: RopeSpec, frequencies: Tensor, num_positions: int, dtype: t
 
 
 class Projections(NamedTuple):
-    """q [T, H, D] and k, v [T, K, D], the heads of a token in one piece each: parts of one projection, perhaps."""
+    """q [T, H, D] and k, v [T, K, D], the heads of a token contiguous in each; they may be parts of one projection."""
 
     q: Tensor
     k: Tensor
@@ -62,13 +62,13 @@ def place_heads(
 ) -> Tensor:
     """Normalise q and k head by head, rotate them, write k and v into the cache, and return q.
 
-    cache      quantised: each (token, head) by its largest value
+    cache      if quantised, each (token, head) is scaled by its maximum magnitude
     slots      [T] i64, block * block_size + offset; negative: the token is padding and not stored
     positions  [T] i64 or i32, rows of rope's table
-    rope       None: nothing is rotated
+    rope       None: no rotation
     norms      of q and of k, RMSNorm over head_dim; None: none
-    is_in_order  sums have the same order at any number of tokens
-    Returns    [T, H, D] in one piece
+    is_in_order  batch-invariant: sums have the same order for any number of tokens
+    Returns    [T, H, D] contiguous
     """
     out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
     place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order).run()
@@ -90,7 +90,7 @@ def place_heads_launch(
     _check(out, projected, cache, slots, positions, rope, norms)
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
-    # A decode step has too few tokens to fill the device with programs of several heads.
+    # A decode step has too few tokens to fill the device with programs for several heads.
     block_h = 1 if num_tokens <= _FEW_TOKENS or is_in_order else min(8, power_of_two(num_kv_heads))
     spec = None if norms is None else norms[0].spec
     arguments = {
@@ -127,7 +127,7 @@ def place_heads_launch(
     }
     num_groups = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
     num_warps = 1 if block_h == 1 else 4
-    # As attention does that starts from the projections: what is stored is the same either way, whole numbers above all.
+    # The same option as in fused attention, so that the stored values are the same, integers in particular.
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)
 
 
@@ -152,7 +152,7 @@ def _check(
     check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)
     for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
         if (scales is None) == (cache.k.dtype in LARGEST_OF):
-            raise InvariantError(f"{name} come with quantised keys and values alone, got {cache.k.dtype}")
+            raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
         if scales is not None:
             check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
     check_contiguous("slots", slots, (num_tokens,), torch.int64)
@@ -193,7 +193,7 @@ def load_heads(
         x = rounded(scale_normalized(x * factor, weight[None, :], OFFSET, CASTS_LATE, DTYPE), DTYPE)
     if table_ptr is not None:
         HALF: tl.constexpr = ROPE_DIM // 2
-        # Each number meets the one half a rotation away, which is read once more rather than moved between threads.
+        # The other element of each pair is loaded again instead of being moved between threads.
         other = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROPE_DIM, dims - HALF, dims))
         y = tl.load(ptr + heads[:, None] * HEAD_DIM + other[None, :], mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
@@ -225,7 +225,7 @@ def store_heads(
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     places = cache_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
     if LARGEST > 0:
-        # What a maximum leaves out would be stored as a number, and a failed sequence go on: its scale is NaN.
+        # The maximum ignores NaN, which would be stored as a number, and a failed sequence would continue: its scale is NaN.
         has_nan = tl.max((x != x).to(tl.int32), 1) > 0
         size = tl.where(has_nan, float("nan"), tl.max(tl.abs(x), 1))
         tl.store(scales_ptr + rows, size * (1.0 / LARGEST), mask=is_head)
@@ -269,7 +269,7 @@ def _place_heads(
     CASTS_LATE: tl.constexpr,
     LARGEST: tl.constexpr,
 ) -> None:
-    """Heads program_id(1) of token program_id(0): those of q first, then k, then v, BLOCK_H at a time."""
+    """Process heads program_id(1) of token program_id(0): those of q first, then k, then v, BLOCK_H at a time."""
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty
     Q_GROUPS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_GROUPS: tl.constexpr = (NUM_KV_HEADS + BLOCK_H - 1) // BLOCK_H

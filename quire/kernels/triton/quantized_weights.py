@@ -1,4 +1,4 @@
-"""DeviceQuantizedWeight: integers or floats of 4 or 8 bits, with scales, as the kernels of linear.py and moe.py read them."""
+"""DeviceQuantizedWeight: 4- or 8-bit integers or floats with scales, in the layout of the kernels of linear.py and moe.py."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _NIBBLES = 16
 _FLOAT4_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
 
 FLOAT4_LEVELS = tuple(sorted({sign * number for number in _FLOAT4_DOUBLED for sign in (1, -1)}))
-"""Twice the numbers of a float of 4 bits (e2m1), which are integers."""
+"""Twice the values of a 4-bit float (e2m1), which are integers."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceQuantizedWeight:
-    """A weight [O, K] as the kernels read it; made by `pack_integers`, `pack_float4` and `pack_float8`.
+    """A weight [O, K] in the kernels' layout; created by `pack_integers`, `pack_float4` and `pack_float8`.
 
-    codes       [O, K] int8 or float8_e4m3fn; packed: [O, K / 2] u8, two columns a byte (multiply_packed says which)
+    codes       [O, K] int8 or float8_e4m3fn; packed: [O, K / 2] u8, two columns per byte (see multiply_packed)
     scales      [ceil(O / scale_rows), ceil(K / group_size)] f32
     offsets     [O, K / group_size] f32 or None
-    group_size  columns that share a scale, scale_rows so many rows
-    run         columns that are taken at once
-    base        is added to every code of a packed weight; None: its codes are floats (e2m1), doubled
+    group_size  number of columns that share a scale; scale_rows: number of rows
+    run         columns processed at once
+    base        added to every code of a packed weight; None: its codes are floats (e2m1), doubled
     columns     [K] i64 or None: stored column j multiplies column columns[j] of the inputs
     """
 
@@ -49,17 +49,17 @@ class DeviceQuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[O, K]"""
+        """[O, K]."""
         return self.codes.shape[0], self.codes.shape[1] * (2 if self.is_packed else 1)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes."""
+        """Size in bytes."""
         tensors = (self.codes, self.scales, self.offsets, self.columns)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def by_row(self) -> DeviceQuantizedWeight:
-        """Return the same with scales of its own for every row."""
+        """Return the same weight with separate scales for every row."""
         if self.scale_rows == 1:
             return self
         rows = torch.arange(self.shape[0], device=self.scales.device) // self.scale_rows
@@ -69,12 +69,13 @@ class DeviceQuantizedWeight:
 def pack_integers(
     codes: Tensor, scale: Tensor, offset: Tensor | None = None, limits: tuple[int, int] | None = None
 ) -> DeviceQuantizedWeight:
-    """Return the weight scale[o, g] * codes[o, k] + offset[o, g], in 4 bits where all codes lie within 16 numbers.
+    """Return the weight scale[o, g] * codes[o, k] + offset[o, g], in 4 bits if all codes lie within a range of 16 integers.
 
     codes          [O, K] int8
     scale, offset  [O, G] f32, a multiple of 32 columns per group, or G = 1
-    limits         the lowest and the highest number that a code may be; None: those that the codes are
-    Raises InvariantError where groups are of another size.
+    limits         the minimum and maximum possible code; None: those of `codes`
+
+    Raises InvariantError for other group sizes.
     """
     num_rows, num_columns = codes.shape
     check_contiguous("codes", codes, (None, None), torch.int8)
@@ -88,15 +89,15 @@ def pack_integers(
     low, high = (int(codes.min()), int(codes.max())) if limits is None else limits
     if high - low >= _NIBBLES or num_columns % run:
         return DeviceQuantizedWeight(codes, scale, offset, group_size, 1, run, 0)
-    # Symmetric codes keep a base that any x can be multiplied with; -8 serves most.
+    # Symmetric codes keep a base with which any x can be multiplied; -8 fits most.
     base = -8 if low >= -8 and high <= 7 else low
     return DeviceQuantizedWeight(_packed((codes - base).view(torch.uint8), run), scale, offset, group_size, 1, run, base)
 
 
 def pack_float4(codes: Tensor, scale: Tensor) -> DeviceQuantizedWeight:
-    """Return the weight scale[o, g] * codes[o, k], in 4 bits where whole runs of columns allow; codes are of FLOAT4_LEVELS.
+    """Return the weight scale[o, g] * codes[o, k], in 4 bits if K consists of whole runs; codes are of FLOAT4_LEVELS.
 
-    codes, scale  as of pack_integers, which says what is raised
+    codes, scale  as in pack_integers, which also lists the errors
     """
     num_rows, num_columns = codes.shape
     check_contiguous("codes", codes, (None, None), torch.int8)
@@ -105,7 +106,7 @@ def pack_float4(codes: Tensor, scale: Tensor) -> DeviceQuantizedWeight:
     run = _run_of(group_size, num_columns)
     if num_columns % run or num_columns % group_size:
         return pack_integers(codes, scale, limits=(FLOAT4_LEVELS[0], FLOAT4_LEVELS[-1]))
-    # From a size to its float: sizes lie in order, so that the number of smaller ones is it.
+    # The float code of a magnitude is its rank, the number of smaller magnitudes.
     sizes = codes.abs()
     floats = (codes < 0).to(torch.uint8) << 3
     for smaller in _FLOAT4_DOUBLED[:-1]:
@@ -123,6 +124,7 @@ def pack_float8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Device
     """Return the weight of float8_e4m3fn [O, K] with a scale [ceil(O / block[0]), ceil(K / block[1])] f32 per block.
 
     block  (rows, columns); columns a multiple of 32, or at least K: one scale for all columns
+
     Raises InvariantError for other blocks.
     """
     check_contiguous("weight", weight, (None, None), torch.float8_e4m3fn)
@@ -133,12 +135,12 @@ def pack_float8(weight: Tensor, scale: Tensor, block: tuple[int, int]) -> Device
 
 
 def fits_kernels(group_size: int, num_columns: int) -> bool:
-    """Return whether a weight whose scales are for so many columns can be run."""
+    """Return whether the kernels support a weight with this many columns per scale."""
     return group_size >= num_columns or group_size % _SMALLEST_RUN == 0
 
 
 def join_rows(parts: Sequence[DeviceQuantizedWeight]) -> DeviceQuantizedWeight | None:
-    """Return weights over one input as one, their rows one after the other; None where they are of different kinds."""
+    """Return weights over one input as one, with concatenated rows; None if they are of different kinds."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -160,7 +162,7 @@ def join_rows(parts: Sequence[DeviceQuantizedWeight]) -> DeviceQuantizedWeight |
     if any(part.offsets is not None for part in parts):
         parts = [part.by_row() for part in parts]
         offsets = torch.cat([torch.zeros_like(part.scales) if part.offsets is None else part.offsets for part in parts])
-    # Not every operation knows float8: seen as bytes.
+    # Viewed as bytes, because not every operation supports float8.
     codes = torch.cat([part.codes.view(torch.uint8) for part in parts]).view(first.codes.dtype)
     scales = torch.cat([part.scales for part in parts])
     return replace(first, codes=codes, scales=scales, offsets=offsets, scale_rows=parts[0].scale_rows)

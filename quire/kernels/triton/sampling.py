@@ -1,4 +1,4 @@
-"""The sampler on the device: the tokens that the CPU's sampler would draw from the same logits, for any mix of rows."""
+"""The sampler on the device: samples the same tokens as the CPU's sampler from the same logits, for any mix of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BLOCK = 2048
 
 
 class RowOptions(NamedTuple):
-    """How each of [R] rows is drawn, on the device: a column per field of DrawOptions.
+    """Sampling options of [R] rows, on the device: a column per field of DrawOptions.
 
     inverse_temperatures  [R] f32
     is_greedy             [R] i32, 0 or 1
@@ -30,8 +30,8 @@ class RowOptions(NamedTuple):
     top_ps                [R] f64, 1: all
     log_min_ps            [R] f32, -inf: off
     seeds                 [R] i64, the bits of u64
-    positions             [R] i64, of which the lowest 32 bits count
-    token_masks           [R, ceil(V / 32)] i32, a bit per token, the lowest first: 0 forbids it; None: nothing is forbidden
+    positions             [R] i64, of which the lowest 32 bits are used
+    token_masks           [R, ceil(V / 32)] i32, a bit per token, the lowest first: 0 forbids it; None: all are allowed
     """
 
     inverse_temperatures: Tensor
@@ -45,7 +45,7 @@ class RowOptions(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """tokens [R] i64, -1 where there is none; statuses [R] i32, numbers of kernels.cpu.sampling.SampleStatus."""
+    """tokens [R] i64, -1 if there is none; statuses [R] i32, values of kernels.cpu.sampling.SampleStatus."""
 
     tokens: Tensor
     statuses: Tensor
@@ -78,10 +78,10 @@ def row_options(options: Sequence[DrawOptions], vocab_size: int, device: torch.d
 
 
 def sample_rows(logits: Tensor, options: RowOptions, has_cuts: bool = True, stream: int = STREAM_TARGET) -> Choices:
-    """Return the token of every row; see kernels.cpu.sampling.sample_rows, which gives the same for the same logits.
+    """Return the token of every row; see kernels.cpu.sampling.sample_rows, which returns the same for the same logits.
 
-    logits    [R, V] float, rows in one piece; not changed
-    has_cuts  False: no row that is not greedy has top_k, top_p or min_p, and two of four launches are left out
+    logits    [R, V] float, with contiguous rows; not changed
+    has_cuts  False: no sampled row has top_k, top_p or min_p, and two of four launches are omitted
     stream    of the noise
     """
     choices = Choices(
@@ -140,7 +140,7 @@ def sample_launches(
 def _list_launches(
     rows: dict[str, Tensor | int | float | None], grid: tuple[int, int]
 ) -> tuple[dict[str, Tensor | None], list[Launch]]:
-    """Return the lists of candidates, and the launches that make them."""
+    """Return the candidate lists, and the launches that write them."""
     num_rows, num_blocks = grid
     device = _device_of(rows)
     counts = torch.empty(num_rows, num_blocks, NUM_DEPTHS.value, dtype=torch.int32, device=device)

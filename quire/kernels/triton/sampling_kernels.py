@@ -1,14 +1,14 @@
-"""Device code of the sampler: the token of a row is the best of its logits over the temperature plus noise, after the cuts.
+"""Device code of the sampler: the token of a row maximises logit / temperature + noise, after top_k, top_p and min_p.
 
-All cuts are one floor on the values: the largest value that top_k tokens reach, the largest that holds the share top_p of the
-mass of those, and the best value plus log(min_p). Counts and masses are whole numbers, so their sums do not depend on an order,
-and floors are found by halving the range of the bits of a float. Without cuts there are two launches (scan, choose); with some,
-two between them make a list of the tokens that can matter, a few of a vocabulary, so that one program can look at them often:
+All three cuts are lower bounds on the values: the largest value that top_k tokens reach, the largest that holds the share top_p
+of the mass of those, and the best value plus log(min_p). Counts and masses are integers, so their sums do not depend on an
+order, and bounds are found by bisection on the bits of a float. Without cuts there are two launches (scan, choose); with cuts,
+two launches between them make a list of the few tokens that can matter, which one program can read often:
 
   scan     per block: the best logit, whether there is a NaN, and for rows without cuts the best sum with noise
   weigh    per block: how many tokens, and what mass, lie above each of a few depths below the best
-  collect  the tokens above the first depth that holds all that top_k and top_p can keep, ids ascending
-  choose   the cuts and the noise; a list that became too long is not used, and the whole row read again and again
+  collect  the tokens above the first depth that covers everything that top_k and top_p can keep, in ascending order
+  choose   the cuts and the noise; if the list is too long it reads the whole row repeatedly instead
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NEVER = tl.constexpr(float("-inf"))
 def load_logits(
     logits_ptr: tl.tensor, mask_ptr: tl.tensor, tokens: tl.tensor, vocab_size: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the logits f32 of a row, -inf past its end and where its token mask forbids, and whether any is NaN."""
+    """Return the logits f32 of a row, -inf past its end and for masked tokens, and whether any is NaN."""
     inside = tokens < vocab_size
     logits = tl.load(logits_ptr + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     num_nan = tl.sum((logits != logits).to(tl.int32), 0)
@@ -83,7 +83,8 @@ def scan_rows(
     BLOCK: tl.constexpr,
     HAS_CUTS: tl.constexpr,
 ) -> None:
-    """Block program_id(1) of row program_id(0): [R, num_blocks] of peaks f32, nans i32, best scores f32, their tokens i32."""
+    """Write for block program_id(1) of row program_id(0): peaks f32, nans i32, best scores f32, their tokens i32, all
+    [R, num_blocks]."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     tokens = block * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +110,7 @@ def scan_rows(
 
 @triton.jit
 def depth_of(level: tl.tensor) -> tl.tensor:
-    """Return how far below the best value a list of candidates may end; the last has no end."""
+    """Return the distance below the best value down to which a list of candidates reaches; infinite for the last level."""
     steps = (level + 1).to(tl.float32)
     return tl.where(level == NUM_DEPTHS - 1, float("inf"), steps * steps * 0.09375)
 
@@ -133,7 +134,8 @@ def weigh_rows(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Block program_id(1) of row program_id(0): counts i32 and masses i64 [R, num_blocks, NUM_DEPTHS] from each depth up."""
+    """Write for block program_id(1) of row program_id(0): counts i32 and masses i64 [R, num_blocks, NUM_DEPTHS] down to each
+    depth."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if has_cuts(greedy_ptr, top_ks_ptr, top_ps_ptr, log_min_ps_ptr, row):
@@ -156,7 +158,7 @@ def weigh_rows(
 
 @triton.jit
 def nucleus_target(top_p: tl.tensor, total: tl.tensor) -> tl.tensor:
-    """Return the mass that the nucleus reaches, i64: top_p f64 of the total, at least 1 and at most all."""
+    """Return the mass that the nucleus must reach, i64: top_p f64 of the total, at least 1 and at most all."""
     target = tl.ceil(top_p * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(tl.minimum(target, total), 1)
 
@@ -172,9 +174,9 @@ def _find_level(
     num_blocks: tl.tensor,
     BLOCKS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first depth above which lies all that the cuts can keep, and how many tokens those are.
+    """Return the first depth that covers all tokens that the cuts can keep, and the number of tokens down to it.
 
-    The last depth has no end, so that there always is one.
+    The last depth covers all tokens, so there always is one.
     """
     levels = tl.arange(0, NUM_DEPTHS)
     blocks = tl.arange(0, BLOCKS)

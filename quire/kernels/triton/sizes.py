@@ -1,4 +1,4 @@
-"""Sizes that kernels are made for; known without Triton."""
+"""Size helpers for kernels that do not import Triton."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Device code of attention split over its keys: a plan of chunks made on the device, programs that walk it, and the merge.
+"""Device code of attention split over its keys: the chunk plan is computed on the device, programs process it, then a merge.
 
-A sequence's keys are cut at multiples of a size that depends on its own length alone, so that its sums do. An item is one such
-chunk of one tile; items of a tile are neighbours, in the order of their keys. The grid does not depend on lengths: programs
-take items until there are none, and one recorded launch serves every length.
+A sequence's keys are split at multiples of a size that depends only on its own length, so its sums do too. An item is one chunk
+of one tile; items of a tile are consecutive, in the order of their keys. The grid does not depend on lengths: programs process
+items until there are none left, so one CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def plan_chunks(
     MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write where the items of tile program_id(0) start, and that they are its own.
+    """Write the start of the items of tile program_id(0), and its index for each of them.
 
-    starts  [tiles + 1] i32: the first item of each tile, and the number of all
+    starts  [tiles + 1] i32: the first item of each tile, and the total number
     tiles   [items] i32: the tile of each item
     """
     tile = tl.program_id(0)
@@ -130,7 +130,7 @@ def attend_chunks(
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
     num_items = tl.load(starts_ptr + num_tiles)
-    # What is moved out of this loop stays in registers, of which runs of one query then have too few, but for f32 and windows.
+    # Values hoisted out of this loop stay in registers, of which one-query runs then have too few, except for f32 and windows.
     STAYS: tl.constexpr = tile_sequences_ptr is None and WINDOW == 0 and tl.float32 != COMPUTE
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), disable_licm=STAYS):
         tile = tl.load(tiles_ptr + item)
@@ -177,7 +177,7 @@ def merge_items(
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
 ) -> None:
-    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in their order."""
+    """Merge the chunks of row program_id(1) % rows, head program_id(1) // rows, of tile program_id(0), in order."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1) // (QUERIES * GROUP)
     row = tl.program_id(1) % (QUERIES * GROUP)

@@ -1,4 +1,4 @@
-"""DeviceAttentionMetadata: what AttentionMetadata says, as tensors on the device, with the work lists of its launches."""
+"""DeviceAttentionMetadata: AttentionMetadata as tensors on the device, with the work lists of its launches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ALIGNMENT = 16
 
 
 class Tiles(NamedTuple):
-    """Runs of queries of one sequence each, which one program attends.
+    """Runs of queries of one sequence each; each run is processed by one program.
 
     sequences, offsets  [N] i32: the sequence, and the run's first query counted from the sequence's first; None: run i is the
                         only query of sequence i
     num_tiles           N
-    num_queries         no run is longer
+    num_queries         maximum length of a run
     """
 
     sequences: Tensor | None
@@ -33,7 +33,7 @@ class Tiles(NamedTuple):
     num_queries: int
 
     def part(self, first: int, count: int) -> Tiles:
-        """Return tiles [first, first + count), fewer at the end; all of them where there are no lists."""
+        """Return tiles [first, first + count), fewer at the end; all tiles if there are no lists."""
         if self.sequences is None or self.offsets is None:
             return self
         sequences, offsets = self.sequences[first : first + count], self.offsets[first : first + count]
@@ -48,7 +48,7 @@ class ChunkPlan(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """Runs of queries as (sequence, offset), on the host; longest_short: no short sequence has more queries, at least 1."""
+    """Runs of queries as (sequence, offset), on the host; longest_short: maximum queries of a short sequence, at least 1."""
 
     short: list[tuple[int, int]]
     long: list[tuple[int, int]]
@@ -56,36 +56,36 @@ class TileLists(NamedTuple):
 
 
 class AttentionLibrary(Protocol):
-    """What attends instead of our kernels."""
+    """A library that computes attention instead of our kernels."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, step: DeviceAttentionMetadata, spec: AttentionSpec) -> Tensor:
         """Return [T, H, D]: every query over its sequence's cached keys, causally.
 
         q     [T, H, D], k and v [num_blocks, K, block_size, D], all of one dtype
-        step  without trees, of sequences that are not empty, with host_context_lens
+        step  without trees or empty sequences, with host_context_lens
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceAttentionMetadata:
-    """Where the tokens of one step stand, for all layers; a sequence of context length 0 is padding, and attends to nothing.
+    """Positions and block tables of the tokens of one step, for all layers; a sequence of context length 0 is padding.
 
-    slots            [T] i64, block * block_size + offset where token t's KV is stored; negative: nowhere
+    slots            [T] i64, block * block_size + offset where token t's KV is stored; negative: not stored
     query_starts     [S + 1] i32
     context_lens     [S] i32
     block_tables     [S, max_blocks] i32; entries past the context are not read
     num_drafts       [S] i32, or None without trees; with the next two as in TreeInput
     ancestors        [T] i64
     positions        [T] i32, of a draft by its depth
-    query_counts     queries of each sequence, on the host; None where they change with each launch of a recorded step
-    max_context_len  at least every context length
+    query_counts     queries of each sequence, on the host; None if they change with each replay of a CUDA graph
+    max_context_len  upper bound of the context lengths
     has_cached_drafts
-                     whether first drafts of a tree are cached, so that their positions are not among those above
+                     whether some drafts of a tree are cached, so that their positions are not among those above
     host_context_lens
-                     context_lens on the host; None where they change with each launch of a recorded step
-    library          what attends this step in place of our kernels; None: they do
-    plans            by queries of a tile, window and most chunks: those that were launched in this step
+                     context_lens on the host; None if they change with each replay of a CUDA graph
+    library          computes attention of this step instead of our kernels; None: our kernels do
+    plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     """
 
     slots: Tensor
@@ -135,27 +135,27 @@ class DeviceAttentionMetadata:
     def of_decode(
         cls, slots: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
     ) -> DeviceAttentionMetadata:
-        """Return a step of one token for each sequence, of tensors that are on the device."""
+        """Return a step with one token for each sequence, of tensors that are on the device."""
         counts = (1,) * len(context_lens)
         return cls(slots, query_starts, context_lens, block_tables, None, None, None, counts, max_context_len)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it has one token of each sequence, and no trees."""
+        """Whether every sequence has one token, and there are no trees."""
         counts = self.query_counts
         return self.num_drafts is None and counts is not None and all(count == 1 for count in counts)
 
     def place_tiles(self, num_queries: int, num_short: int, short: Tiles, long: Tiles) -> None:
-        """Take the work lists that `tiles` would make with these arguments, see list_tiles, on the device already."""
+        """Set the work lists, already on the device, that `tiles` would create for these arguments; see list_tiles."""
         self._tiles[num_queries, num_short] = short, long
 
     def tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
-        """Return the work lists, made once per step and shared by the layers.
+        """Return the work lists, created once per step and shared by the layers.
 
         num_queries  queries of a tile
-        num_short    sequences with at most so many queries are short, at least 1
+        num_short    sequences with at most this many queries are short, at least 1
 
-        Returns (those of short sequences, one each; those of the others, tiles of the longest contexts first)
+        Returns (tiles of short sequences, one each; tiles of the others, those of the longest contexts first)
         """
         key = (num_queries, num_short)
         if key not in self._tiles:
@@ -182,7 +182,7 @@ class DeviceAttentionMetadata:
 
 
 def send_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return CPU tensors on a device, in one copy. Each begins at an aligned address, for which kernels are compiled ahead."""
+    """Copy CPU tensors to a device in one transfer. Each begins at an aligned address, for which kernels are precompiled."""
     places, end = list[slice](), 0
     for tensor in tensors:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -199,10 +199,10 @@ def list_tiles(counts: Sequence[int], num_queries: int, num_short: int, context_
     """Return the runs of queries of sequences with these counts and cached tokens; see DeviceAttentionMetadata.tiles."""
     short = [(index, 0) for index, count in enumerate(counts) if count <= num_short]
     long = [(i, offset) for i, count in enumerate(counts) if count > num_short for offset in range(0, count, num_queries)]
-    # What sees most keys begins first, so that the last programs are short ones.
+    # Tiles with most keys begin first, so that the last programs are short ones.
     long.sort(key=lambda tile: counts[tile[0]] - context_lens[tile[0]] - min(tile[1] + num_queries, counts[tile[0]]))
     longest = max((counts[index] for index, _ in short), default=1)
-    # Kernels are compiled for the longest: few numbers, so that few are, in the middle of serving.
+    # Kernels are compiled for the longest, so it is rounded up: few values, and few compilations in the middle of serving.
     return TileLists(short, long, min(power_of_two(longest), num_short))
 
 

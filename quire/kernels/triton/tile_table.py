@@ -1,8 +1,8 @@
-"""TileTable: which tiles the kernels are launched with, by device, kernel and shape, from JSON. Looking up tunes nothing.
+"""TileTable: tile sizes for kernel launches by device, kernel and shape, from JSON. Looking them up does no tuning.
 
-A file has tables, each of a device by its name and compute capability; each kernel has a list of {"when": ..., "tile": ...}.
-The first entry counts whose conditions all hold: "max_x" and "min_x" bound a number x of the shape, others are equal to it.
-The defaults in tiles.json were chosen for an H200 and serve other devices too; `quire tune` writes tables for the device
+A file has tables, each for a device by its name and compute capability; each kernel has a list of {"when": ..., "tile": ...}.
+The first entry whose conditions all hold applies: "max_x" and "min_x" bound a number x of the shape, others must be equal.
+The defaults in tiles.json were chosen for an H200 and are used on other devices too; `quire tune` writes tables for the device
 that it runs on.
 """
 
@@ -29,22 +29,22 @@ Number = int | float | bool | str
 
 
 class TileRule(NamedTuple):
-    """Conditions on a shape, and the tile where they hold."""
+    """Conditions on a shape, and the tile that applies if they hold."""
 
     when: Mapping[str, Number]
     tile: Mapping[str, int | bool]
 
     def holds(self, shape: Mapping[str, Number]) -> bool:
-        """Return whether the rule is for a shape; a condition on what the shape does not have never holds."""
+        """Return whether the rule applies to a shape; a condition on a number that the shape lacks never holds."""
         return all(_holds(name, wanted, shape) for name, wanted in self.when.items())
 
 
 @dataclass(frozen=True, slots=True)
 class TileTable:
-    """The rules of every kernel for one device, in the order in which they count.
+    """The rules of every kernel for one device, in order of precedence.
 
-    device      its name, as torch has it
-    capability  "9.0"
+    device      its name in torch
+    capability  such as "9.0"
     """
 
     device: str
@@ -52,20 +52,22 @@ class TileTable:
     rules: Mapping[str, tuple[TileRule, ...]]
 
     def find(self, kernel: str, shape: Mapping[str, Number]) -> Mapping[str, int | bool]:
-        """Return the tile of a kernel for a shape. Raises ConfigError where no rule holds."""
+        """Return the tile of a kernel for a shape. Raises ConfigError if no rule applies."""
         for rule in self.rules.get(kernel, ()):
             if rule.holds(shape):
                 return rule.tile
-        raise ConfigError(f"the table of tiles for {self.device} has none for {kernel} with {dict(shape)}; write it anew")
+        raise ConfigError(
+            f"the table of tiles for {self.device} has none for {kernel} with {dict(shape)}; create it again with quire tune"
+        )
 
     def over(self, other: TileTable) -> TileTable:
-        """Return this table with the rules of another behind its own."""
+        """Return this table, with the rules of another appended."""
         kernels = dict.fromkeys((*self.rules, *other.rules))
         rules = {kernel: (*self.rules.get(kernel, ()), *other.rules.get(kernel, ())) for kernel in kernels}
         return TileTable(self.device, self.capability, rules)
 
     def to_json(self) -> dict[str, object]:
-        """Return the table as a file has it, with no other."""
+        """Return the contents of a file with only this table."""
         tiles = {
             kernel: [{"when": dict(rule.when), "tile": dict(rule.tile)} for rule in rules]
             for kernel, rules in self.rules.items()
@@ -75,14 +77,16 @@ class TileTable:
 
 
 def read_tables(path: Path) -> list[TileTable]:
-    """Return the tables of a file. Raises ConfigError, which says what is wrong with it."""
+    """Return the tables of a file. Raises ConfigError if it is invalid."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the table of tiles {path} cannot be read ({error}); `quire tune` writes one") from error
     try:
         if found["version"] != _VERSION:
-            raise ConfigError(f"the table of tiles {path} has version {found['version']!r}, not {_VERSION}; write it anew")
+            raise ConfigError(
+                f"the table of tiles {path} has version {found['version']!r}, not {_VERSION}; create it again with quire tune"
+            )
         return [
             TileTable(str(table["device"]), str(table["capability"]), _read_rules(table["tiles"])) for table in found["tables"]
         ]
@@ -110,19 +114,19 @@ def _holds(name: str, wanted: Number, shape: Mapping[str, Number]) -> bool:
 
 
 class _Active:
-    """The table in use: one for the process, whose kernels run on one kind of device; chosen before they do."""
+    """The table in use: one per process, whose kernels run on one kind of device; set before any launch."""
 
     table = read_tables(SHIPPED)[0]
 
 
 def active_table() -> TileTable:
-    """Return the table that launches are made with."""
+    """Return the table in use."""
     return _Active.table
 
 
 @contextmanager
 def using(table: TileTable) -> Iterator[None]:
-    """Make launches with another table meanwhile."""
+    """Use another table within the context."""
     before, _Active.table = _Active.table, table
     try:
         yield
@@ -131,19 +135,19 @@ def using(table: TileTable) -> Iterator[None]:
 
 
 def user_path(device: str) -> Path:
-    """Return where the table of a device lies that `quire tune` writes for this user."""
+    """Return the path of the table that `quire tune` writes for this user and a device."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "".join(letter if letter.isalnum() else "-" for letter in device).lower()
     return root / "quire" / "tiles" / f"{name}.json"
 
 
 def choose_table(device: str, capability: str, path: str | None = None) -> TileTable:
-    """Make launches with the table for a device from now on, and return it.
+    """Select the table for a device for all further launches, and return it.
 
-    path  a file; None: that of the environment variable QUIRE_TILE_TABLE, else the user's own, where there is one. What it does
-          not have is as in the shipped tables: of the device, else of its capability, else the first
+    path  a file; None: that of the environment variable QUIRE_TILE_TABLE, else the user's own, if it exists. Rules that it
+          lacks come from the shipped tables: of the device, else of its capability, else the first
 
-    Raises ConfigError where the file cannot be read, or where it was asked for and has no table for the device.
+    Raises ConfigError if the file cannot be read, or was given explicitly and has no table for the device.
     """
     asked = path or os.environ.get(VARIABLE)
     shipped = _best(read_tables(SHIPPED), device, capability)

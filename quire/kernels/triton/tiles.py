@@ -1,7 +1,7 @@
-"""The tiles that the kernels are launched with, by shape, from the table of the device (tile_table.py).
+"""Tile sizes of kernel launches, by shape, from the device's table (tile_table.py).
 
-The defaults were chosen by what the compiler makes of them for sm_90 (registers, shared memory, instructions); not yet measured
-on a GPU.
+The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions); not yet measured on a
+GPU.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tile_table import active_table
 
 CHUNK = 256
-"""Cached tokens of the chunks that attention is split into; of long contexts more, so that there are at most most_chunks.
-Part of the result: sums are merged chunk by chunk."""
+"""Cached tokens per chunk of split attention; larger for long contexts, so that there are at most most_chunks. It affects the
+result, because sums are merged chunk by chunk."""
 
 SPLIT_PROGRAMS = 8 if INTERPRETED.value else 528
-"""Programs of a split attention launch: as many as a H200 holds at a time, 4 on each of 132 multiprocessors."""
+"""Programs of a split attention launch: as many as an H200 runs at a time, 4 on each of 132 multiprocessors."""
 
 LONG_CHUNK = 4096
-"""The same of a launch for many queries. Long prompts pay for it with partial results, a few hundredths of their attention."""
+"""Cached tokens per chunk of launches with many queries. The partial results cost long prompts a few percent of attention."""
 
 ROWS_OF_DECODE = 16
-"""Rows of the smallest matrix instruction; a sequence whose queries and heads fit these is split over its keys."""
+"""Rows of the smallest matrix instruction; a sequence whose queries and heads fit into these is split over its keys."""
 
 
 class AttentionTile(NamedTuple):
-    """rows: queries times the heads that share their keys; keys: cached tokens taken at once."""
+    """rows: queries times the heads that share their keys; keys: cached tokens processed at once."""
 
     rows: int
     keys: int
@@ -38,14 +38,14 @@ class AttentionTile(NamedTuple):
 
 
 def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
-    """Return the tile for sequences of few queries; `group` query heads share their keys."""
-    is_even = group & (group - 1) == 0  # other divisions of rows into heads take registers
+    """Return the tile for sequences with few queries; `group` query heads share their keys."""
+    is_even = group & (group - 1) == 0  # other divisions of rows into heads need registers
     shape = {**_attention_shape(head_dim, dtype, kv_dtype), "group": group, "is_even_group": is_even}
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
 def most_chunks(num_kv_heads: int) -> int:
-    """Return into how many chunks a context is split at most: enough that one sequence fills the device."""
+    """Return the maximum number of chunks of a context: enough for one sequence to fill the device."""
     return max(32, min(128, power_of_two(256 // num_kv_heads)))
 
 
@@ -55,7 +55,7 @@ def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
 
 
 def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int | str]:
-    # Conversions of what is quantised take registers.
+    # Conversions of quantised values need registers.
     return {"head_dim": head_dim, "dtype": _name(dtype), "is_quantised": kv_dtype != dtype}
 
 
@@ -64,9 +64,9 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
-    """Return the tile for sequences of few queries and for runs of them alike, so that sums have one order.
+    """Return the batch-invariant tile, the same for sequences with few queries and for runs, so that sums have one order.
 
-    Its rows are those of the wide matrix instruction, most of them empty in a decode step, which reading bounds.
+    Its rows are those of the wide matrix instruction, most of them empty in a decode step, which is bound by reading.
     """
     if dtype == torch.float32:
         return AttentionTile(16, 32, 8, 1)
@@ -87,13 +87,13 @@ class ExpertTile(NamedTuple):
 
 
 def expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
-    """Return the tile for a mixture of experts, by how many pairs an expert gets on average."""
+    """Return the tile for a mixture of experts, by the average number of pairs per expert."""
     shape = {"dtype": _name(dtype), "pairs_per_expert": num_pairs / num_experts}
     return ExpertTile(**active_table().find("experts", shape))
 
 
 def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> ExpertTile:
-    """Return the same where the weight is the left operand in every tile, and columns are taken in the same runs."""
+    """Return a tile with the weight as left operand and a fixed number of columns."""
     if dtype == torch.float32:
         return ExpertTile(16, 32, 32, True, 4, 1)
     if num_pairs <= 8 * num_experts:
@@ -128,9 +128,9 @@ class DenseTile(NamedTuple):
 
 
 def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
-    """Return the tile for a linear layer with plain weights whose sums have one order at any number of tokens.
+    """Return the tile for a batch-invariant linear layer with plain weights.
 
-    The columns are part of that order; so the weight is the wide matrix instruction's left operand in every tile.
+    The columns determine the order of sums, so the weight is the wide matrix instruction's left operand in every tile.
     """
     if dtype == torch.float32:
         return DenseTile(32, 16, 32, 4, 1)
@@ -151,7 +151,7 @@ def float8_tile(num_tokens: int) -> LinearTile:
 
 
 class FewTile(NamedTuple):
-    """rows of the weight, columns taken at once, for steps of few tokens."""
+    """rows of the weight, columns processed at once, for steps with few tokens."""
 
     rows: int
     columns: int
@@ -160,10 +160,10 @@ class FewTile(NamedTuple):
 
 
 def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
-    """Return the tile for a linear layer with its neighbours; by the shape of the weight alone, which fixes the order of sums.
+    """Return the tile for a fused linear layer; only by the shape of the weight, which determines the order of sums.
 
-    A warp takes 16 bytes a thread of a row. Few rows a program, so that small weights, too, have programs for every
-    multiprocessor: a sum that programs share would cost them a way to memory and back.
+    A warp reads 16 bytes of a row per thread. Programs have few rows, so that small weights also have programs for every
+    multiprocessor: splitting a sum over programs would cost a round trip to memory.
     """
     rows = 8 if num_rows >= 2048 else 4
     return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)

@@ -1,4 +1,4 @@
-"""Device code of the sampler's last launch: the cuts as one floor on the values, and the best sum with noise above it."""
+"""Device code of the sampler's last launch: the cuts as one lower bound on the values, and the best sum with noise above it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.kernels.triton.sampling_kernels import (
     peak_of,
 )
 
-# Numbers of quire.kernels.cpu.sampling.SampleStatus.
+# Values of quire.kernels.cpu.sampling.SampleStatus.
 _NAN = tl.constexpr(1)
 _INFINITE = tl.constexpr(2)
 _NOTHING = tl.constexpr(3)
@@ -26,7 +26,7 @@ _UNDERFLOW = tl.constexpr(5)
 
 @triton.jit
 def _key_of(value: tl.tensor) -> tl.tensor:
-    """Return a whole number, i64, in the order of f32 values."""
+    """Return an integer, i64, with the same order as f32 values."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
 
@@ -39,7 +39,7 @@ def _value_of(key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _floor_of_list(values: tl.tensor, weights: tl.tensor, target: tl.tensor, low: tl.tensor, peak: tl.tensor) -> tl.tensor:
-    """Return the largest t in [low, peak] such that the weights i64 of the values >= t are `target` or more."""
+    """Return the largest t in [low, peak] for which the weights i64 of the values >= t sum to at least `target`."""
     low_key = _key_of(low)
     high_key = _key_of(peak) + 1
     for _ in range(32):
@@ -64,7 +64,7 @@ def _choose_of_list(
     position: tl.tensor,
     noise_stream: tl.tensor,
 ) -> tl.tensor:
-    """Return the token; values -inf where the list has ended. total: the mass of the whole row."""
+    """Return the token; values are -inf past the end of the list. total: the mass of the whole row."""
     floor = LOWEST + peak * 0.0
     count = tl.sum((values >= LOWEST).to(tl.int32), 0)
     if (top_k > 0) & (top_k < count):
@@ -91,7 +91,7 @@ def _sum_of_row(
     vocab_size: tl.tensor,
     COUNTS: tl.constexpr,
 ) -> tl.tensor:
-    """Return how many values of a row are at least floor, or their mass, i64."""
+    """Return the number of values of a row that are at least floor, or their mass, i64."""
     total = tl.zeros([LIST_SIZE], tl.int64)
     for first in range(0, vocab_size, LIST_SIZE):
         logits, _ = load_logits(logits_ptr, mask_ptr, first + tl.arange(0, LIST_SIZE), vocab_size)
@@ -114,7 +114,7 @@ def _floor_of_row(
     vocab_size: tl.tensor,
     COUNTS: tl.constexpr,
 ) -> tl.tensor:
-    """Return what _floor_of_list returns, of a whole row."""
+    """Return the result of _floor_of_list for a whole row."""
     low_key = _key_of(low)
     high_key = _key_of(peak) + 1
     while low_key + 1 < high_key:
@@ -142,7 +142,7 @@ def _choose_of_row(
     noise_stream: tl.tensor,
     vocab_size: tl.tensor,
 ) -> tl.tensor:
-    """Return the token, reading the row as often as it takes."""
+    """Return the token, reading the row repeatedly."""
     floor = LOWEST + peak * 0.0
     if top_k > 0:  # noqa: SIM102  both sides of an `and` would be computed
         if _sum_of_row(logits_ptr, mask_ptr, inverse, peak, floor, vocab_size, True) > top_k:
@@ -167,7 +167,7 @@ def _choose_of_row(
 
 @triton.jit
 def _status_of(best: tl.tensor, peak: tl.tensor, num_nan: tl.tensor, is_greedy: tl.tensor) -> tl.tensor:
-    """Return a number of SampleStatus, i32; best: the best logit, peak: that over the temperature."""
+    """Return a value of SampleStatus, i32; best: the best logit, peak: best / temperature."""
     status = tl.where(peak > -LOWEST, _OVERFLOW, tl.where(peak < LOWEST, _UNDERFLOW, 0))
     status = tl.where(is_greedy, 0, status)
     status = tl.where(best > -LOWEST, _INFINITE, tl.where(best < LOWEST, _NOTHING, status))
@@ -204,7 +204,7 @@ def choose_rows(
     NUM_DEPTHS: tl.constexpr,
     HAS_CUTS: tl.constexpr,
 ) -> None:
-    """Write the token i64, -1 where there is none, and the status i32 of row program_id(0)."""
+    """Write the token i64, -1 if there is none, and the status i32 of row program_id(0)."""
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS)
     inside = blocks < num_blocks

@@ -98,7 +98,7 @@ def test_a_trial_that_cannot_be_is_refused():
         trial(('{"method": "ngram", "adaptive": false}',))
     with pytest.raises(ConfigError, match="force_acceptance must be from 0 to 1, got 2"):
         trial(('{"method": "ngram"}',), forced_share=2)
-    with pytest.raises(ConfigError, match="says its share of right drafts itself"):
+    with pytest.raises(ConfigError, match="sets its own share of right drafts"):
         trial(("replay:1",), forced_share=0.5)
     with pytest.raises(ConfigError, match="output_len must be at least 2"):
         trial(("replay:1",), output_len=1)

@@ -208,7 +208,7 @@ def count(vocabulary, grammar, tests):
         ("choice", ["yes", "a日本"], "'日' (U+65E5) of the text 'a日本'"),
         ("regex", "日{3}", "'日' (U+65E5) of the text '日日日'"),
         ("regex", "(ye|no日)s", "'日' (U+65E5) of the text"),
-        ("regex", "(ye|no[日本])s", "what has to come after 'no'"),
+        ("regex", "(ye|no[日本])s", "the text that has to come next after 'no'"),
         ("json_schema", {"enum": ["日"]}, "'日' (U+65E5) of the text '\"日\"'"),
         ("json_schema", {"properties": {"日": {"type": "null"}}, "additionalProperties": False}, "'日' (U+65E5)"),
         (

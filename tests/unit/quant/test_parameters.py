@@ -34,7 +34,7 @@ def test_stack_is_dense_as_its_weights_are():
     stack = QuantizedStack(weights)
     assert stack.shape == (2, 3, 8)
     assert torch.equal(stack.dequantize(), torch.stack([weight.dequantize() for weight in weights]))
-    with pytest.raises(InvariantError, match="no stack"):
+    with pytest.raises(InvariantError, match="cannot be stacked"):
         QuantizedStack((_weight(3), _weight(4)))
 
 

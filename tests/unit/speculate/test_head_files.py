@@ -175,7 +175,7 @@ def test_a_head_that_is_given_as_a_model_is_told_its_method(tiny_model, tmp_path
 )
 def test_a_head_that_is_given_with_another_method_is_told_its_own(tiny_model, tmp_path, make, kind, method):
     config = {"method": method, "model": str(make(tmp_path / "head"))}
-    with pytest.raises(ConfigError, match=f'is a head of another kind: give it with "method": "{kind}"'):
+    with pytest.raises(ConfigError, match=f'is a head of another kind; use it with "method": "{kind}"'):
         LLM(str(tiny_model), num_kv_blocks=20, speculative_config=config)
 
 

@@ -242,7 +242,7 @@ def test_a_head_of_other_shapes_is_not_trained_further(tiny_model, tmp_path, clo
         loop.train_draft(options(tiny_model, tmp_path, "medusa", num_steps_ahead=4, **changes), show_progress=False)
     with pytest.raises(ConfigError, match="of which these options differ: start_from"):
         loop.train_draft(replace(options(tiny_model, tmp_path, "medusa", **changes), out=first.folder), show_progress=False)
-    with pytest.raises(ConfigError, match="draft_vocab_size cannot be chosen beside start_from"):
+    with pytest.raises(ConfigError, match="draft_vocab_size cannot be set with start_from"):
         options(tiny_model, tmp_path, "medusa", **{**changes, "draft_vocab_size": 50})
 
 

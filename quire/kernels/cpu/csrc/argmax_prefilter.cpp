@@ -1,4 +1,4 @@
-// Copying a head for screening, and finding the best outputs of rows by it.
+// The int8 copy of a head, and the argmax of rows with it as a prefilter.
 #include "argmax_prefilter.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr i64 PANELS_PER_SHARE = 16;
 // Candidates of a row for which there is room, of all threads and of each at least. Half of it is left for those that come when what is
 // out of the question was forgotten: of 152 k random outputs of 1,024 inputs some 200 remain, of a trained head a few.
 constexpr i32 ROOM = 1024, LEAST_ROOM = 128;
-// Candidates that are computed side by side.
+// Candidates that are computed together.
 constexpr i32 TOGETHER = 4;
 // Steps in which too many rows had to be computed as a whole, one after the other, until the next pause is no longer than the last one.
 constexpr i32 MOST_FAILURES = 8;
@@ -121,7 +121,7 @@ void Screening::measure(const HeadRows& rows, i32 row, int num_threads) {
     std::fill_n(count_.data() + static_cast<i64>(row) * num_threads, num_threads, -1);
 }
 
-// Compute the candidates of a row, those that may be most first, until what is left cannot be the best.
+// Compute the candidates of a row in falling order of their upper bounds, until none of the rest can be the maximum.
 void Screening::choose(const Worker& worker, const HeadRows& rows, i32 row) {
     if (is_redone(row, worker.size)) return;
     std::vector<Candidate>& left = left_[worker.rank];
@@ -146,7 +146,7 @@ void Screening::choose(const Worker& worker, const HeadRows& rows, i32 row) {
     }
 }
 
-// Compute all outputs of the rows that have too many candidates, or of which nothing can be said.
+// Compute all outputs of the rows that have too many candidates or no usable bounds.
 void Screening::redo(Worker& worker, const HeadRows& rows) {
     const i32 k = head_->weight.k;
     if (worker.rank == 0) {

@@ -1,11 +1,11 @@
-// Finding the best output of a head without computing all of them: a copy of the head in bytes gives every output but for a known error,
-// and only outputs that may be the best are computed as they are.
+// Greedy argmax of an LM head with an int8 prefilter: an int8 copy of the head gives every logit with a bounded error, and exact logits
+// are computed only for the outputs that may be the maximum.
 //
 // For a row x and an output w . x, with codes q and scale s of the output and codes p and scales t of the row,
 //   |w . x - (s q) . (t p)| <= |w - s q| |x| + |s q| |x - t p|                                            (Cauchy and Schwarz)
-// The lengths of w - s q and s q are kept with the copy, those of x and x - t p are taken of each row as it was rounded. Rounding of the
-// sums themselves, of k terms at most, is added to both. Candidates are computed those first that may be most, until the best of them is
-// more than any other can be. So what is found is the best of what the head computes, to the bit.
+// The norms of w - s q and s q are stored with the copy; those of x and x - t p are computed when a row is quantised. A bound on the
+// rounding of the sums, of at most k terms, is added to both. Candidates are computed in falling order of their upper bounds until the
+// best of them exceeds the bounds of all others. The result is therefore the argmax of the exact logits, bit for bit.
 #pragma once
 #include <vector>
 
@@ -13,10 +13,11 @@
 
 namespace quire {
 
-// Rows whose best outputs are found at once: what is kept of each takes ten kilobytes.
+// Rows that are processed at once; each needs ten kilobytes of memory.
 constexpr i32 MAX_SCREENED_ROWS = 128;
 
-// The copy of a head. error, size: f32 [N padded to 16], what an output is off at most for each of a row's size, and of its error.
+// The int8 copy of a head. error, size: f32 [N padded to 16], the factors of a row's norm and of its quantisation error in the error
+// bound of an output.
 struct Screen {
     NativeWeight weight;
     Part errors, sizes;
@@ -28,7 +29,7 @@ struct Screen {
     i64 num_bytes() const { return weight.num_bytes() + errors.bytes + sizes.bytes; }
 };
 
-// Whether a head can be screened: dense, and without a bias.
+// Whether a head can be screened: it must be dense and have no bias.
 bool suits_screen(const NativeWeight& head);
 
 // Rows of a head's input, and where their best outputs go by row and thread, as of Finish::best.
@@ -44,15 +45,15 @@ struct HeadRows {
 // Finds the best outputs of the rows of a step; its memory is kept from step to step.
 class Screening {
 public:
-    // Make ready for so many rows, before a team begins.
+    // Prepare for `num_rows` rows; called before a team begins.
     void begin(const Kernels& kernels, const NativeWeight& head, const Screen& screen, i32 num_rows, int num_threads);
     // Called by every thread of the team, with the rows' best still -inf and -1; all have come to the end when it returns.
     void find(Worker& worker, const HeadRows& rows);
-    // Take in that the team has ended.
+    // Update the statistics after the team has ended.
     void end();
-    // Whether the next step is to be screened: not where too many rows of late ones had to be computed as a whole.
+    // Whether to screen the next step: false if too many rows of recent steps had to be computed in full.
     bool is_wanted();
-    // Rows of the last step that were computed as a whole.
+    // Rows of the last step that were computed in full.
     i32 num_redone() const { return static_cast<i32>(redone_.size()); }
 
 private:

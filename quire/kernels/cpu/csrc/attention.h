@@ -31,12 +31,12 @@ static inline i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset
     return ((block * kv.kv_heads + head) * kv.block_size + offset / RUN * RUN) * kv.head_dim;
 }
 
-// Where the tokens of one step stand: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
+// Positions of the tokens of one step: sequence s owns rows [query_starts[s], query_starts[s + 1]) of q and the cached tokens
 // [0, context_lens[s]), of which its rows are the last. block_tables [num_sequences][table_stride].
 //
-// num_drafts null: all of that is causal. Else the last num_drafts[s] cached tokens of s, at most 64, are a tree, whose last ones are
-// rows: bit i of ancestors[row] says whether draft i is on the way from the last known token to that row, itself included; rows of no
-// tree have 0. A draft stands behind its ancestors as if nothing were between them, whatever slots they have.
+// num_drafts null: attention is causal. Otherwise the last num_drafts[s] cached tokens of s, at most 64, form a draft tree, whose last
+// tokens are rows: bit i of ancestors[row] is set if draft i is an ancestor of that row or the row itself; rows outside of a tree have 0.
+// The position of a draft follows from the number of its ancestors, not from its slot.
 struct Batch {
     i32 num_sequences = 0;
     i32 num_tokens = 0;
@@ -49,8 +49,8 @@ struct Batch {
 };
 
 // is_bf16: q, keys, values and the softmax's weights are rounded to bf16 before they are multiplied; otherwise all is f32.
-// window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: a logit
-// per head that takes part in the softmax's sum alone.
+// window 0: none; else a token sees itself and the window - 1 tokens before. softcap 0: none. sinks [num_heads] or null: attention
+// sinks, a logit per head that is only added to the softmax's denominator.
 struct AttentionJob {
     KvLayer kv;
     i32 num_heads = 1;

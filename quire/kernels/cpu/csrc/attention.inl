@@ -1,7 +1,7 @@
-// Attention over the paged cache: how a step's rows are cut into tiles, tiles into chunks, and chunks put together again.
+// Attention over the paged cache: a step's rows are split into tiles and tiles into chunks, and the chunks' results are merged.
 //
-// The softmax of a row is taken in chunks of CHUNK cached tokens at absolute positions, and the chunks are merged in order. Which
-// thread computes a chunk, and beside which other rows, therefore changes nothing.
+// The softmax of a row is computed in chunks of CHUNK cached tokens at absolute positions, and the chunks are merged in order. The
+// result therefore does not depend on the thread that computes a chunk, nor on the other rows of the tile.
 #pragma once
 #include "attention_tree.inl"
 
@@ -13,7 +13,7 @@ static void reset(const Partial& total, i64 num_values) {
     __builtin_memset(total.values, 0, static_cast<size_t>(num_values) * 4);
 }
 
-// total = total and then `chunk`, both brought to the higher maximum.
+// Merge `chunk` into `total`; both are rescaled to the higher maximum.
 static void merge(const Partial& total, const Partial& chunk, int num_rows, i32 padded_dim, float* factors) {
     for (int row = 0; row < num_rows; row += 16) {
         const F32 before = load(total.max + row), now = load(chunk.max + row), highest = max(before, now);
@@ -31,7 +31,7 @@ static void merge(const Partial& total, const Partial& chunk, int num_rows, i32 
     }
 }
 
-// Let the sinks take part, divide, and write the tile's rows of out.
+// Add the sinks to the sums, divide, and write the tile's rows of out.
 static void finish(const AttentionJob& job, const Shape& shape, const Tile& tile, const Partial& total, float* factors) {
     const i32 dim = job.kv.head_dim;
     for (int row = 0; row < MAX_ROWS; ++row) factors[row] = 1.0f;
@@ -68,7 +68,7 @@ static Share share_of(const AttentionJob& job, const Shape& shape, const Batch& 
     Share share;
     share.tile_tokens = larger(1, smaller(num_tokens, MAX_ROWS / heads));
     share.num_tiles = (num_tokens + share.tile_tokens - 1) / share.tile_tokens;
-    // How far the tokens of a tile may stand apart.
+    // The range of positions that the tokens of a tile may span.
     const i32 spread = share.tile_tokens + (batch.num_drafts == nullptr ? 0 : batch.num_drafts[sequence]);
     i32 seen = batch.context_lens[sequence];
     share.chunks = (seen + CHUNK - 1) / CHUNK;
@@ -85,7 +85,7 @@ static Share share_of(const AttentionJob& job, const Shape& shape, const Batch& 
     return share;
 }
 
-// A tile that costs more than this keeps the other threads waiting.
+// The cost above which a tile would keep the other threads waiting.
 static i64 target_cost(const AttentionJob& job, const Shape& shape, const Batch& batch, int num_threads) {
     if (num_threads == 1) return 0;
     i64 total = 0;
@@ -96,7 +96,7 @@ static i64 target_cost(const AttentionJob& job, const Shape& shape, const Batch&
     return total / (4 * num_threads) + 1;
 }
 
-// A thread knows what it does next while there are more items than this for each thread.
+// A thread takes its next item early while more items than this are left for each thread.
 constexpr i64 RESERVED_ITEMS = 4;
 
 // A step's work, which every thread walks through in order.
@@ -255,7 +255,7 @@ static void merge_item(const Walk& walk, i64 item, Space& space) {
 }
 
 static i64 scratch_bytes(const AttentionJob& job, const Batch& batch, int num_threads) {
-    // A team may turn out smaller than asked for; then less is cut, and less is needed.
+    // A team may be smaller than requested; then fewer tiles are split, and less memory is needed.
     const Work work = work_of(job, batch, num_threads);
     return work.shape.space_bytes * num_threads + work.partial_bytes;
 }
@@ -267,7 +267,7 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
     Walk walk = walk_of(work, partials, false);
     Walk before = walk;
     for (i64 item = next(worker, work.items, 1), then; item < work.items; item = then) {
-        // Near the end nobody takes an item before its time: others might wait for it.
+        // Near the end no thread takes an item early: another thread might be idle.
         const bool is_known = item + RESERVED_ITEMS * worker.size < work.items;
         then = is_known ? next(worker, work.items, 1) : work.items;
         Ahead ahead;

@@ -96,7 +96,7 @@ struct Tile {
     const Ahead* following;   // the first keys of what this thread does next, to be fetched, or null
 };
 
-// The end of what a token sees: for a draft as if its ancestors stood one behind the other.
+// The end of the tokens that a token sees; for a draft, its ancestors count as if they were consecutive.
 QUIRE_INLINE i32 seen_end(const Tile& tile, i32 position, i32 token) {
     const i32 end = position + token + 1;
     return tile.ancestors == nullptr ? end : smaller(end, tile.tree_start) + __builtin_popcountll(tile.ancestors[token]);
@@ -247,7 +247,7 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
     }
 }
 
-// Take the softmax of rows [begin, end).
+// Compute the softmax of rows [begin, end).
 template <class Kind>
 static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& chunk, Space& space, const Partial& out, int begin,
                        int end) {
@@ -264,7 +264,7 @@ static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& c
     }
 }
 
-// Sums for one row at a time over values that are not finite where some row does not see them: 0 * NaN must not reach a row.
+// Compute the sums of one row at a time, for values that are not finite and that some rows do not see: 0 * NaN must not reach a row.
 template <class Kind>
 static void sum_apart(const Space& space, const Shape& shape, Product product, int row, int count, i32 token) {
     for (int r = 0; r < count; ++r) {

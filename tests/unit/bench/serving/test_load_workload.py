@@ -203,8 +203,8 @@ def test_block_size_is_inferred_from_lengths_and_numbers_of_ids(rows, size):
 @pytest.mark.parametrize(
     "text,message",
     [
-        ("a,b\n1,2\n", "is no trace"),
-        ("", "is no trace"),
+        ("a,b\n1,2\n", "is not a trace"),
+        ("", "is not a trace"),
         (CSV.replace("4808", "many"), "line 3"),
         (CSV.replace("2023-11-16 18:17:03", "yesterday"), "line 3"),
         (CSV.splitlines()[0] + "\n", "no request"),

@@ -101,7 +101,7 @@ def test_products_refuse_what_they_would_misread():
         multiply_few_launch(draw(9, 4), x, weight)
     with pytest.raises(InvariantError, match="gate"):
         multiply_few_launch(draw(1, 2), x[:1], weight, None, Epilogue(is_gated=True))
-    with pytest.raises(InvariantError, match="RMSNorm alone"):
+    with pytest.raises(InvariantError, match="only RMSNorm"):
         multiply_few_launch(draw(1, 4), x[:1], weight, Norm(NormSpec("layer", 1e-5), draw(16)))
 
 
