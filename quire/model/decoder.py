@@ -24,18 +24,18 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
-from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
 from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
 from quire.model.mixers import run_mixer
-from quire.model.token_runs import TokenRuns
+from quire.model.step_decoder import StepDecoder
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
 
 
-class Decoder:
+class Decoder(StepDecoder):
     """A decoder-only model: a spec and its parameters under their canonical names.
 
     parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `open_parameters` or
@@ -44,6 +44,7 @@ class Decoder:
     """
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter], max_model_len: int) -> None:
+        super().__init__()
         self.spec = spec
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         dense = dense_parameters(parameters, self.dtype)
@@ -53,9 +54,6 @@ class Decoder:
         changing = [rope for rope in ropes if rope.depends_on_length]
         self._short_frequencies = {rope: inverse_frequencies(rope, rope.original_max) for rope in changing}
         self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
-        self._hidden: Tensor | None = None
-        self._hidden_rows: list[int] = []
-        self._kept_rows: list[int] | None = None
         self._aux_hidden_state_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
@@ -97,68 +95,6 @@ class Decoder:
 
     def _norm(self, x: Tensor, spec: NormSpec, name: str) -> Tensor:
         return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))
-
-    def step(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        step: AttentionMetadata,
-        kv: KvPool,
-        logit_rows: list[int],
-        keeps_all: bool = False,
-        hidden_rows: list[int] | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`.
-
-        keeps_all    logits_at may ask for other rows before the next step
-        hidden_rows  other rows, of which hidden_states may ask for some
-        layers       the layers to run, in order; None: all. The KV of the others is left as it is
-        """
-        hidden = self.forward(token_ids, positions, step, kv, layers)
-        self._hidden = hidden if keeps_all or hidden_rows else None
-        self._hidden_rows = hidden_rows or []
-        return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
-
-    def run(
-        self,
-        runs: TokenRuns,
-        kv: KvPool,
-        logit_rows: list[int],
-        hidden_rows: list[int] | None = None,
-        *,
-        keeps_all: bool = False,
-        wants_best: bool = False,
-        needs_logits: bool = True,
-    ) -> tuple[Tensor, list[int] | None]:
-        """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
-        self._kept_rows = None if keeps_all else logit_rows
-        return self.step(*runs.tensors(kv.spec.block_size), kv, logit_rows, True, hidden_rows), None
-
-    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
-        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
-        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
-            move_kv(k_cache, v_cache, sources, targets)
-
-    def logits_at(self, first: int, last: int) -> Tensor:
-        """Return the logits of rows [first, last) of the last step, which kept all."""
-        if self._hidden is None:
-            raise InvariantError("the last step did not keep its rows")
-        return self.logits(self._hidden[first:last])
-
-    def hidden_states(self, first: int, last: int) -> Tensor:
-        """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
-        if self._hidden is None:
-            raise InvariantError("the last step did not keep its rows")
-        return self._hidden[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float()
-
-    def final_states(self, places: Sequence[int]) -> Tensor:
-        """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last `run`: the indices of
-        tokens where it kept all, else places in its logit_rows."""
-        if self._hidden is None:
-            raise InvariantError("the last step did not keep its rows")
-        rows = places if self._kept_rows is None else [self._kept_rows[place] for place in places]
-        return self._hidden[torch.tensor(rows, dtype=torch.int64)].float()
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Keep the inputs of these layers, low to high, in every step from now on."""

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from quire.base.errors import InvariantError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
-from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
+from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kv.pool import KvPool
+from quire.model.step_decoder import StepDecoder
 from quire.model.token_runs import TokenRuns
 from quire.model.transformers_backend.library import (
     ATTENTION,
@@ -129,8 +130,8 @@ def _rows(heads: Tensor, cache: Tensor, head_dim: int) -> Tensor:
     return F.pad(heads[0].transpose(0, 1).to(cache.dtype), (0, head_dim - heads.shape[3])).contiguous()
 
 
-class TransformersDecoder:
-    """A model of the transformers library; the same `step`, `run` and so on as Decoder.
+class TransformersDecoder(StepDecoder):
+    """A model of the transformers library.
 
     A step is one sequence [1, T] for the library: the tokens of all sequences with their positions. Only attention tells the
     sequences apart. The head is computed for the rows that are asked for.
@@ -139,6 +140,7 @@ class TransformersDecoder:
     """
 
     def __init__(self, model: Any, info: TransformersModelInfo, device: torch.device | None = None) -> None:
+        super().__init__()
         self.spec = info.spec
         self.device = device
         self.model = model
@@ -155,20 +157,17 @@ class TransformersDecoder:
         # The head's forward runs the body first: it is given what was computed before.
         self._compute_body, self._replayed = self._body.forward, None
         self._body.forward = self._forward_body
-        self._hidden: Tensor | None = None
-        self._hidden_rows: list[int] = []
-        self._kept_rows: list[int] | None = None
 
     def _forward_body(self, *args: Any, **options: Any) -> Any:
         return self._compute_body(*args, **options) if self._replayed is None else self._replayed
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool) -> Tensor:
-        """Compute the tokens of one step and store their KV.
-
-        token_ids, positions  [T] i64, the sequences of the step one after the other
-        Returns               [T, hidden_size], after the final norm, on the model's device
-        """
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, layers: Sequence[int] | None = None
+    ) -> Tensor:
+        """See StepDecoder. Raises UnsupportedError where only some layers are to run."""
+        if layers is not None:
+            raise UnsupportedError("a model of transformers always runs all of its layers")
         if self.device is not None:
             token_ids, positions = token_ids.to(self.device), positions.to(self.device)
             step = replace(step, slots=step.slots.to(self.device), block_tables=step.block_tables.to(self.device))
@@ -180,66 +179,6 @@ class TransformersDecoder:
             self._step.attention = self._step.kv = None
         self._output_type = type(out)
         return out.last_hidden_state[0]
-
-    def step(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        step: AttentionMetadata,
-        kv: KvPool,
-        logit_rows: list[int],
-        keeps_all: bool = False,
-        hidden_rows: list[int] | None = None,
-        layers: Sequence[int] | None = None,
-    ) -> Tensor:
-        """Compute the tokens of one step and return the logits [R, vocab_size] of the rows in `logit_rows`; see Decoder.step.
-
-        Raises UnsupportedError where only some layers are to run.
-        """
-        if layers is not None:
-            raise UnsupportedError("a model of transformers always runs all of its layers")
-        hidden = self.forward(token_ids, positions, step, kv)
-        self._hidden = hidden if keeps_all or hidden_rows else None
-        self._hidden_rows = hidden_rows or []
-        return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
-
-    def run(
-        self,
-        runs: TokenRuns,
-        kv: KvPool,
-        logit_rows: list[int],
-        hidden_rows: list[int] | None = None,
-        *,
-        keeps_all: bool = False,
-        wants_best: bool = False,
-        needs_logits: bool = True,
-    ) -> tuple[Tensor, list[int] | None]:
-        """As `step`, of runs of tokens; None in place of the best tokens, as in Decoder.run."""
-        self._kept_rows = None if keeps_all else logit_rows
-        return self.step(*runs.tensors(kv.spec.block_size), kv, logit_rows, True, hidden_rows), None
-
-    def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
-        """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
-        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
-            move_kv(k_cache, v_cache, sources, targets)
-
-    def logits_at(self, first: int, last: int) -> Tensor:
-        """Return the logits of rows [first, last) of the last step, which kept all."""
-        return self.logits(self._kept()[first:last])
-
-    def hidden_states(self, first: int, last: int) -> Tensor:
-        """Return the hidden states [last - first, hidden_size] f32, after the final norm, of a run of the last hidden_rows."""
-        return self._kept()[torch.tensor(self._hidden_rows[first:last], dtype=torch.int64)].float().cpu()
-
-    def final_states(self, places: Sequence[int]) -> Tensor:
-        """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last `run`; see Decoder."""
-        rows = places if self._kept_rows is None else [self._kept_rows[place] for place in places]
-        return self._kept()[torch.tensor(rows, dtype=torch.int64)].float().cpu()
-
-    def _kept(self) -> Tensor:
-        if self._hidden is None:
-            raise InvariantError("the last step did not keep its rows")
-        return self._hidden
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
         """Raise UnsupportedError where inputs of layers are wanted: they cannot be had from the library's models."""
