@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Generator, Sequence
 
 from quire.serving.admission.fair_queue import FairQueue
+from quire.serving.admission.fair_share import exceeds_share
 from quire.serving.admission.limits import OwnerLimits, check_key
 from quire.serving.admission.rates import ServiceRates
-from quire.serving.admission.shares import most_beside
 from quire.serving.admission.ticket import Ticket
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.engine_client.messages import StepReport
@@ -255,7 +255,7 @@ class AdmissionControl:
         window = self.batch_window - 1 if job.has_client else self.batch_window
         if held and held + num_sequences > window:
             raise overloaded(f"{held} sequences of class batch are in flight, the window is {window}", self.retry_after_s(1))
-        if job.has_client and own and own + num_sequences > most_beside(window - held, owner.weight):
+        if job.has_client and exceeds_share(own, num_sequences, window - held, owner.weight):
             raise rate_limited(
                 f"this key holds {own} sequences of service tier flex, more than its share of the {window} there may be",
                 self.retry_after_s(1),
@@ -270,10 +270,9 @@ class AdmissionControl:
         )
         for what, wanted, held, own, limit in rows:
             others = held - own
-            most = most_beside(limit - held, owner.weight) if self._keys else math.inf
             if held and held + wanted > limit:
                 message = f"the queue holds {held} {what}, at most {limit} may be in it"
-            elif own and own + wanted > most:
+            elif self._keys and exceeds_share(own, wanted, limit - held, owner.weight):
                 message = f"this key holds {own} {what} of {held} in the queue, more than its share of the {limit} there may be"
             else:
                 continue

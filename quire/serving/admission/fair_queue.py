@@ -1,9 +1,7 @@
 """FairQueue: tickets that wait, and which is next.
 
-Two levels of start-time fair queueing (Goyal et al., 1996), which is deficit round robin without the rounds: everyone has a
-count of service tokens received over its weight, the smallest count is served next, and who comes back from idling starts at
-the count of who was served last, so that nobody saves up. The upper level are the classes, the lower one their owners. Batch
-stands outside: it is next only when nothing else waits.
+Two levels of fair queueing, see `fair_share`, which count service tokens: the upper level are the classes, the lower one their
+owners. Batch stands outside: it is next only when nothing else waits.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from quire.base.errors import InvariantError
+from quire.serving.admission.fair_share import FairClock, Share
 from quire.serving.admission.ticket import Ticket, service_tokens
 from quire.serving.interfaces import PriorityClass
 
@@ -39,8 +38,7 @@ class Backlog:
 
 @dataclass(slots=True)
 class _OwnerLine:
-    weight: float
-    received: float = 0.0
+    share: Share
     tickets: OrderedDict[int, Ticket] = field(default_factory=OrderedDict[int, Ticket])
     backlog: Backlog = field(default_factory=Backlog)
 
@@ -50,15 +48,14 @@ class _OwnerLine:
 
 @dataclass(slots=True)
 class _ClassLine:
-    weight: float
-    received: float = 0.0
-    level: float = 0.0
+    share: Share
+    clock: FairClock = field(default_factory=FairClock)
     owners: dict[str, _OwnerLine] = field(default_factory=dict[str, _OwnerLine])
     waiting: dict[str, _OwnerLine] = field(default_factory=dict[str, _OwnerLine])
     backlog: Backlog = field(default_factory=Backlog)
 
     def first(self) -> Ticket:
-        line = min(self.waiting.values(), key=lambda line: (line.received, line.first().number))
+        line = min(self.waiting.values(), key=lambda line: (line.share.received, line.first().number))
         return line.first()
 
 
@@ -67,8 +64,8 @@ class FairQueue:
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
-        self._classes = {name: _ClassLine(weight) for name, weight in CLASS_WEIGHTS.items()}
-        self._level = 0.0
+        self._classes = {name: _ClassLine(Share(weight)) for name, weight in CLASS_WEIGHTS.items()}
+        self._clock = FairClock()
 
     def __len__(self) -> int:
         return sum(line.backlog.num_requests for line in self._classes.values())
@@ -84,11 +81,11 @@ class FairQueue:
         line = self._classes[ticket.job.priority]
         owner = line.owners.get(name)
         if owner is None:
-            owner = line.owners[name] = _OwnerLine(self._weight_of(name))
+            owner = line.owners[name] = _OwnerLine(Share(self._weight_of(name)))
         if not line.waiting:
-            line.received = max(line.received, self._level)
+            self._clock.enter(line.share)
         if not owner.tickets:
-            owner.received = max(owner.received, line.level)
+            line.clock.enter(owner.share)
             line.waiting[name] = owner
         owner.tickets[ticket.number] = ticket
         owner.backlog.add(ticket)
@@ -98,7 +95,7 @@ class FairQueue:
         """Return the ticket that is next, None when nothing waits."""
         waiting = [self._classes[name] for name in _ONLINE if self._classes[name].waiting]
         if waiting:
-            return min(waiting, key=lambda line: line.received).first()
+            return min(waiting, key=lambda line: line.share.received).first()
         batch = self._classes["batch"]
         return batch.first() if batch.waiting else None
 
@@ -110,8 +107,8 @@ class FairQueue:
         line = self._classes[ticket.job.priority]
         owner = line.owners[ticket.job.owner.name]
         if ticket.job.priority != "batch":
-            self._level = max(self._level, line.received)
-        line.level = max(line.level, owner.received)
+            self._clock.serve(line.share)
+        line.clock.serve(owner.share)
         self.remove(ticket)
         self._charge(ticket, ticket.cost)
         return ticket
@@ -135,8 +132,8 @@ class FairQueue:
     def _charge(self, ticket: Ticket, cost: float) -> None:
         line = self._classes[ticket.job.priority]
         owner = line.owners[ticket.job.owner.name]
-        line.received += cost / line.weight
-        owner.received += cost / owner.weight
+        line.share.charge(cost)
+        owner.share.charge(cost)
 
     def backlog(self, priority: PriorityClass, owner: str | None = None) -> Backlog:
         """Return what waits in a class, or there of one owner. Not to be written to."""
@@ -156,7 +153,7 @@ class FairQueue:
     def owner_share(self, priority: PriorityClass, owner: str) -> float:
         """Return the share of its class an owner would get if it had something waiting beside those that do."""
         weight = self._weight_of(owner)
-        others = sum(line.weight for name, line in self._classes[priority].waiting.items() if name != owner)
+        others = sum(line.share.weight for name, line in self._classes[priority].waiting.items() if name != owner)
         return weight / (weight + others)
 
     def oldest(self, priority: PriorityClass) -> Ticket | None:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
-from quire.serving.admission.shares import most_beside
+from quire.serving.admission.fair_share import FairClock, Share, exceeds_share
+
+
+@dataclass(slots=True)
+class _Owner:
+    """Whose lines wait, in the order in which they came, and how many hold a place. A place costs 1."""
+
+    share: Share = field(default_factory=Share)
+    num_taken: int = 0
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque[asyncio.Future[None]])
 
 
 class LinePlaces:
@@ -21,49 +31,46 @@ class LinePlaces:
 
     def __init__(self, max_running: Callable[[], int]) -> None:
         self._max_running = max_running
-        self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self._clock = FairClock()
+        self._owners: dict[str, _Owner] = {}
 
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncGenerator[None]:
         """Wait for a place of an owner, and hold it inside of `async with`."""
         given = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(given)
+        found = self._owners.get(owner)
+        if found is None:
+            found = self._owners[owner] = _Owner()
+            self._clock.enter(found.share)
+        found.waiting.append(given)
         self._give()
         try:
             await given
             yield
         finally:
             if given.done() and not given.cancelled():
-                self._taken[owner] -= 1
-                if not self._taken[owner]:
-                    del self._taken[owner]
-            else:
-                self._forget(owner, given)
+                found.num_taken -= 1
+            elif given in found.waiting:
+                found.waiting.remove(given)
+            if not found.num_taken and not found.waiting and self._owners.get(owner) is found:
+                del self._owners[owner]
             self._give()
 
     def _give(self) -> None:
-        while self._waiting:
-            owner = min(self._waiting, key=lambda name: self._taken[name])  # of equals the one whose turn is longest ago
+        while waiting := [owner for owner in self._owners.values() if owner.waiting]:
+            owner = min(waiting, key=lambda one: (one.num_taken, one.share.received))
             if not self._has_place_for(owner):
                 return
-            waiting = self._waiting.pop(owner)
-            given = waiting.popleft()
-            if waiting:
-                self._waiting[owner] = waiting  # behind the others now
+            given = owner.waiting.popleft()
             if not given.cancelled():
-                self._taken[owner] += 1
+                self._clock.serve(owner.share)
+                owner.share.charge(1)
+                owner.num_taken += 1
                 given.set_result(None)
 
-    def _has_place_for(self, owner: str) -> bool:
-        own, num_free = self._taken[owner], self._max_running() - self._taken.total()
-        if not own:
-            return num_free > 0 or not self._taken.total()
-        return own + 1 <= most_beside(num_free - 1)
-
-    def _forget(self, owner: str, given: asyncio.Future[None]) -> None:
-        waiting = self._waiting.get(owner)
-        if waiting is not None and given in waiting:
-            waiting.remove(given)
-            if not waiting:
-                del self._waiting[owner]
+    def _has_place_for(self, owner: _Owner) -> bool:
+        num_taken = sum(one.num_taken for one in self._owners.values())
+        num_free = self._max_running() - num_taken
+        if not owner.num_taken:
+            return num_free > 0 or not num_taken
+        return not exceeds_share(owner.num_taken, 1, num_free - 1)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from quire.serving.admission.shares import most_beside
+from quire.serving.admission.fair_share import FairClock, Share, exceeds_share
 from quire.serving.errors import overloaded, rate_limited, spread_s
 
 T = TypeVar("T")
@@ -44,13 +44,11 @@ class _Call:
 class _Line:
     """The calls of one owner, those of its batches apart, in the order in which they came.
 
-    weight      of its owner
-    received_s  processor time that its calls have had, over its weight
+    share  of its owner, in seconds of processor time
     """
 
     is_batch: bool
-    weight: float
-    received_s: float = 0.0
+    share: Share
     num_running: int = 0
     small: OrderedDict[int, _Call] = field(default_factory=OrderedDict[int, _Call])
     large: OrderedDict[int, _Call] = field(default_factory=OrderedDict[int, _Call])
@@ -62,7 +60,7 @@ class _Line:
     @property
     def load(self) -> float:
         """How many of its calls run, over its weight."""
-        return self.num_running / self.weight
+        return self.num_running / self.share.weight
 
     def waiting(self, is_large: bool) -> OrderedDict[int, _Call]:
         return self.large if is_large else self.small
@@ -99,7 +97,7 @@ class TokenizerPool:
         self._weight_of = weight_of
         self._random = random
         self._lines: dict[tuple[str, bool], _Line] = {}
-        self._level_s = 0.0
+        self._clock = FairClock()
         self._num_held = self._num_running = self._num_running_large = self._num_calls = 0
         self._mean_s = 0.0
         self._mean_brief_s = 0.0
@@ -117,10 +115,10 @@ class TokenizerPool:
         """
         line = self._lines.get((owner, is_batch))
         if line is None:
-            line = self._lines[owner, is_batch] = _Line(is_batch, self._weight_of(owner))
+            line = self._lines[owner, is_batch] = _Line(is_batch, Share(self._weight_of(owner)))
         self._check_room(line)
         if not line.num_held:
-            line.received_s = max(line.received_s, self._level_s)
+            self._clock.enter(line.share)
         num_characters = count_characters(texts, LARGE_CHARACTERS)
         is_brief = may_run_here and num_characters <= BRIEF_CHARACTERS
         while is_brief and not self._num_held and self._mean_brief_s <= BRIEF_S:
@@ -140,7 +138,7 @@ class TokenizerPool:
                 self._num_held -= 1
 
     def _run_here(self, line: _Line, function: Callable[[], T]) -> T:
-        self._level_s = max(self._level_s, line.received_s)
+        self._clock.serve(line.share)
         if self._turn_left_s == _BRIEF_PER_TURN_S:
             asyncio.get_running_loop().call_soon(self._begin_turn)
         outcome = _timed(function)
@@ -154,7 +152,7 @@ class TokenizerPool:
         self._turn_left_s = _BRIEF_PER_TURN_S
 
     def _account(self, line: _Line, outcome: _Outcome, *, is_brief: bool) -> None:
-        line.received_s += outcome.processor_s / line.weight
+        line.share.charge(outcome.processor_s)
         self._mean_s += (outcome.elapsed_s - self._mean_s) / (_MEAN_OVER_CALLS if self._mean_s else 1)
         if is_brief:
             self._mean_brief_s += (outcome.processor_s - self._mean_brief_s) / _MEAN_OVER_CALLS
@@ -176,7 +174,7 @@ class TokenizerPool:
         others = held - own
         if held >= limit:
             message = f"{held} prompts are being tokenised or wait for it, at most {limit} may"
-        elif own and own + 1 > most_beside(limit - held, line.weight):
+        elif exceeds_share(own, 1, limit - held, line.share.weight):
             message = (
                 f"{own} prompts of this key are being tokenised or wait for it, more than its share of the {limit} there may be"
             )
@@ -192,12 +190,12 @@ class TokenizerPool:
             found = [(line, call) for line in self._lines.values() if (call := line.first(may_be_large)) is not None]
             if not found:
                 return
-            line, call = min(found, key=lambda one: (one[0].is_batch, one[0].load, one[0].received_s, one[1].number))
+            line, call = min(found, key=lambda one: (one[0].is_batch, one[0].load, one[0].share.received, one[1].number))
             self._start(line, call)
 
     def _start(self, line: _Line, call: _Call) -> None:
         del line.waiting(call.is_large)[call.number]
-        self._level_s = max(self._level_s, line.received_s)
+        self._clock.serve(line.share)
         line.num_running += 1
         self._num_running += 1
         self._num_running_large += call.is_large

@@ -111,10 +111,10 @@ def test_owner_who_had_more_time_comes_later_when_both_wait():
         await bench.ask("ann", "a0")
         await bench.ask("bob", "b0")
         await bench.ask("ann", "a1")
-        bench.preparation._lines["bob", False].received_s += 1.0
+        bench.preparation._lines["bob", False].share.received += 1.0
         await bench.finish()
         assert bench.order == ["gate", "a0", "a1", "b0"]
-        assert bench.preparation._lines["bob", False].received_s >= 1.02
+        assert bench.preparation._lines["bob", False].share.received >= 1.02
 
     with_bench(test)
 
@@ -126,7 +126,7 @@ def test_owner_of_more_weight_has_as_much_more_time_and_room_when_both_wait():
         for i in range(9):
             await bench.ask("ann", f"a{i}")
             await bench.ask("bob", f"b{i}")
-        assert (lines["ann", False].weight, lines["bob", False].weight) == (1.0, 2.0)
+        assert (lines["ann", False].share.weight, lines["bob", False].share.weight) == (1.0, 2.0)
         for _ in range(40):
             await bench.ask("ann", "more")
             await bench.ask("bob", "more")
@@ -145,7 +145,7 @@ def test_time_and_running_calls_count_half_when_the_weight_is_two(monkeypatch):
         await bench.preparation.run("bob", "", lambda: None)
         await bench.ask("bob", "gate")
         line = bench.preparation._lines["bob", False]
-        assert (line.received_s, line.load) == (0.5, 0.5)
+        assert (line.share.received, line.load) == (0.5, 0.5)
 
     with_bench(test, weight_of=lambda _: 2.0)
 
