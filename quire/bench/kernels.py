@@ -6,21 +6,94 @@ import json
 import mmap
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.base.cpu_caches import CACHES, largest_cache_bytes
 from quire.base.errors import ConfigError
 from quire.base.threads import check_num_threads
-from quire.bench.kernel_cases import KERNELS, make_cases
-from quire.bench.kernel_setup import QWEN3_0_6B, KernelCase, ModelShapes, Setup, shapes_of
+from quire.bench.attention_cases import attention_cases, store_cases
+from quire.bench.expert_cases import expert_cases
+from quire.bench.kernel_setup import QWEN3_0_6B, KernelCase, ModelShapes, Setup, noise, shapes_of
+from quire.bench.linear_cases import INPUT_GROUP, best_cases, linear_cases, pack_weight
 from quire.bench.provenance import Provenance, find_provenance
+from quire.bench.row_cases import norm_cases, sampler_cases, turn_cases
 from quire.kernels.native import load_native
 from quire.model.config_reader import read_model_spec
 from quire.model.resolve import resolve_model
+from quire.quant.quantize import INT4, INT8, Scheme, fit_scheme, native_quantizer
+
+_INPUT_BYTES = {"bf16": 2, "int8": 1}
+_GROUP_BYTES = 12
+"""Additional bytes per group of int8 inputs: its scale, and its sum in two forms."""
+
+
+def pack_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
+    """Yield the packing of inputs, to int8 with a scale for each group or to bfloat16, which `linear` cases include."""
+    for number_format, width in _INPUT_BYTES.items():
+        for k in dict.fromkeys(k for _, k in shapes.linears.values()):
+            weight = pack_weight(setup, number_format, 1, k)
+            row_bytes = (4 + width) * k + (_GROUP_BYTES * -(-k // INPUT_GROUP) if number_format == "int8" else 0)
+            for m in setup.rows:
+                copies = setup.copies_for(m * row_bytes)
+                x = noise(copies, m, k).contiguous()
+
+                def run(copy: int, m: int = m, k: int = k, weight: Any = weight, x: Tensor = x) -> None:
+                    setup.native.pack_inputs(weight, x[copy].data_ptr(), k, m, setup.num_threads, setup.isa)
+
+                yield KernelCase("pack", number_format, f"M={m} [{k}]", m * row_bytes, 0, "f32", copies, run)
+
+
+def quantize_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
+    """Yield the quantisation of bfloat16 weights: the search for scales, and the codes."""
+    if not hasattr(setup.native, "quantize_search"):
+        return
+    for number_format, scheme in (("int8", INT8), ("int4", INT4)):
+        for name, (n, k) in shapes.linears.items():
+            fitting = fit_scheme(scheme, k)
+            if name != "head" and fitting is not None and fitting.kind == scheme.kind:
+                yield _quantize_case(setup, number_format, fitting, f"{name} [{n}, {k}]", (n, k))
+
+
+def _quantize_case(setup: Setup, number_format: str, scheme: Scheme, name: str, size: tuple[int, int]) -> KernelCase:
+    (n, k), quantizer = size, native_quantizer(setup.native, scheme, setup.isa)
+    num_bytes = 3 * n * k + 4 * n * (1 if scheme.kind == "int8" else k // scheme.group_size)
+    copies = setup.copies_for(num_bytes)
+    weights, codes = noise(copies, n, k, dtype=torch.bfloat16).contiguous(), torch.ones(copies, n, k, dtype=torch.int8)
+
+    def run(copy: int) -> None:
+        (scale,) = quantizer.search(weights[copy])
+        quantizer.encode(weights[copy], scale, None, codes[copy])
+
+    return KernelCase("quantize", number_format, name, num_bytes, 0, "f32", copies, run)
+
+
+_MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
+    "linear": linear_cases,
+    "best": best_cases,
+    "experts": expert_cases,
+    "pack": pack_cases,
+    "quantize": quantize_cases,
+    "attention": attention_cases,
+    "store": store_cases,
+    "norm": norm_cases,
+    "turn": turn_cases,
+    "sampler": sampler_cases,
+}
+KERNELS = tuple(_MAKERS)
+
+
+def make_cases(setup: Setup, shapes: ModelShapes, only: tuple[str, ...] = KERNELS) -> Iterator[KernelCase]:
+    """Yield the cases; each one's data is freed when the next one is requested."""
+    for kernel, make in _MAKERS.items():
+        if kernel in only:
+            yield from make(setup, shapes)
+
 
 DEFAULT_MODEL = "qwen3-0.6b"
 _READ_BYTES = 16 << 20

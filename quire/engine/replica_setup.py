@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from quire.base.errors import ConfigError
-from quire.base.gpus import VARIABLE, visible_gpus
 from quire.base.host_memory import available_memory_bytes
 from quire.base.logging import get_logger
 from quire.base.threads import num_usable_cores
@@ -94,3 +95,25 @@ def _divide_gpus(config: EngineConfig) -> list[dict[str, str]]:
             f"visible GPUs are {shown}: lower data_parallel_size, show more in {VARIABLE}, or choose device='cpu'"
         )
     return [{VARIABLE: ",".join(gpus[index * num_ranks : (index + 1) * num_ranks])} for index in range(size)]
+
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+_DEVICE_FILE = re.compile(r"nvidia[0-9]+")
+
+
+def visible_gpus(device_folder: Path = Path("/dev")) -> tuple[str, ...]:
+    """Return the names of the GPUs that CUDA makes visible to a process of this environment, as in CUDA_VISIBLE_DEVICES.
+
+    These are indices, or the entries of the variable. As in CUDA, an index that does not exist hides all that follow it.
+    """
+    num_devices = sum(_DEVICE_FILE.fullmatch(name) is not None for name in os.listdir(device_folder))
+    given = os.environ.get(VARIABLE)
+    if num_devices == 0 or given is None:
+        return tuple(map(str, range(num_devices)))
+    found: list[str] = []
+    for name in map(str.strip, given.split(",")):
+        is_index = name.lstrip("-").isdecimal()
+        if not name or (is_index and not 0 <= int(name) < num_devices):
+            break
+        found.append(name)
+    return tuple(found)

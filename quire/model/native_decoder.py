@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import ModelSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata
+from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
-from quire.model.native_angles import NativeAngles
 from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
-from quire.model.reused_rows import ReusedRows
 from quire.model.tensor_shards import RankGroup
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
@@ -331,3 +330,58 @@ class NativeDecoder:
 def _int32(values: Sequence[int]) -> Tensor:
     """Return a list as an i32 tensor; by way of numpy, which takes a quarter of the time of torch.tensor."""
     return torch.from_numpy(np.array(values, dtype=np.int32))
+
+
+class NativeAngles:
+    """Cosine and sine [positions, dim / 2] f32 of one rope; rounded to the model's dtype where the model does that.
+
+    num_short  positions of the short variant of the rope (ModelSpec.rope_switch_len), whose rows follow those of the long one;
+               0: there is one variant
+    """
+
+    def __init__(self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, num_short: int = 0) -> None:
+        self._rope, self._dtype, self._num_short = rope, dtype, num_short
+        self._frequencies = inverse_frequencies(rope, max_model_len)
+        self._short_frequencies = inverse_frequencies(rope, rope.original_max) if rope.depends_on_length else self._frequencies
+        self.cos = self.sin = torch.empty(0, rope.dim // 2)
+        self.count = 0
+
+    def extend(self, count: int) -> None:
+        """Make the tables anew, for positions below `count`; row count + p is position p of the short variant."""
+        self.count = count
+        parts = [cos_sin(self._rope, self._frequencies, torch.arange(count), self._dtype)]
+        if self._num_short > 0:
+            parts.append(cos_sin(self._rope, self._short_frequencies, torch.arange(self._num_short), self._dtype))
+        self.cos, self.sin = (torch.cat(tables)[:, 0].float().contiguous() for tables in zip(*parts, strict=True))
+
+
+_KEPT_ROWS, _MOST_KEPT = 16, 2
+"""Rows of what is kept, for one sequence and its drafts, and how many of these: what a step left is read behind the next."""
+_OWN_REFERENCES = 2
+"""To a tensor that nobody else holds: the list, and the argument of the function that counts."""
+
+
+class ReusedRows:
+    """Rows [R, width] f32 in the memory of earlier ones that nobody holds any more.
+
+    To make a tensor behind a pass of the weights takes longer than to fill it: what makes one must come from memory first.
+    Who holds a part of what was handed out must hold the tensor, too.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[Tensor] = []
+        self._width = 0
+
+    def take(self, count: int, width: int) -> Tensor:
+        """Return uninitialised rows, `count` or more of them."""
+        if count > _KEPT_ROWS:
+            return torch.empty(count, width)
+        for place in range(len(self._made)):
+            if sys.getrefcount(self._made[place]) <= _OWN_REFERENCES and self._width == width:
+                return self._made[place]
+        if self._width != width:
+            self._made, self._width = [], width
+        made = torch.empty(_KEPT_ROWS, width)
+        if len(self._made) < _MOST_KEPT:
+            self._made.append(made)
+        return made

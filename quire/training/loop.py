@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tqdm import tqdm
 
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.logging import get_logger
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
 from quire.contracts.speculative import MAX_SPECULATIVE_TOKENS
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import check_head
@@ -26,9 +28,8 @@ from quire.training.config import DraftTraining
 from quire.training.corpus import read_sequences
 from quire.training.heads import aux_hidden_state_layers, build_head
 from quire.training.medusa_tree import choose_tree, measure_ranks, store_tree
-from quire.training.start import StartingHead
+from quire.training.mtp_layout import from_stored
 from quire.training.target import Target
-from quire.training.trainable import check_trainable
 
 logger = get_logger(__name__)
 
@@ -253,3 +254,97 @@ A head of kind {options.kind} that drafts for `{options.model}`, trained by `qui
 | sequences | {options.prompt_tokens} tokens of text, then {written} of the model's own, {options.sampled_share:.0%} sampled |
 | agreement | {shares} of held-out places, by tokens ahead: the likeliest token is the model's |
 """
+
+
+_MAY_DIFFER = {"num_speculative_tokens", "architectures", "model_type", "qk_norm"}
+"""Config fields that concern only the unrolling of a head and its layout, which the shapes of the tensors determine."""
+
+
+class StartingHead:
+    """A stored head in the layout that training writes. Raises ConfigError or ModelFormatError."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        stored = HeadFolder.open(resolve_model(name))
+        self._config: Mapping[str, object] = stored.config
+        self._tensors: Mapping[str, Tensor] = from_stored(stored.tensors)
+
+    @property
+    def draft_ids(self) -> list[int] | None:
+        """The tokens that it drafts, if they are a subset of the model's; None: all."""
+        if "t2d" in self._tensors:
+            return self._tensors["t2d"].nonzero().flatten().tolist()
+        return self._tensors["token_map"].tolist() if "token_map" in self._tensors else None
+
+    @torch.no_grad()
+    def load_into(self, head: Any) -> None:
+        """Copy these weights to a head in training, whose inputs and outputs must be the same."""
+        for name, value in head.config().items():
+            if name not in _MAY_DIFFER and self._config.get(name) != value:
+                raise ConfigError(
+                    f"start_from: {self._name} has {name} {self._config.get(name)}, with these options it is {value}: give the "
+                    "model, the kind and the options that it was trained with"
+                )
+        fixed = {name: tensor for name, tensor in head.tensors().items() if not tensor.is_floating_point()}
+        for name, tensor in {**dict(head.named_parameters()), **fixed}.items():
+            stored = self._tensors.get(name)
+            if stored is None or stored.shape != tensor.shape:
+                found = "none of that name" if stored is None else list(stored.shape)
+                raise ConfigError(
+                    f"start_from: these options need a tensor {name} {list(tensor.shape)}, {self._name} has {found}: "
+                    "give the kind and the options that it was trained with"
+                )
+            if tensor.is_floating_point():
+                tensor.copy_(stored)
+            elif not torch.equal(stored, tensor):
+                raise ConfigError(f"start_from: {self._name} differs in {name} from the heads that quire trains")
+
+
+def check_trainable(spec: ModelSpec, options: DraftTraining) -> None:
+    """Raise UnsupportedError for a model that heads of this kind do not support, ConfigError for layers that do not exist."""
+    if spec.embed_scale != 1.0 or spec.num_learned_positions:
+        raise UnsupportedError("draft heads are not trained for models with scaled embeddings or learned positions (yet)")
+    layer, num_layers = spec.layers[-1], len(spec.layers)
+    wanted = aux_hidden_state_layers(options, num_layers)
+    if any(not 0 <= one < num_layers for one in wanted):
+        raise ConfigError(f"aux_hidden_state_layers {wanted}: the model {options.model} has the layers 0 to {num_layers - 1}")
+    if options.kind == "medusa":
+        return
+    mlp = layer.mlp
+    if not isinstance(mlp, MlpSpec) or not mlp.is_gated or mlp.activation != "silu" or layer.attention.rope is None:
+        raise UnsupportedError(
+            f"heads of kind {options.kind} are trained for models with rope and a SiLU-gated feed-forward block only; medusa "
+            "heads for others too"
+        )
+    has = _beyond_training(spec, layer) if options.kind == "mtp" else None
+    if has is not None:
+        raise UnsupportedError(
+            f"a layer for multi-token prediction is one of the model's own kind, and is not trained for models with {has} "
+            "(yet); take kind eagle3 or medusa"
+        )
+
+
+def _beyond_training(spec: ModelSpec, layer: LayerSpec) -> str | None:
+    """Return a feature of the model's layers that DraftLayer lacks, None if there is none."""
+    attention, rope, mlp = layer.attention, layer.attention.rope, layer.mlp
+    norms = (layer.attn_in, layer.mlp_in, spec.final_norm)
+    has = {
+        "norms after a block, or none before it": layer.attn_out or layer.mlp_out or None in norms,
+        "norms other than RMSNorm": any(norm is not None and (norm.kind != "rms" or norm.offset) for norm in norms),
+        "scaled or partial rope": rope is None or rope.kind != "default" or rope.dim != attention.head_dim,
+        "biases of the attention's output or the feed-forward block": attention.has_o_bias or getattr(mlp, "has_bias", False),
+        "attention sinks": attention.has_sinks,
+        "latent attention": attention.latent is not None,
+        "norms after the rotation, or queries scaled by position": (
+            attention.is_qk_norm_last or attention.query_scaling is not None
+        ),
+        "queries and keys that are normed together": attention.qk_norm is not None and attention.qk_norm_over != "head",
+        "scaled attention, residuals or logits": (
+            attention.scale != attention.head_dim**-0.5
+            or attention.softcap is not None
+            or layer.residual_scale != 1.0
+            or spec.logit_scale != 1.0
+            or spec.final_softcap is not None
+        ),
+    }
+    return next((name for name, is_so in has.items() if is_so), None)

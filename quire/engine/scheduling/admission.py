@@ -7,16 +7,31 @@ accepted when each of its sequences, alone in the pool, can reach its end; so th
 An explicit max_tokens is a promise: if the pool cannot hold it, the request is refused. Without max_tokens the output may
 become as long as max_model_len and the pool allow, and then ends with "length". Where max_tokens exceeds
 max_model_len, max_model_len decides ("length" again), as users of other engines expect.
+
+The order of sequences under a policy decides who is admitted first, who runs first, and who is preempted:
+
+fcfs      earliest arrival first (the request's arrival time, then the order of `add`, then the choice)
+priority  lowest priority value first, then as fcfs
+
+Both queues are kept in this order, and the last running sequence is preempted: the youngest under fcfs; the one with the
+highest value, and of those the youngest, under priority. A preempted sequence keeps its key and thus returns to the front of
+the queue. Under both policies, requests in the background come after all others.
+
+Admission preempts only requests in the background, under either policy. A request of low value waits for a seat and for blocks
+like any other, only before the rest. Preemption costs the victim its whole prefix, and happens only where a running sequence
+could not take its next token otherwise, or to a request in the background.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
 
 from quire.base.errors import RequestError
 from quire.base.ids import SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request, check_prompt_length
-from quire.engine.scheduling.policy import order_key
-from quire.engine.scheduling.sequence import Sequence, SequenceStatus
+from quire.engine.scheduling.sequence import OrderKey, Sequence, SequenceStatus
 
 
 def check_servable(request: Request, config: SchedulerConfig) -> None:
@@ -81,3 +96,23 @@ def new_sequence(
         status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
         short_rope_len=None if switch_len is None or len(request.prompt_token_ids) > switch_len else switch_len,
     )
+
+
+_BACKGROUND = 2**32
+"""Above all priorities."""
+
+
+def _fcfs_key(request: Request, arrival: int, choice: int) -> OrderKey:
+    return (_BACKGROUND * request.is_background, request.arrival_time_s, arrival, choice)
+
+
+def _priority_key(request: Request, arrival: int, choice: int) -> OrderKey:
+    return (request.priority + _BACKGROUND * request.is_background, request.arrival_time_s, arrival, choice)
+
+
+_ORDERS: dict[str, Callable[[Request, int, int], OrderKey]] = {"fcfs": _fcfs_key, "priority": _priority_key}
+
+
+def order_key(policy: Literal["fcfs", "priority"], request: Request, arrival: int, choice: int) -> OrderKey:
+    """Return the key by which a sequence is sorted, smallest first; unique, as `arrival` numbers the requests."""
+    return _ORDERS[policy](request, arrival, choice)

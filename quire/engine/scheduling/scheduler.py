@@ -34,7 +34,7 @@ directions (computes_whole_prompts), a prompt is computed in one step, and not f
 While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
 preempts nobody. Who turns out to have ended meanwhile has computed a token for nothing, in blocks that are its own until then.
 
-With pipeline stages several steps are in flight (schedule_pipelined), each of other sequences: see pipelined.py.
+With pipeline stages several steps are in flight (schedule_pipelined), each of other sequences: see preemption.py.
 """
 
 from __future__ import annotations
@@ -48,20 +48,15 @@ from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling.admission import new_sequence
-from quire.engine.scheduling.draft_slots import give_draft_slots
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
-from quire.engine.scheduling.pipelined import StepLimits, find_preemptible, share_of_step
-from quire.engine.scheduling.preemption import find_victim, must_make_room
-from quire.engine.scheduling.prompt_logprobs import take_prompt_logprobs
-from quire.engine.scheduling.remaining import find_remaining
+from quire.engine.scheduling.preemption import StepLimits, find_preemptible, find_victim, must_make_room, share_of_step
 from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
-from quire.engine.scheduling.step_plan_builder import StepPlanBuilder
-from quire.engine.scheduling.stop_check import take_computed
-from quire.engine.scheduling.validate_result import find_mistake
+from quire.engine.scheduling.step_outcome import find_mistake, take_computed, take_prompt_logprobs
+from quire.engine.scheduling.step_plan_builder import StepPlanBuilder, find_remaining, give_draft_slots
 
 _NOTHING: Mapping[SequenceId, int] = {}
 

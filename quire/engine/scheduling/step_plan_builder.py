@@ -1,12 +1,12 @@
-"""StepPlanBuilder: a StepPlan while it is being made."""
+"""StepPlanBuilder: a StepPlan while it is being made, and what running sequences have left to compute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.step import SequenceStart, StepPlan
-from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth
+from quire.engine.scheduling.kv_allocator import NO_GROWTH, BlockGrowth, KvAllocator
 from quire.engine.scheduling.sequence import Sequence
 from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 
@@ -117,3 +117,55 @@ class StepPlanBuilder:
             num_draft_slots=self._num_draft_slots or None,
             state_saves=state_saves or None,
         )
+
+
+def find_remaining(
+    running: Iterable[Sequence], launched: Mapping[SequenceId, int]
+) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+    """Return the sequences with one token to compute, which decode, and those with more, with how many.
+
+    Late ones are in neither.
+
+    launched  tokens that a step in flight computes: what is left is counted behind it
+    """
+    decoding: list[Sequence] = []
+    prefilling: list[tuple[Sequence, int]] = []
+    for sequence in running:
+        if sequence.is_mask_pending:
+            continue
+        num_left = len(sequence.token_ids) - sequence.num_computed_tokens
+        if launched:
+            num_left = sequence.num_tokens_behind(launched.get(sequence.sequence_id, 0))
+        if num_left == 1:
+            decoding.append(sequence)
+        elif num_left > 1:
+            prefilling.append((sequence, num_left))
+    return decoding, prefilling
+
+
+def give_draft_slots(draft: StepPlanBuilder, kv: KvAllocator, num_running: int, max_num_drafts: int | None = None) -> None:
+    """Give slots to the decoding sequences of a step; a block is left for each running one, so that nobody is preempted.
+
+    max_num_drafts  of a sequence; None: as many as it requests
+    """
+    for sequence in draft.sequences:
+        num_known = len(sequence.token_ids)
+        if sequence.num_requested_drafts == 0 or num_known - sequence.num_computed_tokens != 1:
+            continue
+        # With every draft accepted one more token follows, and the KV of the last one is never computed.
+        num_slots = min(sequence.num_requested_drafts, sequence.max_total_tokens - num_known - 1, draft.num_tokens_left)
+        if sequence.short_rope_len is not None:
+            num_slots = min(num_slots, sequence.short_rope_len - num_known)
+        if max_num_drafts is not None:
+            num_slots = min(num_slots, max_num_drafts)
+        if num_slots <= 0:
+            continue
+        num_spare = kv.num_missing_blocks(sequence, 1 + num_slots)
+        if num_spare == 0:  # blocks behind that of the next token, which it can write now, are its own
+            draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
+            continue
+        if kv.pool.num_free - num_spare < num_running:
+            continue
+        growth = kv.grow(sequence, 1 + num_slots)
+        if growth is not None:
+            draft.add_draft_slots(sequence, num_slots, growth)

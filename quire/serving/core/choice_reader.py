@@ -16,7 +16,6 @@ from quire.serving.core.events import (
     ToolCallStart,
 )
 from quire.serving.core.plan import GenerationPlan
-from quire.serving.core.visible_positions import VisiblePositions
 from quire.serving.engine_client.messages import ChoiceDelta
 from quire.text.parsing.events import CallArguments, CallEnd, CallStart, ParserEvent, ReasoningPiece, TextPiece
 from quire.text.parsing.parser import OutputParser
@@ -189,3 +188,56 @@ def _make_parser(plan: GenerationPlan) -> OutputParser | None:
         parallel_tool_calls=setup.parallel_tool_calls,
         marker_token_ids=setup.marker_token_ids,
     )
+
+
+class VisiblePositions:
+    """Holds what is known of the tokens whose text a parser has taken in and not yet given out.
+
+    What the parser gives out is in order what it took in, less the markers between. A token on the border of two
+    parts goes with the first of them that is visible.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[str, Position | None]] = []
+
+    def add(self, text: str, position: Position | None) -> None:
+        """Take in one token and its text."""
+        if text or position is not None:
+            self._held.append((text, position))
+
+    def take(self, text: str) -> list[Position]:
+        """Return what is known of the tokens of a visible part of the text; what was before it is dropped."""
+        return self._consume(text)
+
+    def drop(self, text: str) -> None:
+        """Drop the tokens of a part of the text that is not visible, and what was before it."""
+        self._consume(text)
+
+    def drop_all_but_last(self) -> None:
+        """Drop all but the last token, the end of whose text may be visible."""
+        del self._held[:-1]
+
+    def _consume(self, text: str) -> list[Position]:
+        """Remove what is held up to the end of `text` in it; return what is known of the tokens that overlap it."""
+        joined = "".join([held for held, _ in self._held])
+        start = max(joined.find(text), 0)
+        end = start + len(text)
+        found: list[Position] = []
+        textless: list[Position | None] = []  # beginnings of characters: they go with the token that completes them
+        at = 0
+        for index, (held, position) in enumerate(self._held):
+            begin, at = at, at + len(held)
+            if begin >= end:
+                self._held = self._held[index:]
+                return found
+            if not held:
+                textless.append(position)
+                continue
+            if at > start:
+                found += [known for known in (*textless, position) if known is not None]
+            textless = []
+            if at > end:
+                self._held = [(held[end - begin :], None), *self._held[index + 1 :]]
+                return found
+        self._held = [("", position) for position in textless]
+        return found

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +19,6 @@ from quire.serving.core.constraints import chat_constraint
 from quire.serving.core.long_prompts import pack_prompt, write_ids
 from quire.serving.core.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.core.reasoning_effort import reasoning_variables
-from quire.serving.core.sampling import make_sampling
 from quire.serving.core.served_model import ServedModel
 from quire.serving.interfaces import Tenant
 from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
@@ -315,3 +314,36 @@ def need_tokenizer(served: ServedModel) -> Tokenizer:
     if served.tokenizer is None:
         raise RequestError("the model has no tokenizer, so only token ids can be used: send them to /v1/completions", "prompt")
     return served.tokenizer
+
+
+def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **forced: Any) -> tuple[SamplingParams, bool]:
+    """Return the parameters, and whether one choice is to be run and copied n times: at temperature 0 all are the same.
+
+    stated       fields of SamplingParams; None is as good as absent, but for max_tokens
+    recommended  by the checkpoint, for what is not stated
+    forced       comes before both
+    Raises RequestError.
+    """
+    fields: dict[str, Any] = dict(recommended)
+    fields.update((name, value) for name, value in stated.items() if value is not None or name == "max_tokens")
+    fields.update(forced)
+    num_sequences = max(fields.get("n") or 1, fields.get("best_of") or 1)
+    if num_sequences == 1 or fields.get("temperature", 1.0) != 0:
+        return _params(fields), False
+    fields.update(n=1, best_of=None)
+    return _params(fields), True
+
+
+def _params(fields: Mapping[str, Any]) -> SamplingParams:
+    if fields.get("constraint") is not None:  # which may be long
+        return SamplingParams(**fields)
+    try:
+        return _known_params(tuple((name, type(value), value) for name, value in fields.items()))
+    except TypeError:  # there are lists or dicts among them
+        return SamplingParams(**fields)
+
+
+@lru_cache(maxsize=256)
+def _known_params(fields: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
+    """Return the parameters, which are frozen: for the same fields the same ones, because checking them has its cost."""
+    return SamplingParams(**{name: value for name, _, value in fields})

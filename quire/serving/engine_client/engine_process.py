@@ -11,16 +11,18 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import zmq
 
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, WorkerError
+from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
-from quire.serving.engine_client.engine_log import EngineLog
 from quire.serving.engine_client.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
 from quire.serving.engine_client.messages import FromEngine, Start
 from quire.serving.engine_client.process import write_start
@@ -183,3 +185,44 @@ class EngineProcess:
         self._socket.close()
         self._context.term()
         self.seal()
+
+
+logger = get_logger("quire.engine.output")
+
+MAX_LINE_BYTES = 64 << 10  # of a longer one every piece is a line
+
+
+class EngineLog:
+    """Reads one pipe to its end in a thread of its own.
+
+    Lines that are objects already, the engine's own log, go on as they are. Any other, written by a library or the interpreter
+    below Python's logging, becomes a record of its own; whose request it is about nobody knows.
+    """
+
+    def __init__(self, pipe: BinaryIO) -> None:
+        self._pipe = pipe
+        self._thread = threading.Thread(target=self._read, name="quire-engine-log", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until all is read: until the process, and whoever has its pipe from it, have ended."""
+        self._thread.join(timeout_s)
+
+    def _read(self) -> None:
+        with self._pipe:
+            while line := self._pipe.readline(MAX_LINE_BYTES):
+                text = line.decode("utf-8", "replace").rstrip("\r\n")
+                if _is_record(line):
+                    sys.stderr.write(text + "\n")
+                    sys.stderr.flush()
+                elif text.strip():
+                    logger.warning("%s", text)
+
+
+def _is_record(line: bytes) -> bool:
+    if not line.startswith(b"{"):
+        return False
+    try:
+        return "logger" in msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+    except ValueError:
+        return False

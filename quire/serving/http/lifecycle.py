@@ -22,7 +22,6 @@ from quire.serving.context import ServerContext, ServerState
 from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet
 from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
-from quire.serving.metrics.loop_lag import watch_loop
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.request_queue import EngineGateway
 
@@ -208,3 +207,20 @@ class Lifecycle:
         for part in (task, hurry):
             part.cancel()
         await asyncio.gather(task, hurry, return_exceptions=True)
+
+
+IDLE_PERIOD_S = 0.25
+BUSY_PERIOD_S = 0.02
+
+
+async def watch_loop(report: Callable[[float], None], is_busy: Callable[[], bool] = lambda: False) -> None:
+    """Report again and again, until cancelled, how many seconds later than asked for a timer of the running loop went off.
+
+    is_busy  whether there is work that makes it worth looking more often
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        period_s = BUSY_PERIOD_S if is_busy() else IDLE_PERIOD_S
+        due_s = loop.time() + period_s
+        await asyncio.sleep(period_s)
+        report(max(loop.time() - due_s, 0.0))

@@ -4,20 +4,132 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import httptools
 import msgspec
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from quire.base.logging import get_logger
 from quire.serving.config import MIB, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.http.connection_limit import TOO_MANY, ConnectionLimit
-from quire.serving.http.direct import DirectBody
-from quire.serving.http.lingering import LINGER_BYTES, LINGER_S, LingeringCloses, LingeringTransport
-from quire.serving.http.unchunked import UnchunkedBody
+
+
+class UnchunkedBody:
+    """Stands in for the `send` of a cycle of uvicorn: a body without a length goes out as it is, and ends with the connection.
+
+    uvicorn closes the connection after every answer to HTTP/1.0.
+    """
+
+    __slots__ = ("_cycle", "_send", "_until_close")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._until_close = False
+
+    async def send(self, message: Message) -> None:
+        """Send a message of ASGI."""
+        cycle = self._cycle
+        if message["type"] == "http.response.start":
+            if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
+                self._until_close = True
+                cycle.chunked_encoding = False
+        elif self._until_close and cycle.scope["method"] != "HEAD":
+            if cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            if not cycle.disconnected and (body := message.get("body", b"")):
+                cycle.transport.write(body)
+            if message.get("more_body", False):
+                return
+            message = {"type": "http.response.body", "body": b"", "more_body": False}
+        await self._send(message)  # type: ignore[arg-type]
+
+
+LINGER_S = 5.0
+LINGER_BYTES = 32 << 20  # dropped as they come: they cost no memory
+MAX_LINGERING = 256
+
+
+class LingeringCloses:
+    """How many connections of a server linger after their answer: what a client still sends is read and dropped for a while.
+
+    A socket that is closed with unread bytes answers with a reset, which may overtake the answer, or end a client that writes
+    all of its body before it reads. With more than `most` of them, connections are closed at once.
+    """
+
+    def __init__(self, most: int = MAX_LINGERING) -> None:
+        self.most = most
+        self.count = 0
+
+    def begin(self) -> bool:
+        """Count one more; False where there is no room for it."""
+        if self.count >= self.most:
+            return False
+        self.count += 1
+        return True
+
+    def end(self) -> None:
+        """Count one less."""
+        self.count -= 1
+
+
+class LingeringTransport:
+    """What a cycle of uvicorn does with its transport, which closes in another way."""
+
+    __slots__ = ("close", "is_closing", "write")
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self.write = transport.write
+        self.is_closing = transport.is_closing
+        self.close = close
+
+
+class DirectBody:
+    """Writes pieces of a body whose start has gone out through ASGI, and whose end will; one for each request.
+
+    A message that is awaited costs more than the write itself, and of a stream there are as many as tokens.
+
+    last_write_s  of time.monotonic()
+    on_lost       called when the connection closes before the answer is complete, where somebody works on it
+    """
+
+    __slots__ = ("_cycle", "_flow", "_transport", "last_write_s", "on_lost")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._transport = cycle.transport
+        self.last_write_s = 0.0
+        self.on_lost: Callable[[], object] | None = None
+
+    def watch(self, on_lost: Callable[[], object]) -> bool:
+        """Have a function called when the client goes, until `on_lost` is None again.
+
+        False, with nothing done, where it has gone, or more of its request is to come, which somebody has to receive.
+        """
+        if self._cycle.disconnected or self._cycle.more_body:
+            return False
+        self._flow.resume_reading()  # what has come of the body may have stopped it, and a close is read, too
+        self.on_lost = on_lost
+        return True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a piece can be written now: the body has begun, has no length, and the client reads what it gets."""
+        cycle = self._cycle
+        is_under_way = cycle.response_started and not cycle.response_complete and not cycle.disconnected
+        return is_under_way and not self._flow.write_paused and cycle.chunked_encoding is True
+
+    def write(self, piece: bytes) -> None:
+        """Write a piece, which is not empty, as a chunk; only while it is open."""
+        self.last_write_s = time.monotonic()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
 
 logger = get_logger(__name__)
 

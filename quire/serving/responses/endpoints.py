@@ -9,12 +9,29 @@ import msgspec
 from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import DeletedResponse, InputTokenCount, ItemList, Response
 from quire.serving.answers import Answer, Ready
+from quire.serving.core.prepare import count_chat_tokens
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
-from quire.serving.responses.create import ResponseRoutes, post_response
-from quire.serving.responses.input_tokens import post_input_tokens
+from quire.serving.responses.create import ResponseRoutes, post_response, stored_history
+from quire.serving.responses.requests import chat_input, ignored_by_model
 from quire.serving.responses.store import StoredResponse
+
+
+async def post_input_tokens(routes: ResponseRoutes, call: Call) -> Answer:
+    """Count the tokens of a conversation, tools, stored responses and all that the chat template adds included."""
+    context = routes.server
+    body = await call.body(ResponsePrompt, max_bytes=context.max_chat_bytes)
+    call.ignore(ignored_by_model(context.model, body))
+    served = context.check_model(body.model)
+    history = await stored_history(routes, body, call.owner.name)
+
+    def count() -> int:
+        return count_chat_tokens(served, chat_input(served, body, history))
+
+    texts = (body, [(stored.items, stored.body) for stored in history])
+    return Ready(encode_json(InputTokenCount(await context.prepare(call.owner, call.request_id, texts, count))))
+
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 

@@ -6,9 +6,8 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.bench.expert_cases import embed_experts
-from quire.bench.kernel_cases import KERNELS, make_cases
 from quire.bench.kernel_setup import MixtureShape, ModelShapes, Setup, shapes_of
-from quire.bench.kernels import KernelOptions, default_working_set, measure_kernels
+from quire.bench.kernels import KERNELS, KernelOptions, default_working_set, make_cases, measure_kernels
 from quire.cli.main import main
 from quire.kernels.native import load_native
 from quire.model.config_reader import read_model_spec

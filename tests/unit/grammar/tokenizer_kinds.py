@@ -13,8 +13,8 @@ from quire.grammar.compiler import GrammarCompiler
 from quire.grammar.errors import GrammarError
 from quire.grammar.sandbox_main import answer_to
 from quire.grammar.vocabulary import read_vocabulary
-from quire.text.byte_level import BYTE_BY_CHARACTER
 from quire.text.tokenizer import load_tokenizer
+from quire.text.tokenizers_backend import BYTE_BY_CHARACTER
 from tests.gguf_writer import write_gguf
 
 MARK = "\u2581"

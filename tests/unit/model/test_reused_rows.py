@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.model.reused_rows import ReusedRows
+from quire.model.native_decoder import ReusedRows
 
 
 def test_rows_that_nobody_holds_are_handed_out_again():

@@ -9,9 +9,8 @@ import torch
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.contracts.request import Request
 from quire.sampling.row_state import SamplingRow
-from quire.sampling.target_probs import target_probs
 from quire.speculate.draft import ROOT, Draft
-from quire.speculate.typical import TypicalAcceptance
+from quire.speculate.typical import TypicalAcceptance, target_probs
 from quire.speculate.verifier import Candidate, verify
 
 VOCAB = 12

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from quire.bench.serving.http_wire import HttpError, ResponseReader
-from quire.bench.serving.sse import EventSplitter
+from quire.bench.serving.openai_stream import EventSplitter
 from tests.unit.bench.serving.fakes import chunked, head
 
 BODY = b"data: 1\r\n\r\n" + bytes(range(256)) + b"\r\n0\r\n\r\n"

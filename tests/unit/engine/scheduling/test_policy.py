@@ -2,7 +2,7 @@ import pytest
 from scheduling_fakes import Driver, make_config, make_request
 
 from quire.base.errors import InvariantError
-from quire.engine.scheduling.policy import order_key
+from quire.engine.scheduling.admission import order_key
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 
 

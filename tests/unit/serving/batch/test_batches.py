@@ -13,8 +13,7 @@ import pytest
 
 from quire.serving.batch.lines import MAX_LINE_BYTES, validate
 from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchRecord, FileRecord, StoredAmount, new_id
-from quire.serving.batch.schema import ENDED_AT, INPUT_FILE, IS_OPEN
-from quire.serving.batch.store import BatchStore
+from quire.serving.batch.store import ENDED_AT, INPUT_FILE, IS_OPEN, BatchStore
 from quire.serving.errors import ApiError, invalid, overloaded
 from tests.unit.serving.batch.running_batches import URL, Worker, check_body, ended, line, read, run, service_of, upload
 

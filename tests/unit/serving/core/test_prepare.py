@@ -7,12 +7,11 @@ import pytest
 from quire.base.errors import ConfigError, RequestError
 from quire.contracts.sampling_params import SamplingParams
 from quire.serving.config import ServerConfig
+from quire.serving.core.choice_reader import VisiblePositions
 from quire.serving.core.plan import ChatInput, GenerationOptions
-from quire.serving.core.prepare import prepare_chat, prepare_prompts, render_chat
+from quire.serving.core.prepare import make_sampling, prepare_chat, prepare_prompts, render_chat
 from quire.serving.core.reasoning_effort import reasoning_variables
-from quire.serving.core.sampling import make_sampling
 from quire.serving.core.served_model import checkpoint_name, load_served_model, make_served_model
-from quire.serving.core.visible_positions import VisiblePositions
 from quire.serving.engine_client.messages import TokenLogprob
 from tests.unit.serving.fakes import DEMO, OWNER, TOOL_TEMPLATE, engine_info, make_served
 

@@ -7,7 +7,7 @@ import pytest
 
 from quire.serving.answers import Ready
 from quire.serving.http import lingering
-from quire.serving.http.lingering import LINGER_S, LingeringCloses
+from quire.serving.http.protocol import LINGER_S, LingeringCloses
 from tests.unit.serving.http.shell import endpoint, post, running
 from tests.unit.serving.http.test_protocol_timeouts import MIB, chunk, send_slowly
 

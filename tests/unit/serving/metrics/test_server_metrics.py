@@ -16,11 +16,11 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
 from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, RequestDelta, StepOutputs, StepReport
 from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited, shutting_down
+from quire.serving.http.lifecycle import watch_loop
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
 from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
-from quire.serving.metrics.loop_lag import watch_loop
 from quire.serving.metrics.server_metrics import ServerMetrics
 from tests.unit.serving.request_queue.virtual_engine import VirtualLoop, make_info, make_job
 

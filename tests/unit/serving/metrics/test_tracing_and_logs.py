@@ -12,7 +12,7 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.outputs import RequestMetrics
-from quire.serving.engine_client.engine_log import EngineLog
+from quire.serving.engine_client.engine_process import EngineLog
 from quire.serving.log_format import JsonFormatter, setup_log_format
 from quire.serving.metrics.request_record import RequestRecord, log_ended
 from quire.serving.metrics.tracing import RequestTracing
