@@ -357,7 +357,7 @@ class NativeAngles:
 
 _KEPT_ROWS, _MOST_KEPT = 16, 2
 """Rows of what is kept, for one sequence and its drafts, and how many of these: what a step left is read behind the next."""
-_OWN_REFERENCES = 2
+_LISTED_REFERENCES = 2
 """To a tensor that nobody else holds: the list, and the argument of the function that counts."""
 
 
@@ -377,7 +377,7 @@ class ReusedRows:
         if count > _KEPT_ROWS:
             return torch.empty(count, width)
         for place in range(len(self._made)):
-            if sys.getrefcount(self._made[place]) <= _OWN_REFERENCES and self._width == width:
+            if sys.getrefcount(self._made[place]) <= _LISTED_REFERENCES and self._width == width:
                 return self._made[place]
         if self._width != width:
             self._made, self._width = [], width

@@ -53,6 +53,14 @@ BODIES = {
     },
     "/v1/completions": {"model": "demo", "prompt": ["a", "b"], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": 1}},
     "/v1/embeddings": {"model": "demo", "input": ["a"], "encoding_format": "float"},
+    **dict.fromkeys(
+        ("/v1/score", "/score"), {"model": "demo", "queries": "a", "documents": ["b", "c"], "truncate_prompt_tokens": 8}
+    ),
+    **dict.fromkeys(
+        ("/v1/rerank", "/rerank", "/v2/rerank"), {"model": "demo", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}
+    ),
+    "/classify": {"model": "demo", "input": ["a"], "use_activation": True},
+    "/pooling": {"model": "demo", "input": ["a"], "encoding_format": "float", "normalize": True},
     "/tokenize": {"model": "demo", "messages": MESSAGES[:1]},
     "/detokenize": {"model": "demo", "tokens": [5, 6]},
     "/v1/responses": {
@@ -108,6 +116,9 @@ def play(job):
     if job.request.pooling is None:
         return talk(job)
     return [RequestDelta(job.request.request_id, [], True, embedding=[1.0] * 64)]
+
+
+NOT_FOR_GENERATIVE_MODELS = ("/v1/score", "/score", "/v1/rerank", "/rerank", "/v2/rerank", "/classify")
 
 
 class App:
@@ -233,7 +244,10 @@ def test_every_json_route_has_a_body_to_put_wrong(validators):
 def test_body_is_taken_when_nothing_is_wrong(app, validators, path):
     status, _, data = app.post(path, BODIES[path])
     assert validators[path].is_valid(BODIES[path])
-    assert status == 200 or (path == "/v1/batches" and status == 404), data
+    if path in NOT_FOR_GENERATIVE_MODELS:
+        assert (status, json.loads(data)["error"]["param"]) == (400, "model"), data
+    else:
+        assert status == (404 if path == "/v1/batches" else 200), data
 
 
 @pytest.mark.parametrize("path", BODIES)

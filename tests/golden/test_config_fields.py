@@ -41,6 +41,8 @@ _ELSEWHERE = {
     **{"no_rope_layer_interval": 2, "attention_chunk_size": 8, "routed_scaling_factor": 2.0, "num_nextn_predict_layers": 2},
     **{"use_bias": True, "qkv_bias": True, "kv_channels": 4, "scoring_func": "sigmoid", "logit_scale": 3.0},
 }
+_BIDIRECTIONAL = {"is_causal", "use_bidirectional_attention"}
+"""Fields that are read of the whole config.json, before those of a family; test_classifiers.py compares what they change."""
 _REFUSED = {"deepseek-v2": ("scoring_func",)}
 """Of these what a family knows and refuses."""
 _OF_LATENT_CLASSES = {"head_dim", "qk_head_dim"}
@@ -107,7 +109,7 @@ def reference_logits(folder):
 def test_fields_that_are_not_read_have_no_effect(checkpoint, tmp_path, monkeypatch, case):
     folder, config = written(checkpoint, case, tmp_path)
     want = reference_logits(folder)
-    skipped = {*_OF_TRANSFORMERS, *config_reader._NEUTRAL}  # the latter are refused
+    skipped = {*_OF_TRANSFORMERS, *_BIDIRECTIONAL, *config_reader._NEUTRAL}  # the latter are refused
     if case in LATENT_CASES:
         skipped |= _OF_LATENT_CLASSES
     unread = [name for name in unread_keys(write(folder, config), monkeypatch) if name not in skipped]

@@ -329,12 +329,12 @@ def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **f
     fields.update(forced)
     num_sequences = max(fields.get("n") or 1, fields.get("best_of") or 1)
     if num_sequences == 1 or fields.get("temperature", 1.0) != 0:
-        return _params(fields), False
+        return _read_params(fields), False
     fields.update(n=1, best_of=None)
-    return _params(fields), True
+    return _read_params(fields), True
 
 
-def _params(fields: Mapping[str, Any]) -> SamplingParams:
+def _read_params(fields: Mapping[str, Any]) -> SamplingParams:
     if fields.get("constraint") is not None:  # which may be long
         return SamplingParams(**fields)
     try:

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from quire.serving.answers import Ready
-from quire.serving.http import lingering
+from quire.serving.http import protocol
 from quire.serving.http.protocol import LINGER_S, LingeringCloses
 from tests.unit.serving.http.shell import endpoint, post, running
 from tests.unit.serving.http.test_protocol_timeouts import MIB, chunk, send_slowly
@@ -66,7 +66,7 @@ def test_connection_is_closed_when_too_much_came_after_the_answer(monkeypatch):
 
 
 def test_connection_is_closed_at_once_when_enough_others_linger(monkeypatch):
-    monkeypatch.setattr(lingering.LingeringCloses.__init__, "__defaults__", (0,))
+    monkeypatch.setattr(protocol.LingeringCloses.__init__, "__defaults__", (0,))
     transport = send_slowly((0, head(LIMIT + 1)), (1, b" "))
     assert (transport.status, transport.closed_s) == (413, 0)
 
