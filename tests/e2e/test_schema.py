@@ -40,6 +40,8 @@ MESSAGES = [
     {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
 ]
 # One body for each JSON route, in which everything can be put wrong.
+SCORE = {"model": "demo", "queries": "a", "documents": ["b", "c"], "truncate_prompt_tokens": 8}
+RERANK = {"model": "demo", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}
 BODIES = {
     "/v1/chat/completions": {
         "model": "demo",
@@ -53,12 +55,8 @@ BODIES = {
     },
     "/v1/completions": {"model": "demo", "prompt": ["a", "b"], "max_tokens": 2, "stop": ["x"], "logit_bias": {"5": 1}},
     "/v1/embeddings": {"model": "demo", "input": ["a"], "encoding_format": "float"},
-    **dict.fromkeys(
-        ("/v1/score", "/score"), {"model": "demo", "queries": "a", "documents": ["b", "c"], "truncate_prompt_tokens": 8}
-    ),
-    **dict.fromkeys(
-        ("/v1/rerank", "/rerank", "/v2/rerank"), {"model": "demo", "query": "a", "documents": ["b", {"text": "c"}], "top_n": 1}
-    ),
+    **{path: SCORE for path in ("/v1/score", "/score")},
+    **{path: RERANK for path in ("/v1/rerank", "/rerank", "/v2/rerank")},
     "/classify": {"model": "demo", "input": ["a"], "use_activation": True},
     "/pooling": {"model": "demo", "input": ["a"], "encoding_format": "float", "normalize": True},
     "/tokenize": {"model": "demo", "messages": MESSAGES[:1]},
