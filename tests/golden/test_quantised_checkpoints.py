@@ -47,6 +47,7 @@ def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
     assert list(output.outputs[0].token_ids) == token_ids[len(output.prompt_token_ids) :]
 
 
+@pytest.mark.covering
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)

@@ -122,6 +122,7 @@ def test_an_indexer_of_keys_is_refused(checkpoint):
         ModelShard.of(spec, 0, (1, 1))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "case",
     [

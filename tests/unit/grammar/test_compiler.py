@@ -283,6 +283,7 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
         compiler.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("whom", ["one", "both"])
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s, whom):

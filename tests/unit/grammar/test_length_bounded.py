@@ -353,6 +353,7 @@ MAPS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_tokens", [60, 150])
 @pytest.mark.parametrize("name", [*TEXTS, *MAPS])
 def test_every_output_ends_whatever_pattern_its_strings_have(compiler, name, max_tokens):

@@ -95,6 +95,7 @@ def value_of(vocabulary, name, tokens):
     return json.JSONDecoder().raw_decode(text.removeprefix("<call>"))[0]["arguments"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_output_ends_and_is_valid_when_the_model_would_go_on(compiler, vocabulary, name, backend):

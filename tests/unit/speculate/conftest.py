@@ -36,11 +36,11 @@ def pytest_collection_modifyitems(config, items):
         kind, options = str(params["kind"]), params.get("options")
         is_head = kind.startswith(HEADS) and kind not in RUN_ALWAYS
         is_skipped = kind.startswith("mtp") and params["tiny_family"] not in ("qwen3", "mistral")
-        if options is not None and not is_on_diagonal(kind, params, item.callspec.indices["options"]):
+        if is_skipped or (options is not None and not is_on_diagonal(kind, params, item.callspec.indices["options"])):
             left_out.add(item)
-        elif (is_head or options is not None) and not is_skipped:
+        elif is_head or options is not None:
             groups.setdefault((item.originalname, kind, str(options)), []).append(item)
-        elif not is_skipped and not (is_on_diagonal(kind, params) and is_in_turn(kind, params)):
+        elif not (is_on_diagonal(kind, params) and is_in_turn(kind, params)):
             item.add_marker(pytest.mark.slow)
     for key, group in groups.items():
         chosen = zlib.crc32(repr(key).encode()) % len(group)

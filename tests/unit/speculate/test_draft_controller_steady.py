@@ -79,6 +79,7 @@ PAYING = {
 LOSING = {"never": (0.0, line(0.0, 0.3, 4)), "never, dear": (0.0, line(0.0, 1.0, 4)), "nearly": (0.55, line(0.3, 0.3, 4))}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PAYING)
 def test_the_best_fixed_number_is_reached_within_5_percent_when_drafts_pay(name, seed):
@@ -87,6 +88,7 @@ def test_the_best_fixed_number_is_reached_within_5_percent_when_drafts_pay(name,
     assert world.live(5000) > 0.95 * world.best_fixed()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSING)
 def test_no_more_than_3_percent_are_lost_when_drafts_do_not_pay(name, seed):

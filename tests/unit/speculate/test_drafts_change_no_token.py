@@ -173,6 +173,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "kind",
     [

@@ -233,18 +233,21 @@ def ordinary_life(seed, num_stages):
     return live(seed, 80, num_stages)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("seed", seeds(0, 60, num_fast=15))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed, num_stages):
     ordinary_life(seed, num_stages)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("seed", seeds(0, 40, num_fast=10))
 def test_outputs_equal_isolated_runs_with_drafts(seed, num_stages):
     live(seed, 80, num_stages, max_drafts=3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [2, 4])
 @pytest.mark.parametrize("seed", seeds(0, 40, num_fast=10))
 def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, num_stages):

@@ -82,6 +82,7 @@ def test_sequences_start_from_their_own_states_when_events_are_random(seed, num_
     live(seed, num_events=80, late_share=0.1 * (seed % 3), num_state_checkpoints=num_state_checkpoints, max_num_drafts=4)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", seeds(0, 60, num_fast=16))
 @pytest.mark.parametrize("late_share", [0.1, 0.6])
 def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, late_share):

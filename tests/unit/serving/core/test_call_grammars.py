@@ -133,6 +133,7 @@ def check_calls(name, text, tools=TOOLS, **options):
     return message
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "single"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_output_is_read_as_valid_calls_when_calls_are_demanded(compiler, name, parallel):
@@ -434,6 +435,7 @@ NESTED = {
 NOT_JSON = sorted(name for name, form in CALL_FORMS.items() if form.style != "json")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "schema", [OTHERS, ANYTHING, FORMS, STRINGS, NESTED], ids=["others", "any", "forms", "strings", "nested"]
 )

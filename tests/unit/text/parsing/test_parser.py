@@ -182,6 +182,7 @@ LONG = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("tool_format", ["hermes", "qwen3_coder", "pythonic", "llama3_json", "deepseek_v3", "openai"])
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
 def test_work_is_linear_when_the_text_is_hostile(text, tool_format):
