@@ -96,6 +96,7 @@ CASES = {
 SELDOM = ("mtp tree", "medusa", "suffix", "eagle3 with others")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SELDOM else []) for kind in CASES])
 def test_same_outputs_when_runs_of_drafts_are_accepted(plain, kind):
     (cache, run), index = CASES[kind], list(CASES).index(kind)

@@ -191,7 +191,6 @@ def test_same_outputs_when_drafts_meet_constraints(tiny_model, backend, plain_of
 SELDOM = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*TREES, "mtp", "medusa tree", "eagle3 merged")]
 
 
-@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["oracle", "fickle", "eagle3 tree", *SELDOM])
 def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, backend, plain_of_backend, kind):
     plain = plain_of_backend

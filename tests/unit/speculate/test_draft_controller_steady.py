@@ -118,6 +118,7 @@ def test_the_number_follows_when_costs_change(seed):
     assert world.live(4000) > 0.9 * world.best_fixed()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_number_is_not_dear_because_it_was_probed_with_cold_caches(seed):
     world = World(0.5, [1.0, 1.17, 1.25, 1.38], seed, cold=(0.3, 0.25), deciding=0.12)

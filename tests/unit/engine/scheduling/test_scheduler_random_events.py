@@ -71,6 +71,7 @@ def ordinary_life(seed):
     return live(seed, num_events=80)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", seeds(0, 120, num_fast=48))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     ordinary_life(seed)
@@ -89,6 +90,7 @@ def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, late_share):
     live(seed, num_events=80, late_share=late_share)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", seeds(1000, 30, num_fast=12))
 def test_outputs_equal_isolated_runs_when_hashes_collide(seed, weak_hash):
     live(seed, num_events=80)

@@ -174,6 +174,7 @@ UNIQUE = {"name": "x", "schema": {"uniqueItems": True}}
 BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -308,6 +309,7 @@ def test_schema_that_only_the_other_backend_enforces_may_come_behind_reasoning(e
     jsonschema.validate(json.loads(message["content"]), schema)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("parser", "reasoning", "fields"),
     [
