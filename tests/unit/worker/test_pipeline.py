@@ -118,7 +118,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "ngram", "suffix-tree", "draft-model"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, is_adaptive):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
