@@ -1,8 +1,8 @@
 """Which combinations of a kind of draft, a model and a cache there are, and which of them are slow; those run with -m slow.
 
 Each kind runs on each model in one cache, and on three models in a row in all caches. By default each kind of head and of
-several together, and of proposer where something happens to the sequences, runs on one model; the other kinds run on three. What
-happens to the sequences takes turns: each kind meets each of these events on three models, each with another cache.
+several together, and of proposer where something happens to the sequences, runs on one model; the other kinds run on three.
+What happens to the sequences takes turns: each kind meets each of these events on three models, each with another cache.
 """
 
 import zlib
@@ -46,9 +46,9 @@ def pytest_collection_modifyitems(config, items):
         elif not is_in_turn(kind, params):
             item.add_marker(pytest.mark.slow)
     for key, group in groups.items():
-        chosen = zlib.crc32(repr(key).encode()) % len(group)
-        for index, item in enumerate(group):
-            if index != chosen:
+        quick = [item for item in group if not item.get_closest_marker("slow")]
+        for item in group:
+            if item is not quick[zlib.crc32(repr(key).encode()) % len(quick)]:
                 item.add_marker(pytest.mark.slow)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
