@@ -144,7 +144,7 @@ def chi_square_limit(freedom):
     return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3
 
 
-def draw_counts(logits, num_draws=20_000, **fields):
+def draw_counts(logits, num_draws=8_000, **fields):
     """Draw with 200 seeds at successive positions, all independent; return the counts of each token."""
     rows = [make_row(len(logits), seed=seed, **fields) for seed in range(200)]
     counts = torch.zeros(len(logits))
