@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.covering import mark_slow_combinations
 from tests.tiny_checkpoint import write_checkpoint
 
 torch.set_num_threads(1)
@@ -34,6 +35,13 @@ def pytest_collection():
     gc.freeze()
     gc.enable()
     return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    never = set(mark_slow_combinations(items))
+    items[:] = [item for item in items if item not in never]
+    config.hook.pytest_deselected(items=list(never))
 
 
 @pytest.fixture(autouse=True)

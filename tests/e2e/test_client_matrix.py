@@ -311,6 +311,7 @@ SAMPLING = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("route", "check"),
     [(route, check) for routes, check in SAMPLING.values() for route in routes],
@@ -549,6 +550,7 @@ def headers_say_which_request_it_was(ask):
     assert ask.create("chat")._request_id.startswith("req_")
 
 
+@pytest.mark.covering
 @checks(
     ("completions-best_of", best_choices_are_the_most_likely),
     ("completions-echo, logprobs", prompt_is_echoed_with_its_logprobs),
@@ -583,6 +585,7 @@ def refused(route, param, kind=openai.BadRequestError, **options):
     return pytest.param(route, param, kind, options, id=f"{route}-{next(iter(options))}")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("route", "param", "kind", "options"),
     [

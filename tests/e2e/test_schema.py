@@ -249,7 +249,7 @@ def test_body_is_taken_when_nothing_is_wrong(app, validators, path):
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("num_examples", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(400, marks=pytest.mark.slow)])
 def test_field_of_a_wrong_type_is_refused(app, validators, path, num_examples):
     fields = [name for name in fields_of(validators[path].schema) if name not in ("model",)]
 
@@ -262,7 +262,7 @@ def test_field_of_a_wrong_type_is_refused(app, validators, path, num_examples):
 
 
 @pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("num_examples", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [20, pytest.param(400, marks=pytest.mark.slow)])
 def test_anything_wrong_anywhere_in_a_body_is_no_server_error(app, validators, path, num_examples):
     @settings(SEEDED, max_examples=num_examples)
     @given(st.sampled_from(places(BODIES[path])), VALUES)
@@ -323,7 +323,7 @@ def test_form_is_refused_when_it_is_malformed(app, name):
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("num_examples", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [60, pytest.param(800, marks=pytest.mark.slow)])
 def test_form_is_no_server_error_when_bytes_of_it_are_changed(app, num_examples):
     whole = FORM_TYPE + b"|" + part(b"expires_after[anchor]", b"created_at") + part(b"expires_after[seconds]", b"3600") + FORM
 
@@ -387,7 +387,7 @@ LENGTH_FIELDS = {"/v1/chat/completions": "max_completion_tokens", "/v1/responses
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("num_examples", [5, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [3, pytest.param(25, marks=pytest.mark.slow)])
 def test_answers_are_as_described(server, name, num_examples):
     statuses = collections.Counter()
 

@@ -18,6 +18,7 @@ CASES = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", case_params(CASES))
 def test_stacked_experts_are_those_that_are_stored_one_by_one(checkpoint, tmp_path, case):
     folder = checkpoint(case, "v5")

@@ -26,7 +26,6 @@ VOCAB_SIZE = 131
 # The native kernels take blocks of a multiple of 16 tokens; torch runs all others. Then steps at first, and steps over what is
 # cached: more than the blocks and the windows, and the tokens are those of the first time.
 BLOCKS = {
-    "torch": (4, 120, Decoder, 32, 12),
     "native": pytest.param(
         16,
         60,
@@ -35,6 +34,7 @@ BLOCKS = {
         20,
         marks=pytest.mark.skipif(load_native() is None, reason="the native kernels are not built"),
     ),
+    "torch": (4, 120, Decoder, 32, 12),
 }
 # Longer than a block of 4 or 16, than the windows, and than the original length of the scaled ropes (32), where
 # transformers switches in mid-sequence and quire does not.
@@ -70,6 +70,7 @@ def decoders(monkeypatch):
     return built
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(("block_size", "num_blocks", "kind", "num_steps", "num_cached_steps"), BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("case", case_params())
 def test_greedy_tokens_are_those_of_transformers(

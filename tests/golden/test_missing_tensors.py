@@ -42,6 +42,7 @@ def opened(folder):
     return open_parameters(folder, read_model_spec(folder))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", case_params(CASES))
 def test_missing_tensor_of_a_checkpoint_is_named(checkpoint, tmp_path, case):
     folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / case)
@@ -58,6 +59,7 @@ def test_missing_tensor_of_a_checkpoint_is_named(checkpoint, tmp_path, case):
         assert str(folder) in str(caught.value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", GGUF_CASES)
 def test_missing_tensor_of_a_gguf_file_is_named(checkpoint, tmp_path, case):
     folder = checkpoint(case, "v4")

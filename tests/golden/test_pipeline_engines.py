@@ -36,6 +36,7 @@ def _outputs(folder, num_stages, **options):
     return found, num_preemptions
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("case", ["phi3-longrope", "gemma2", "gpt-oss", "qwen3-moe-mlp-only", "gpt2-scaled", "llama-mqa"])
 def test_tokens_are_those_of_one_process(checkpoint, tmp_path, monkeypatch, case, options):

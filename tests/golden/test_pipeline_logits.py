@@ -124,12 +124,14 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None):
                 assert same.all(), f"{(~same).sum()} of {same.size} values of call {step} differ with stages of {layers} layers"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in INDEXED_CASES])
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
     _compare(checkpoint(case, "v5"), "bfloat16")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_logits_of_quantised_weights_are_the_same_bits_on_any_division_into_stages(checkpoint, case, quantization):

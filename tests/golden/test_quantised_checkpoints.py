@@ -34,6 +34,7 @@ def test_f32_logits_are_those_of_the_dense_weights(name):
     assert (got - expected).abs().max() <= TOLERANCE
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
     if not (FOLDER / name / "tokenizer.json").is_file():
@@ -47,6 +48,7 @@ def test_greedy_tokens_are_those_of_the_logits_when_generated(name):
     assert list(output.outputs[0].token_ids) == token_ids[len(output.prompt_token_ids) :]
 
 
+@pytest.mark.covering
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)

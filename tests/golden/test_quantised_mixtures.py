@@ -49,6 +49,7 @@ def write(source, folder, method):
     return quantised, dense
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", ["fp8-small", "int8"])
 @pytest.mark.parametrize("case", case_params(CASES))
 def test_logits_are_those_of_the_dense_weights(checkpoint, tmp_path, case, method):
@@ -61,6 +62,7 @@ def test_logits_are_those_of_the_dense_weights(checkpoint, tmp_path, case, metho
         assert (whole_prompt_logits(found, PROMPT) - want).abs().max() <= 2e-5 * (want.max() - want.min())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantization", POLICY_ERRORS)
 @pytest.mark.parametrize("case", case_params(CASES))
 def test_weights_are_quantised_when_they_are_loaded(checkpoint, case, quantization):

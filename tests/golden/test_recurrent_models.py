@@ -73,6 +73,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= TOLERANCE
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expected, case, how):

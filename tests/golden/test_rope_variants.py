@@ -67,6 +67,7 @@ def backend(request, monkeypatch):
     return {"block_size": 16 if request.param == "native" else 4}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("max_model_len", [64, 100, None])
 def test_tokens_are_those_of_transformers_at_any_max_model_len(longrope, backend, max_model_len):
     folder, expected = longrope
@@ -78,6 +79,7 @@ def test_tokens_are_those_of_transformers_at_any_max_model_len(longrope, backend
     llm.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [

@@ -110,6 +110,7 @@ def _compare(
                 assert same.all(), f"{(~same).sum()} of {same.size} logits of call {step} differ with {layout} ranks"
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", case_params(case for case in ALL_CASES if case not in INDEXED_CASES))
 def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32", LAYOUTS)
@@ -122,6 +123,7 @@ def test_an_indexer_of_keys_is_refused(checkpoint):
         ModelShard.of(spec, 0, (1, 1))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "case",
     [
@@ -135,12 +137,14 @@ def test_logits_of_quantised_weights_are_the_same_bits_on_any_number_of_ranks(ch
     _compare(checkpoint(case, "v5"), "float16", ["two-to-one"], quantization)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["llama-mqa", "gemma2", "olmo2", "mixtral", "gpt-oss", "gpt2-scaled"])
 def test_logits_are_the_same_bits_where_ranks_share_no_memory(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32", ["two", "three"], exchanges_rows=True)
     _compare(checkpoint(case, "v5"), "bfloat16", ["two-to-one"], exchanges_rows=True)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.skipif(not STORED, reason="../shared/data is not there")
 @pytest.mark.parametrize("path", STORED, ids=lambda path: path.name)
 def test_logits_of_stored_quantised_weights_are_the_same_bits_on_any_number_of_ranks(path):

@@ -81,6 +81,7 @@ def test_f32_logits_are_those_of_transformers(made, model_type):
     assert (whole_prompt_logits(decoder, PROMPTS[2]) - want).abs().max() <= F32_TOLERANCE
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", [*OTHER_TYPES, *OWN_TYPES])
 def test_greedy_tokens_are_equal_alone_cached_and_in_a_batch(made, model_type):
     folder, model = made(model_type)
@@ -91,6 +92,7 @@ def test_greedy_tokens_are_equal_alone_cached_and_in_a_batch(made, model_type):
     assert tokens_of(start(folder, enable_prefix_caching=False)) == alone
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("model_type", ["persimmon", "diffllama", "jetmoe", "vaultgemma", "gpt_oss"])
 def test_greedy_tokens_are_equal_in_every_setting(made, model_type, setting):

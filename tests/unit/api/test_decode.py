@@ -47,6 +47,7 @@ def test_minimal_body_is_taken(kind):
     assert ignored == ()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "data",
     [

@@ -47,6 +47,7 @@ def test_neutral_value_is_taken_and_is_not_told(kind, name, value):
     assert decode_body(json.dumps({**BODIES[kind], name: value}).encode(), kind)[1] == ()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", BODIES, ids=label)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_changing_value_is_refused_by_the_name_of_the_field(kind, name):
@@ -62,6 +63,7 @@ def test_changing_value_is_refused_by_the_name_of_the_field(kind, name):
         assert str(caught.value).startswith(f"{name}: ")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", BODIES, ids=label)
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
 def test_field_without_effect_is_taken_and_named_unless_it_is_a_field_of_the_route(kind, name):

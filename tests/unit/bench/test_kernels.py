@@ -85,6 +85,7 @@ def test_shapes_of_a_mixture_are_those_of_an_expert(tmp_path):
     assert "gate, up" not in linears
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("number_format, size", [("bf16", 2), ("int8", 1)])
 def test_mixtures_count_the_experts_that_are_met(isa, number_format, size):

@@ -334,6 +334,7 @@ def test_unknown_option_is_answered_by_its_own_command(capsys, argv, command, hi
     assert hint is None or f"did you mean {hint}?" in err
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "argv",
     [

@@ -99,6 +99,7 @@ def check(capsys, argv, folder, words):
     assert str(folder) in captured.err
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("command", ["inspect", "generate"])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_one_line_that_names_the_file(capsys, tmp_path, command, damage):

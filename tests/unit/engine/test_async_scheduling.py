@@ -88,6 +88,7 @@ def outputs_of(engine, seed):
     return found
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("patience", [None, MaskWaitPolicy(0.0, 0.0, 0.0, 0.0)], ids=["waiting", "masks late"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_kv_blocks", [40, 8], ids=["room", "preempted"])

@@ -77,6 +77,7 @@ def alone(tiny_family, precision):
 needs_native = pytest.mark.skipif(not NATIVE, reason="the native kernels are not built")
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @needs_native
 @pytest.mark.parametrize(
     "changes",
@@ -110,6 +111,7 @@ def test_same_bits_when_prefixes_are_cached(tiny_family, precision, alone):
     llm.close()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @needs_native
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_same_bits_when_preempted(tiny_family, precision, alone, caching):
@@ -128,6 +130,7 @@ def test_same_bits_when_preempted(tiny_family, precision, alone, caching):
     engine.close()
 
 
+@pytest.mark.one_in(2)
 def test_torch_returns_the_same_vectors(tiny_family):
     found = []
     for block_size in (16, 4):  # native, where that is built, and torch

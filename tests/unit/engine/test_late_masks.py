@@ -262,6 +262,7 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     return num_late
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "options",
     [

@@ -64,6 +64,7 @@ def alone(tiny_family, precision):
     return tokens
 
 
+@pytest.mark.covering
 def test_same_tokens_when_batched_with_strangers(tiny_family, precision, alone):
     llm = start(tiny_family, precision, enable_prefix_caching=False)
     assert generate(llm)[1] == alone
@@ -72,6 +73,7 @@ def test_same_tokens_when_batched_with_strangers(tiny_family, precision, alone):
     llm.close()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize(
     "options", [{"max_num_batched_tokens": 9}, {"long_prefill_token_threshold": 7}], ids=["budget", "chunk"]
 )
@@ -81,6 +83,7 @@ def test_same_tokens_when_prompts_are_chunked(tiny_family, precision, alone, opt
     llm.close()
 
 
+@pytest.mark.covering
 def test_same_tokens_when_prefixes_are_cached(tiny_family, precision, alone):
     llm = start(tiny_family, precision)
     generate(llm)
@@ -90,6 +93,7 @@ def test_same_tokens_when_prefixes_are_cached(tiny_family, precision, alone):
     llm.close()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "recomputed"])
 def test_same_tokens_when_sequences_are_preempted(tiny_family, precision, alone, caching):
     # The prompts need 15 blocks, with their outputs 22.

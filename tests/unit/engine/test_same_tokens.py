@@ -44,10 +44,12 @@ def alone(tiny_family):
     return [generate(tiny_family, [p], enable_prefix_caching=False)[0] for p in PROMPTS]
 
 
+@pytest.mark.one_in(2)
 def test_same_tokens_when_batched_with_strangers(tiny_family, alone):
     assert generate(tiny_family, enable_prefix_caching=False) == alone
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("chunk", [1, 7])
 def test_same_tokens_when_prompts_are_chunked(tiny_family, alone, chunk):
     assert generate(tiny_family, long_prefill_token_threshold=chunk) == alone
@@ -57,11 +59,13 @@ def test_same_tokens_when_the_token_budget_is_small(tiny_family, alone):
     assert generate(tiny_family, max_num_batched_tokens=9) == alone
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 def test_same_tokens_at_any_block_size(tiny_family, alone, block_size):
     assert generate(tiny_family, block_size=block_size, num_kv_blocks=1200 // block_size) == alone
 
 
+@pytest.mark.one_in(2)
 def test_same_tokens_when_prefixes_are_cached(tiny_family, alone):
     llm = LLM(str(tiny_family), max_num_seqs=8, num_kv_blocks=200, block_size=4)
     for _ in range(2):
@@ -71,6 +75,7 @@ def test_same_tokens_when_prefixes_are_cached(tiny_family, alone):
     llm.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("caching", [True, False])
 def test_same_tokens_when_sequences_are_preempted(tiny_family, alone, caching):
     llm = LLM(str(tiny_family), max_num_seqs=8, num_kv_blocks=22, block_size=4, enable_prefix_caching=caching)
@@ -80,6 +85,7 @@ def test_same_tokens_when_sequences_are_preempted(tiny_family, alone, caching):
     llm.close()
 
 
+@pytest.mark.one_in(2)
 def test_same_tokens_for_each_choice_when_n_is_more_than_one(tiny_family):
     def run(**options):
         llm = LLM(str(tiny_family), block_size=4, **options)

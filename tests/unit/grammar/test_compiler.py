@@ -112,6 +112,7 @@ def compile_one(compiler, kind, source, **options):
     return compiler.start(Constraint(kind=kind, source=text, **options)).result()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "pattern",
     ["a*b", "(ab|ba)+", "^ab?0$", "a|^b$", "[^a]{1,3}", "a.b", "(a|ab)(0|b0)", "a{2}", "ab/0?", r"\$a", "b$"],
@@ -283,6 +284,7 @@ def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
         compiler.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("whom", ["one", "both"])
 @pytest.mark.parametrize("rest_s", [0, 0.1], ids=["quick", "slow"])
 def test_constraint_is_compiled_when_it_comes_again_after_the_system_had_killed_its_process(vocabulary, tmp_path, rest_s, whom):

@@ -47,6 +47,7 @@ def schemas_of(draft):
             )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("draft", [*OLDER, *NEWER, *UNKNOWN])
 def test_what_stands_beside_a_reference_counts_as_the_draft_has_it(compiler, draft):

@@ -65,8 +65,8 @@ def test_sampled_texts_of_a_format_are_valid(compiler, form, backend):
         schema_grammar(compiler, schema, backend=backend),
         jsonschema_rs.validator_for(schema, validate_formats=True),
     )
-    texts = [text for text in (sample(grammar, rng) for _ in range(40)) if text is not None]
-    assert len(texts) >= 10
+    texts = [text for text in (sample(grammar, rng) for _ in range(16)) if text is not None]
+    assert len(texts) >= 4
     assert [text for text in texts if not validator.is_valid(json.loads(text))] == []
 
 

@@ -46,6 +46,7 @@ def written(text):
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "pattern",
     [
@@ -89,6 +90,7 @@ def test_pattern_stays_as_it_is_when_no_class_would_be_taken_too_wide(pattern):
     assert narrow_pattern(pattern, "") == pattern
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("pattern", [r"^(?x) [^ a ] $", "[a]\x00", r"(?:\x00|[\x01-\x1f])", r"\u0000", r"\x{0}[a]"])
 def test_pattern_is_refused_by_its_pointer_when_its_classes_cannot_be_told(compiler, pattern):
     with pytest.raises(GrammarError) as caught:

@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("lengths, counts", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
@@ -77,6 +78,7 @@ def test_attend_equals_a_dense_loop(lengths, counts, heads, block_size, window, 
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("lengths, counts", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (5, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, 3.0)])
@@ -146,6 +148,7 @@ def path_to(node):
     return [] if node < 0 else [*path_to(PARENTS[node]), node]
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("max_rows", [None, 3])
 @pytest.mark.parametrize("block_size", [1, 5, 16])
 @pytest.mark.parametrize("window, softcap", [(None, None), (6, None), (2, 3.0), (1, None)])

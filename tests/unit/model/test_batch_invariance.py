@@ -169,6 +169,7 @@ def check_mixtures(decoder, seed, kv_dtype=None):
 
 
 # Where threads take turns each precision, family and format meets one as well as two.
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_are_the_same_to_the_bit_in_random_batches(tiny_family, precision):
     turn = list(PRECISIONS).index(precision) + FAMILIES.index(tiny_family.name)
@@ -176,6 +177,7 @@ def test_logits_are_the_same_to_the_bit_in_random_batches(tiny_family, precision
         check_mixtures(build(tiny_family, precision), seed=threads)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["f32", "bf16", "int4"])
 def test_logits_with_sinks_and_clamped_experts_are_the_same_to_the_bit_in_random_batches(tmp_path, precision, threads):
     check_mixtures(build(write_checkpoint(tmp_path / "gpt_oss", "gpt_oss"), precision), seed=threads)
@@ -194,6 +196,7 @@ def test_logits_of_bundled_models_are_the_same_to_the_bit_in_random_batches(mode
     check_mixtures(build(resolve_model(model), precision), seed=threads)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", STORED)
@@ -209,11 +212,13 @@ def test_logits_of_stored_integers_are_the_same_to_the_bit_in_random_batches(tmp
         check_mixtures(NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS)), seed=threads)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", ["f32", "bf16", "int8", "int4"])
 def test_logits_are_the_same_to_the_bit_when_the_cache_is_int8(tiny_family, precision):
     check_mixtures(build(tiny_family, precision), seed=3, kv_dtype="int8")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_logits_are_the_same_to_the_bit_when_decoded_token_by_token(tiny_family, precision):
     decoder, rng = build(tiny_family, precision), random.Random(4)
@@ -225,6 +230,7 @@ def test_logits_are_the_same_to_the_bit_when_decoded_token_by_token(tiny_family,
     assert_same(bench, alone)
 
 
+@pytest.mark.covering
 def test_logits_are_the_same_to_the_bit_when_the_number_of_threads_changes_between_steps(tiny_family, threads):
     decoder, rng = build(tiny_family, "bf16"), random.Random(5)
     sequences = random_sequences(decoder.spec.vocab_size, rng)
@@ -236,6 +242,7 @@ def test_logits_are_the_same_to_the_bit_when_the_number_of_threads_changes_betwe
     assert_same(bench, alone)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("precision", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 9])
 def test_logits_are_the_same_to_the_bit_wherever_weights_are_expected(tiny_family, precision, rows):

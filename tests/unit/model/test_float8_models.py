@@ -37,6 +37,7 @@ def native_model(folder, dtype="float32"):
     return decoder
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["mistral", "qwen3", "qwen3_moe", "gemma2"])
 @pytest.mark.parametrize("method", METHODS)
 def test_logits_are_those_of_the_dense_weights(tmp_path, method, family):

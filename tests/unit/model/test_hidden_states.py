@@ -55,6 +55,7 @@ def decoder(request, tiny_family):
     return NativeDecoder(load_native(), spec, load_parameters(tiny_family, spec), max_model_len=64)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("keeps_all", [False, True])
 def test_hidden_states_are_those_of_the_sequence_alone_in_any_batch(decoder, keeps_all, threads):
@@ -80,6 +81,7 @@ def test_hidden_states_are_those_of_the_sequence_alone_in_any_batch(decoder, kee
         torch.set_num_threads(before)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
     "wanted",

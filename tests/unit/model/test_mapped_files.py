@@ -44,7 +44,7 @@ def load_while_it_is_cut(path, file):
     return run.stdout
 
 
-@pytest.mark.parametrize("kind", ["plain", "quantised", "pickled"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow), "pickled"])
 def test_folder_is_refused_when_its_file_becomes_shorter(tmp_path, kind):
     folder = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
     if kind == "quantised":
@@ -59,7 +59,7 @@ def test_folder_is_refused_when_its_file_becomes_shorter(tmp_path, kind):
 
 @pytest.mark.golden
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/data is not there")
-@pytest.mark.parametrize("name", ["llamas-F16", "llama-Q4_K"])
+@pytest.mark.parametrize("name", [pytest.param("llamas-F16", marks=pytest.mark.slow), "llama-Q4_K"])
 def test_gguf_file_is_refused_when_it_becomes_shorter(tmp_path, name):
     path = tmp_path / "model.gguf"
     path.write_bytes((GOLDEN / f"{name}.gguf").read_bytes())

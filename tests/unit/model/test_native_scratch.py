@@ -41,6 +41,7 @@ def taken_by_a_prompt(folder, dtype, quantization, num_threads):
     return scratch_bytes(spec, NUM_TOKENS, NUM_TOKENS, num_threads), decoder.scratch_bytes
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_plan_covers_the_step_of_every_family(tiny_family, dtype, quantization):
@@ -48,6 +49,7 @@ def test_plan_covers_the_step_of_every_family(tiny_family, dtype, quantization):
     assert 0 < taken <= planned
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_plan_is_near_what_is_taken_when_experts_are_wide(wide_experts, quantization, num_threads):

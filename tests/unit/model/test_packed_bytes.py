@@ -82,6 +82,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_are_those_of_the_packed_weight(name, dtype):
@@ -99,6 +100,7 @@ def test_codes_of_few_or_odd_bits_are_not_counted_as_they_are_stored(bits):
     assert packed_bytes_of(stored, 2) > ROWS * COLUMNS * (0.5 if bits <= 4 else 1.0)
 
 
+@pytest.mark.covering
 @pytest.mark.golden
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/data is not there")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

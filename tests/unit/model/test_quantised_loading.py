@@ -47,6 +47,7 @@ def _to_mixtral(name):
     return name
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("method", CONFIGS)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_logits_are_those_of_the_dense_checkpoint(tmp_path, family, method):

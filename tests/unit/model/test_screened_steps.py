@@ -70,6 +70,7 @@ class Batch:
         return self.decoder.run(runs, self.kv, rows, wants_best=True, needs_logits=needs_logits)
 
 
+@pytest.mark.covering
 def test_best_tokens_are_those_of_the_logits(tmp_path, monkeypatch, precision):
     decoder = build(tmp_path, monkeypatch, precision)
     generator = torch.Generator().manual_seed(1)

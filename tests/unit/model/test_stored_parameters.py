@@ -83,6 +83,7 @@ def test_one_parameter_at_a_time_is_unpacked_when_the_reference_makes_them_dense
     assert (unpacked.count, unpacked.most) == (14, 1)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("policy", [None, "int8", "int4"])
 def test_model_is_that_of_loaded_parameters_when_they_are_opened_one_by_one(tiny_family, dtype, policy):

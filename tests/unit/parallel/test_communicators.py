@@ -84,6 +84,7 @@ def run(group, body):
     return run_threads(len(group), lambda rank: body(group[rank], rank))
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("seed", range(2))
 def test_all_gather(group, dtype, seed):
@@ -107,6 +108,7 @@ def test_all_gather_of_equal_parts_needs_no_sizes(group):
     run(group, body)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("shape", [(0,), (1,), (33,), (3, 1100)], ids=str)
 def test_all_reduce_adds_in_the_order_of_ranks(group, dtype, shape):
@@ -134,6 +136,7 @@ def test_all_reduce_of_specials(group):
     run(group, body)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("seed", range(2))
 def test_reduce_scatter(group, dtype, seed):
@@ -166,6 +169,7 @@ def test_all_to_all(group, dtype, seed):
     run(group, body)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("count", [0, 1, 3001])
 def test_broadcast(group, dtype, count):
@@ -180,6 +184,7 @@ def test_broadcast(group, dtype, count):
     run(group, body)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("count", [0, 1, 3001])
 def test_send_and_recv_round_a_ring(group, dtype, count):

@@ -59,6 +59,7 @@ def test_known_shards(total, shares, multiple, sizes):
 HEADS = [(num_kv, group) for num_kv in (1, 2, 4, 7, 8) for group in (1, 2, 3, 7, 8)]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("num_kv, group", HEADS, ids=str)
 def test_heads_of_all_ranks_are_all_heads_and_lie_by_their_kv_heads(num_kv, group):
     num_heads = num_kv * group

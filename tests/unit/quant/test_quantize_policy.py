@@ -110,6 +110,7 @@ def test_parameters_that_are_quantised_already_are_refused(tiny_model):
         quantize_parameters(quantized, spec, POLICIES["int4"])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 def test_engine_gives_the_tokens_of_the_dequantised_checkpoint(tiny_family, tmp_path, scheme, monkeypatch):
     """The oracle is a plain float checkpoint that stores the dequantised weights under their original names.

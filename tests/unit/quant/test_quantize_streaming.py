@@ -63,6 +63,7 @@ def test_head_and_embedding_are_one_object_in_any_order_when_they_were_one(tmp_p
     assert quantized["lm_head.weight"] is quantized["embed.weight"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "headless", "qwen3_moe"])
 def test_model_is_that_of_parameters_quantised_at_once_when_it_quantises_them_itself(tmp_path, kind, scheme):

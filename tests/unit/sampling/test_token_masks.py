@@ -30,6 +30,7 @@ def pack(bits, num_spare_words=0):
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("vocab_size", [1, 33, 64, 1000, 4097])
 @pytest.mark.parametrize("share", [0.002, 0.5, 1.0])
 def test_token_is_that_of_logits_without_the_forbidden_ones(sampling_path, vocab_size, share):

@@ -83,6 +83,7 @@ def random_logits(rows, vocab_size, scale, seed=0):
     return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 @pytest.mark.parametrize("vocab_size", [5, 257, 3001])
 @pytest.mark.parametrize("scale", [0.3, 6.0], ids=["flat", "peaked"])

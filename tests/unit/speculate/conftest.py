@@ -1,8 +1,8 @@
-"""Which combinations there are, and which of them are slow; those run with -m slow.
+"""Which combinations of a kind of draft, a model and a cache there are, and which of them are slow; those run with -m slow.
 
-Each kind of head and of some together, and of proposer where things happen to the sequences, runs on one model and cache; the
-other kinds on three models, in turn, and in every cache, but not on each in each. Where things happen to the sequences, they
-take turns: each kind meets each of these things on every model and in every cache, and one of them on each model in each cache.
+Each kind runs on each model in one cache, and on three models in a row in all caches. By default each kind of head and of
+several together, and of proposer where something happens to the sequences, runs on one model; the other kinds run on three.
+What happens to the sequences takes turns: each kind meets each of these events on three models, each with another cache.
 """
 
 import zlib
@@ -21,9 +21,11 @@ def is_on_diagonal(kind, params, turn=0):
     return (places + zlib.crc32(kind.encode()) + turn) % len(CACHES) == 0
 
 
-def is_in_turn(kind, params):
-    """Whether a model is among three in a row: which ones changes with the kind."""
-    return 0 <= FAMILIES.index(params["tiny_family"]) - zlib.crc32(kind.encode()) // 3 % 3 < 3
+def is_in_turn(kind, params, turn=0):
+    """Whether a model is among three in a row: which ones changes with the kind. MTP heads exist for two models only."""
+    return (
+        kind.startswith("mtp") or 0 <= FAMILIES.index(params["tiny_family"]) - (zlib.crc32(kind.encode()) // 3 + turn) % 3 < 3
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -36,16 +38,17 @@ def pytest_collection_modifyitems(config, items):
         kind, options = str(params["kind"]), params.get("options")
         is_head = kind.startswith(HEADS) and kind not in RUN_ALWAYS
         is_skipped = kind.startswith("mtp") and params["tiny_family"] not in ("qwen3", "mistral")
-        if options is not None and not is_on_diagonal(kind, params, item.callspec.indices["options"]):
+        turn = 0 if options is None else zlib.crc32(repr(options).encode())
+        if is_skipped or not is_on_diagonal(kind, params, turn) or (options is not None and not is_in_turn(kind, params, turn)):
             left_out.add(item)
-        elif (is_head or options is not None) and not is_skipped:
+        elif is_head or options is not None:
             groups.setdefault((item.originalname, kind, str(options)), []).append(item)
-        elif not is_skipped and not (is_on_diagonal(kind, params) and is_in_turn(kind, params)):
+        elif not is_in_turn(kind, params):
             item.add_marker(pytest.mark.slow)
     for key, group in groups.items():
-        chosen = zlib.crc32(repr(key).encode()) % len(group)
-        for index, item in enumerate(group):
-            if index != chosen:
+        quick = [item for item in group if not item.get_closest_marker("slow")]
+        for item in group:
+            if item is not quick[zlib.crc32(repr(key).encode()) % len(quick)]:
                 item.add_marker(pytest.mark.slow)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))

@@ -96,6 +96,7 @@ CASES = {
 SELDOM = ("mtp tree", "medusa", "suffix", "eagle3 with others")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow if kind in SELDOM else []) for kind in CASES])
 def test_same_outputs_when_runs_of_drafts_are_accepted(plain, kind):
     (cache, run), index = CASES[kind], list(CASES).index(kind)
@@ -108,11 +109,12 @@ def test_same_outputs_when_runs_of_drafts_are_accepted(plain, kind):
         assert num_runs(runs, seeds, is_json=True) >= 1
 
 
-# Each kind in each run. Caches, and whether forced tokens are drafted, take turns: each kind and each run meets both of both.
+# Each kind in two of the runs, each run with several kinds. Caches, and whether forced tokens are drafted, take turns.
 COMBINED = [
     pytest.param(CACHES[(index + place) % 2], kind, run, (index // 2 + place) % 2 == 0, id=f"{kind}-{run}")
     for index, kind in enumerate(BUNDLED)
     for place, run in enumerate(RUNS)
+    if (place - index) % len(RUNS) in (0, 2)
 ]
 
 

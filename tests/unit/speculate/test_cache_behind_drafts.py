@@ -43,6 +43,7 @@ def real_config(kind, model, folder):
     return {**config, "model": str(model)} if method == "draft_model" else config
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(load_native() is None, reason="needs the native kernels, whose sums have one order")
 @pytest.mark.parametrize(("kind", "kv_cache_dtype"), CACHED)
 def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, tmp_path, kind, kv_cache_dtype):

@@ -170,6 +170,7 @@ def expect_fresh(recorder, oracle):
     return num_compared, num_foreign
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "option"), CASES)
 def test_own_cache_holds_after_every_step_what_a_fresh_run_would(tiny_model, tmp_path, kind, option):
     llm, oracle = start(tiny_model, tmp_path / "head", kind, OPTIONS[option])

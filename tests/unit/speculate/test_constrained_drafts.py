@@ -170,7 +170,7 @@ CASES = [
     for index, kind in enumerate((*PROPOSERS, "ngram", "suffix", "draft_model"))
     for seed in (0, 1)
 ]
-RUN_ALWAYS = ("lookahead", "self", "eagle3 tree", "mtp", "medusa tree", "eagle3 merged")
+RUN_ALWAYS = ("lookahead", "self", "eagle3 tree", "eagle3 merged")
 CASES += [
     pytest.param(kind, seed, marks=[] if seed == 0 and kind in RUN_ALWAYS else pytest.mark.slow)
     for kind in ("lookahead", "self", *HEADS)

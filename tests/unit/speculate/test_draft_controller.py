@@ -58,6 +58,7 @@ def linear(cost):
     return lambda count: 1.0 + cost * count
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_sequences", [1, 4, 32])
 @pytest.mark.parametrize(("share", "cost"), [(0.0, 0.2), (0.0, 1.0), (0.3, 1.0), (0.8, 1.0)])
 def test_what_does_not_pay_costs_next_to_nothing(num_sequences, share, cost):
@@ -67,6 +68,7 @@ def test_what_does_not_pay_costs_next_to_nothing(num_sequences, share, cost):
     assert tokens / seconds > 0.97 * num_sequences
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_sequences", [1, 4, 32])
 @pytest.mark.parametrize(("share", "cost"), [(0.95, 0.05), (0.8, 0.1), (0.6, 0.2), (0.7, 0.17)])
 def test_what_pays_is_nearly_fully_used(num_sequences, share, cost):
@@ -78,6 +80,7 @@ def test_what_pays_is_nearly_fully_used(num_sequences, share, cost):
     assert tokens / seconds > (0.93 if num_sequences == 1 else 0.91) * best_rate(share, time) * num_sequences
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "times",
     [(1.0, 1.8, 1.85, 1.9, 1.95, 2.0), (1.0, 1.1, 1.2, 1.9, 2.6, 3.3), (1.0, 1.3, 1.35, 1.9, 2.0, 2.1)],
@@ -148,6 +151,7 @@ def test_sequences_that_gain_nothing_one_after_the_other_end_drafts_for_the_next
     assert total_tokens / total_s > 0.97
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_number_that_seemed_dear_when_the_machine_was_slow_is_seen_again(seed):
     time = lambda count: 1.25 + 0.2 * count if count else 1.0  # noqa: E731
@@ -207,6 +211,7 @@ def _batch_rate(share, look, seed):
     return tokens / seconds / (8 / 1.15)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("look", [0.0, 0.07])
 @pytest.mark.parametrize("share", [0.45, 0.6])
 def test_a_batch_whose_rows_cost_nearly_what_they_gain_loses_nothing(share, look):

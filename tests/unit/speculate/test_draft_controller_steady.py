@@ -79,6 +79,7 @@ PAYING = {
 LOSING = {"never": (0.0, line(0.0, 0.3, 4)), "never, dear": (0.0, line(0.0, 1.0, 4)), "nearly": (0.55, line(0.3, 0.3, 4))}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PAYING)
 def test_the_best_fixed_number_is_reached_within_5_percent_when_drafts_pay(name, seed):
@@ -87,6 +88,7 @@ def test_the_best_fixed_number_is_reached_within_5_percent_when_drafts_pay(name,
     assert world.live(5000) > 0.95 * world.best_fixed()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSING)
 def test_no_more_than_3_percent_are_lost_when_drafts_do_not_pay(name, seed):
@@ -116,6 +118,7 @@ def test_the_number_follows_when_costs_change(seed):
     assert world.live(4000) > 0.9 * world.best_fixed()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_number_is_not_dear_because_it_was_probed_with_cold_caches(seed):
     world = World(0.5, [1.0, 1.17, 1.25, 1.38], seed, cold=(0.3, 0.25), deciding=0.12)

@@ -29,6 +29,7 @@ def expect_all_accepted(llm):
     assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "options",
     [

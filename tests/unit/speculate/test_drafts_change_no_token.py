@@ -155,6 +155,7 @@ def with_model(kind, model):
 KIND_NAMES = (*PROPOSERS, "ngram", "suffix", "draft_model", *HEADS, *CONFIGS, *TOGETHER)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", KIND_NAMES)
 def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache, plain, outputs_by_prompt, kind):
     llm = speculating(tiny_family, cache, kind, outputs_by_prompt)
@@ -173,6 +174,7 @@ def test_same_outputs_when_cold_and_when_the_prefix_is_cached(tiny_family, cache
     llm.close()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "kind",
     [
@@ -236,6 +238,7 @@ CHOOSING_CASES = [
 ]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("kind", "options"), CHOOSING_CASES)
 def test_same_choices_when_n_is_more_than_one(tiny_model, plain_choices, kind, options):
     by_prompt = {

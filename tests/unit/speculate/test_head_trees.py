@@ -74,6 +74,7 @@ def plain_tree(case, top_k, depth, count):
     return dict(sorted(values.items(), key=lambda pair: -pair[1])[:count])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize(("top_k", "depth", "count"), [(3, 3, 8), (2, 4, 3), (4, 2, 5), (2, 6, 14), (3, 1, 2)])
 def test_tree_is_that_of_eagle_2_with_every_path_as_a_chain(tiny_model, tmp_path, kind, top_k, depth, count):
@@ -120,6 +121,7 @@ def test_likeliest_path_of_a_sampled_request_is_what_a_chain_draws(tiny_model, t
 
 
 # Behind a cached prefix the features of one place may be the nearest known ones, which can swap two tokens.
+@pytest.mark.covering
 @needs_native
 @pytest.mark.parametrize(
     "options",

@@ -150,6 +150,7 @@ def test_a_sequence_that_has_its_drafts_writes_nothing_more_while_others_get_the
                 torch.testing.assert_close(other[1], one[1])  # the sums of torch differ in the last bits
 
 
+@pytest.mark.covering
 @needs_native
 @pytest.mark.parametrize(
     "options",

@@ -185,6 +185,7 @@ def test_records_of_trees_fall_from_the_start_on():
     assert whole.shares(whole.rates()) == pytest.approx([0.2] * 10, abs=0.02)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("record", [AcceptanceRecord, TreeRecord, WholeRecord])
 @pytest.mark.parametrize(("gain", "cost"), [(0.0, 0.1), (0.3, 0.2), (2.0, 0.02)])
 def test_a_tree_is_drafted_where_it_pays_and_nearly_never_elsewhere(record, gain, cost):

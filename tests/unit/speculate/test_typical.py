@@ -31,6 +31,7 @@ def entropy(law):
     return -sum(p * math.log(p) for p in law.tolist() if p > 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.6}, {"top_k": 4}, {"top_p": 0.7}, {"repetition_penalty": 1.4}])
 def test_law_is_what_the_sampler_draws_by(params):
     """Over many seeds, by chi-square; the penalty is on prompt tokens."""
@@ -64,6 +65,7 @@ def test_law_holds_what_a_flat_distribution_leaves_beyond_the_best_few_hundred(p
     assert torch.allclose(law[kept], logits[kept].softmax(0), atol=1e-6)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scale", [0.3, 1.0, 2.5])
 @pytest.mark.parametrize("bounds", [(0.09, 0.3), (0.3, 0.9), (0.02, 0.05)])
 def test_a_draft_is_taken_if_and_only_if_it_was_sampled_or_is_likelier_than_the_bound(scale, bounds):

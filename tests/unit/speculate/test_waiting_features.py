@@ -29,6 +29,7 @@ def known(length, memo=None):
     return SimpleNamespace(table=np.arange(8192 // 16), memo=memo, token_ids=[0] * (length + 1))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("block_size", [16, 256, 272, 512, 1024])
 @pytest.mark.parametrize("chunks", [[1000], [512, 1, *[1] * 600], [700, 324, *[3] * 400], [255] * 12], ids=len)
 def test_the_last_places_wait_from_the_start_of_a_block_on_when_the_oldest_are_forgotten(make, block_size, chunks):

@@ -92,6 +92,7 @@ def wanted_folder(wanted):
     return wanted
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_stopped_goes_on_and_ends_where_an_unbroken_one_does(tiny_model, tmp_path, clock, kind):
     whole = options(tiny_model, tmp_path, kind, out=tmp_path / "whole")
@@ -193,6 +194,7 @@ def test_text_is_read_anew_when_it_was_edited_in_place(tiny_model, tmp_path):
     assert (read_sequences(wanted, tmp_path, show_progress=False) != before).any()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_is_trained_further(tiny_model, tmp_path, kind, clock, monkeypatch):
     first = loop.train_draft(options(tiny_model, tmp_path, kind, num_sequences=16, minutes=0.05), show_progress=False)

@@ -83,7 +83,7 @@ def _most_in_flight(llm):
     return counts
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_outputs_are_those_of_one_process(size):
     one, stages = _engine(), _engine(size)
     counts = _most_in_flight(stages)
@@ -118,7 +118,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "ngram", "suffix-tree", "draft-model"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, is_adaptive):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
@@ -152,6 +152,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts", "preempted", "small-steps"))
 def test_outputs_are_those_of_one_process_with_every_option(options):
     one, stages = _engine(**options), _engine(2, **options)

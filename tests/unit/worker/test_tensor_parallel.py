@@ -98,7 +98,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "eagle3"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json")}

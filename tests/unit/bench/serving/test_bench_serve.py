@@ -211,6 +211,7 @@ def test_failing_requests_are_counted_when_the_engine_refuses_them(capsys, tmp_p
     assert "RequestError:" in out
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "argv,named",
     [

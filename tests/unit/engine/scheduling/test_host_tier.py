@@ -200,7 +200,7 @@ def live(seed, num_events=120):
 lived = functools.cache(live)
 
 
-@pytest.mark.parametrize("seed", seeds(0, 150, num_fast=50))
+@pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     lived(seed)
 

@@ -233,20 +233,23 @@ def ordinary_life(seed, num_stages):
     return live(seed, 80, num_stages)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", seeds(0, 60, num_fast=15))
+@pytest.mark.parametrize("seed", seeds(0, 36, num_fast=15))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed, num_stages):
     ordinary_life(seed, num_stages)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("seed", seeds(0, 40, num_fast=10))
+@pytest.mark.parametrize("seed", seeds(0, 24, num_fast=10))
 def test_outputs_equal_isolated_runs_with_drafts(seed, num_stages):
     live(seed, 80, num_stages, max_drafts=3)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_stages", [2, 4])
-@pytest.mark.parametrize("seed", seeds(0, 40, num_fast=10))
+@pytest.mark.parametrize("seed", seeds(0, 24, num_fast=10))
 def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, num_stages):
     live(seed, 80, num_stages, late_share=(0.1, 0.6)[seed % 2])
 
@@ -269,7 +272,7 @@ def test_random_events_reach_every_mechanism():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(30_000, 30_010))
+@pytest.mark.parametrize("seed", range(30_000, 30_004))
 def test_outputs_equal_isolated_runs_when_soaked(seed):
     for part in range(10):
         live(seed * 100 + part, 300, num_stages=1 + part % 4, max_drafts=part % 2 * 2)

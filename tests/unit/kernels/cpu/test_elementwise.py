@@ -64,6 +64,7 @@ def norm_budget(x: Tensor) -> float:
     return (x.shape[-1] / 64 + 16) * 2.0**-24
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("is_layer", [False, True], ids=["rms", "layer"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
@@ -247,6 +248,7 @@ def test_activation_keeps_relative_precision_when_its_value_is_tiny(isa: str, ki
     torch.testing.assert_close(run_activate(kind, x, None, isa).double(), want, rtol=1.5e-5, atol=1e-37)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("kind", list(ACTIVATIONS))
 @pytest.mark.parametrize("size", SIZES)
 def test_activation_is_multiplied_when_there_is_an_up_projection(isa: str, kind: str, size: int):

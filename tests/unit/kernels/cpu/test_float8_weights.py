@@ -180,6 +180,7 @@ def test_row_is_the_same_to_the_bit_when_rows_and_threads_differ(isa, is_wide, b
             assert torch.equal(run(layer, x[:m], isa, threads=threads), alone[:m]), (m, threads)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("finish", [ADD, GATE, ACTIVATE, MULTIPLY])
 @pytest.mark.parametrize("block", [0, 128])
 def test_finished_row_is_the_same_to_the_bit_and_that_of_torch(isa, is_wide, block, finish):

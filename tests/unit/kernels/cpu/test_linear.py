@@ -131,6 +131,7 @@ def assert_within(got: Tensor, want: Tensor, error: Tensor) -> None:
     assert (difference <= error).all(), f"{(difference / error).nan_to_num().max().item():.3g} times the allowed error"
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("n, k", SHAPES)
 def test_result_is_within_the_roundings_of_f64(isa, kind, n, k):
     layer = layer_of(kind, n, k)
@@ -218,6 +219,7 @@ def test_quantising_inputs_changes_each_by_at_most_half_a_step(isa, kind):
     assert_within(run(layer, x, isa), want, 0.501 * natural @ weights.abs().T + 100 * UNIT * sizes)
 
 
+@pytest.mark.covering
 def test_row_is_the_same_to_the_bit_when_rows_and_threads_differ(isa, kind):
     layer = layer_of(kind, 150, 264)
     x = make_inputs(131, 264)
@@ -227,6 +229,7 @@ def test_row_is_the_same_to_the_bit_when_rows_and_threads_differ(isa, kind):
             assert torch.equal(run(layer, x[:m], isa, threads=threads), alone[:m]), (m, threads)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("finish", [ADD, GATE, ACTIVATE, MULTIPLY])
 def test_finished_row_is_the_same_to_the_bit_when_rows_and_threads_differ(isa, kind, finish):
     layer, second = layer_of(kind, 71, 136), layer_of(kind, 71, 136, seed=1)
@@ -243,6 +246,7 @@ def finishing_inputs(m: int, k: int) -> Tensor:
     return torch.randn(m, k, generator=torch.Generator().manual_seed(m)) / k**0.5
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("m", [1, 5, 40])
 def test_add_and_multiply_join_what_is_there(isa, kind, m):
     layer, x = layer_of(kind, 35, 72), finishing_inputs(m, 72)
@@ -260,6 +264,7 @@ def activation_error(y: Tensor, error: Tensor) -> Tensor:
     return 1.2 * error + 4e-7 + 4e-6 * y.abs()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("activation", range(4), ids=["silu", "gelu", "gelu_tanh", "relu"])
 def test_activate_and_gate_are_those_of_torch(isa, kind, activation):
     layer, second = layer_of(kind, 35, 72), layer_of(kind, 35, 72, seed=1)
@@ -283,6 +288,7 @@ def clamped_gate(y: Tensor, y2: Tensor, clamp: tuple[float, float]) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(slope * gate)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("clamp", CLAMPS)
 def test_clamped_gate_is_that_of_torch(isa, kind, clamp):
     layer, second = layer_of(kind, 35, 72), layer_of(kind, 35, 72, seed=1)
@@ -341,6 +347,7 @@ def test_packed_result_is_to_the_next_layer_what_the_stored_one_is(isa, inner, f
         assert out[m // 2].isnan().all()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_best_is_the_first_largest_result(isa, kind, threads):
     layer = layer_of(kind, 333, 40)
@@ -375,6 +382,7 @@ def test_best_is_a_nan_when_there_are_several(isa, threads):
     assert set(found) <= {90, 91, 500, 999}
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("m", [5, 40])
 def test_nan_and_inf_show_in_every_result_of_their_row_alone(isa, kind, bad, m):
@@ -415,6 +423,7 @@ def unpack(layer: Layer, isa: str) -> Tensor:
     return memory[:, :k]
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("n, k", [(1, 1), (15, 9), (33, 129), (70, 300)])
 def test_unpacked_rows_are_what_was_packed(isa, kind, n, k):
     layer = layer_of(kind, n, k)

@@ -183,6 +183,7 @@ NAMES = pytest.mark.parametrize("name", SETUPS)
 EACH_ISA = pytest.mark.parametrize("isa", ISAS)
 
 
+@pytest.mark.covering
 @EACH_ISA
 @NAMES
 def test_attention_agrees_with_float64_when_decode_and_prefill_mix(name, isa):
@@ -200,6 +201,7 @@ def test_attention_agrees_with_float64_when_decode_and_prefill_mix(name, isa):
 EXTREME_SINKS = [0.0, -torch.inf, -1e30, -100.0, 1e30, 87.0, 12.5, -0.0]
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @EACH_ISA
 @pytest.mark.parametrize("cache", DTYPES)
 @pytest.mark.parametrize("window, softcap", [(0, 0.0), (37, 4.0)])
@@ -230,6 +232,7 @@ def test_a_sink_that_is_nan_spoils_its_own_head_alone(isa):
     assert same(out[:, others], expected[:, others])
 
 
+@pytest.mark.covering
 @EACH_ISA
 @NAMES
 def test_a_row_is_the_same_bits_when_alone_chunked_or_batched_on_any_threads(name, isa):
@@ -270,6 +273,7 @@ def test_long_decode_is_the_same_bits_when_cut_over_threads(isa):
         assert (outs[0].double() - reference(cache, rows, q)).abs().max() <= BUDGET[True] * 5
 
 
+@pytest.mark.covering
 @EACH_ISA
 @pytest.mark.parametrize("name", ["bf16", "f32", "i8", "dim72-window", "group3-window1", "window256-f32"])
 def test_nan_reaches_exactly_the_rows_that_see_it(name, isa):

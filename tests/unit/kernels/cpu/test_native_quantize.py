@@ -55,6 +55,7 @@ def assert_native_is_torch(weight, scheme, isa):
     assert torch.equal(codes, expected.codes)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
@@ -101,6 +102,7 @@ def test_result_is_that_of_torch_when_weights_lie_at_ends_and_between_levels(sch
     assert_native_is_torch(weight, scheme, isa)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)

@@ -75,6 +75,7 @@ def random_params(rnd, vocab_size):
     return params
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("vocab_size", [*SIZES, 30_011])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_tokens_equal_those_of_torch(monkeypatch, shape, vocab_size):
@@ -115,6 +116,7 @@ def test_tokens_equal_those_of_torch_in_a_large_vocabulary(monkeypatch, fields):
     assert found == sample(logits, rows)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("top_p", [0.02, 0.4, 0.9, 0.999])
 @pytest.mark.parametrize("sampled", ["like_others", "excluded", "lower", "higher"])
 def test_flat_nucleus_does_not_depend_on_where_the_kernel_looked_first(monkeypatch, sampled, top_p):
@@ -217,6 +219,7 @@ def test_only_the_row_is_read_and_nothing_written(isa):
         logits.fill_(math.nan)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", ["normal", "ties", "masked", "denormal", "deep", "shifted", "equal"])
 @pytest.mark.parametrize("vocab_size", [1, 16, 65, 3001])

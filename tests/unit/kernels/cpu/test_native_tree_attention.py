@@ -60,6 +60,7 @@ class Trees:
         return attend(cache, rows, q, sinks=sinks_of(self.setup), isa=self.isa), start
 
 
+@pytest.mark.covering
 @EACH_ISA
 @pytest.mark.parametrize("name", SETUPS)
 def test_rows_of_a_tree_have_the_bits_of_their_paths_run_as_chains(name, isa):
@@ -77,6 +78,7 @@ def test_rows_of_a_tree_have_the_bits_of_their_paths_run_as_chains(name, isa):
             assert same(out[rows], chain)
 
 
+@pytest.mark.covering
 @EACH_ISA
 @pytest.mark.parametrize("seed", range(6))
 def test_rows_have_the_bits_of_chains_at_any_place_of_runs_blocks_and_chunks(seed, isa):

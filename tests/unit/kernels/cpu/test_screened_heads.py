@@ -50,6 +50,7 @@ def best_of_copy(w: Tensor, x: Tensor) -> list[int]:
     return (x @ (scale * (w / scale).round()).T).argmax(1).tolist()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("n, k", [(1, 8), (15, 8), (17, 24), (333, 40), (1000, 264), (700, 1032)])
 def test_best_is_that_of_the_head_for_rows_of_every_size(isa, form, n, k, threads):

@@ -58,6 +58,7 @@ def test_every_row_comes_out_as_it_went_in(isa, kind):
             assert row.view(torch.int32).equal(w[index].float().view(torch.int32))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]), ISAS[-1]])
 def test_results_have_the_bits_of_plain_bf16_at_any_number_of_rows(isa, kind):

@@ -57,6 +57,7 @@ MASKED_LOADS = [
 ]
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize(("name", "dtype"), MASKED_LOADS, ids=[name for name, _ in MASKED_LOADS])
 @pytest.mark.parametrize("number", range(17))
 def test_masked_load_touches_nothing_else_when_memory_ends(isa: str, name: str, dtype: type, number: int):

@@ -83,6 +83,7 @@ def test_text_after_a_tool_call_opens_a_new_block():
     assert message.stop_reason == "tool_use"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("text", "options", "body"),
     [

@@ -38,6 +38,7 @@ def deltas_of(token_ids, rng, stops=()):
         yield text, ids, found is not None or at >= len(token_ids), found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("stops", [(), ("stop here",), ("girl. S", "été,  "), ("🙂🙂",)], ids=str)
 def test_pieces_join_to_the_text_and_tokens_come_in_order(seed, stops):

@@ -133,6 +133,7 @@ def check_calls(name, text, tools=TOOLS, **options):
     return message
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("parallel", [True, False], ids=["parallel", "single"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_output_is_read_as_valid_calls_when_calls_are_demanded(compiler, name, parallel):
@@ -147,6 +148,7 @@ def test_every_output_is_read_as_valid_calls_when_calls_are_demanded(compiler, n
         assert not message.content.strip(), text
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_only_the_named_tool_is_called_when_one_is_named(compiler, name):
     grammar = grammar_of(compiler, name, forced=("now",), parallel=False)
@@ -155,6 +157,7 @@ def test_only_the_named_tool_is_called_when_one_is_named(compiler, name):
         assert (call.name, json.loads(call.arguments)) == ("now", {})
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_calls_in_free_text_are_valid_when_tools_are_strict(compiler, name):
     grammar = grammar_of(compiler, name, forced=(), strict=("weather", "now"))
@@ -434,6 +437,7 @@ NESTED = {
 NOT_JSON = sorted(name for name, form in CALL_FORMS.items() if form.style != "json")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "schema", [OTHERS, ANYTHING, FORMS, STRINGS, NESTED], ids=["others", "any", "forms", "strings", "nested"]
 )
@@ -503,6 +507,7 @@ def test_what_cannot_be_written_is_refused_by_its_pointer(compiler, name, schema
         grammar_of(compiler, name, tools=(Tool("f", schema),))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "functiongemma", "deepseek_v32", "kimi_k2", "openai"])
 def test_markers_are_written_as_their_tokens_when_the_vocabulary_has_them(name):
     markers = (*markers_of(name, HARMONY if name == "openai" else None), "｜DSML｜")

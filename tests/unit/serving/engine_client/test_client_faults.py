@@ -293,6 +293,7 @@ def test_bug_in_the_client_leaves_nobody_waiting(monkeypatch):
     with_client(scenario)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model, kind, match",
     [

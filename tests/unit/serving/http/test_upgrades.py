@@ -87,6 +87,7 @@ def echoed(body):
 AT_LAST = (200, {"path": "/last"})
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", UPGRADES)
 @pytest.mark.parametrize("make", [with_length, with_chunks])
 @pytest.mark.parametrize("body", [b"{}", SMUGGLED, b" " * 200_000], ids=["small", "smuggled", "large"])

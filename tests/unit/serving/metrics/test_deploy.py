@@ -131,6 +131,7 @@ def test_dashboard_shows_every_metric_when_it_is_not_a_shape():
     assert {name.removeprefix("quire:") for name in missing} == left_out
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/ready", "/health", "/metrics"])
 @pytest.mark.parametrize("code", ["200", "400", "429", "499", "500", "502", "503", "504", "529"])
 def test_server_errors_are_neither_shed_load_nor_probes(route, code):

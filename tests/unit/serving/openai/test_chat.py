@@ -107,6 +107,7 @@ TEXTS = [
 ]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text[:15])
 def test_stream_adds_up_to_the_whole_answer_however_it_is_cut(text, seed):

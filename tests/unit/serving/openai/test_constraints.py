@@ -88,6 +88,7 @@ def test_completion_is_one_of_two_words_when_it_is_constrained(context, body):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "wanted",
     [{"regex": "[ab]{3}"}, {"choice": ["yes", "no"]}, {"choice": ["a", "b"]}, {"json": CITY}, {"regex": "[ab]{3}c{0,9}"}],
@@ -173,6 +174,7 @@ UNIQUE = {"name": "x", "schema": {"uniqueItems": True}}
 BAD_TOOLS = [TOOLS[0], {"type": "function", "function": {"name": "bad", "parameters": UNENFORCEABLE, "strict": True}}]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -252,6 +254,7 @@ def test_client_is_at_fault_when_its_constraint_turns_out_too_complex_in_the_mid
     assert (caught.value.status, caught.value.param) == (400, "guided_regex")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "parser", ["qwen3_coder", "glm45", "minimax_m2", "deepseek_v32", "pythonic", "functiongemma", "functionary_v3", "openai"]
 )
@@ -306,6 +309,7 @@ def test_schema_that_only_the_other_backend_enforces_may_come_behind_reasoning(e
     jsonschema.validate(json.loads(message["content"]), schema)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("parser", "reasoning", "fields"),
     [

@@ -66,6 +66,7 @@ def cuts(text, seed):
         yield [text[begin:end] for begin, end in zip([0, *places], [*places, len(text)], strict=True)]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("calls", CALLS.values(), ids=CALLS.keys())
 @pytest.mark.parametrize("content", ["", "I look at it first."], ids=["bare", "content"])
 @pytest.mark.parametrize("family", FAMILIES)

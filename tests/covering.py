@@ -1,0 +1,66 @@
+"""Which combinations of a test's parameters run by default: enough that each value, or each pair of values, occurs."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+
+Combination = Mapping[str, Hashable]
+
+
+def covering(rows: Sequence[Combination], strength: int = 1) -> list[int]:
+    """Return the indices of rows that together have each combination of `strength` values that any row has.
+
+    rows      values by parameter; every row has the same parameters
+    strength  1 covers each value of each parameter, 2 each pair of values of two parameters
+    Returns   indices in ascending order, chosen greedily: few, but not always the fewest
+    """
+    parts = [set(_parts(row, strength)) for row in rows]
+    missing, chosen = set().union(*parts), []
+    while missing:
+        best = max(range(len(rows)), key=lambda index: len(parts[index] & missing))
+        chosen.append(best)
+        missing -= parts[best]
+    return sorted(chosen)
+
+
+def _parts(row: Combination, strength: int) -> Iterator[tuple[tuple[str, Hashable], ...]]:
+    """Yield what a row covers; parameters that are too few for the strength count as one combination."""
+    return combinations(sorted(row.items()), min(strength, len(row)))
+
+
+def _row(item: pytest.Function) -> Combination:
+    """Return what a test's id names for each `parametrize` and fixture: callspec.indices counts the combinations instead."""
+    return {str(place): name for place, name in enumerate(item.callspec._idlist)}
+
+
+def mark_slow_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Mark as slow what the markers `covering` and `one_in` leave out of the default run; return what never runs.
+
+    covering(strength=1)  the quick combinations have each value (2: each pair of values) of the parameters
+    one_in(n)             one in n of the combinations is quick: for one long list of cases of the same kind
+    keep=False            the other combinations are not slow but left out of every run
+    What is marked as slow anyway stays so and does not count.
+    """
+    groups: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        is_marked = any(item.get_closest_marker(name) for name in ("covering", "one_in"))
+        if is_marked and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+    never = []
+    for group in groups.values():
+        marker = group[0].get_closest_marker("covering")
+        if marker is not None:
+            quick = set(covering([_row(item) for item in group], marker.kwargs.get("strength", 1)))
+        else:
+            marker = group[0].get_closest_marker("one_in")
+            assert marker is not None
+            quick = set(range(0, len(group), marker.args[0]))
+        for item in (item for index, item in enumerate(group) if index not in quick):
+            if marker.kwargs.get("keep", True):
+                item.add_marker(pytest.mark.slow)
+            else:
+                never.append(item)
+    return never
