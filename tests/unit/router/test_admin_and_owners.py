@@ -146,3 +146,19 @@ def test_foreign_host_name_is_refused():
             assert (await router.post({"model": "m"}, headers={"host": "evil.example"})).status_code == 403
 
     run(work())
+
+
+def test_client_that_goes_in_an_upload_is_not_the_backends_fault():
+    async def work():
+        async with backends(FakeBackend()) as (fake,), routing(fake) as router:
+            _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            head = b"POST /v1/files HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n"
+            writer.write(head + b"content-length: 1000\r\n\r\n" + b"x" * 500)
+            await router.until(lambda: router.backend(fake).num_in_flight == 1)
+            writer.close()
+            await router.until(lambda: router.backend(fake).num_in_flight == 0)
+            assert router.backend(fake).num_failures == 0
+            assert await router.metric("requests_total", code="499") == 1
+            assert await router.metric("backend_failures_total") == 0
+
+    run(work())
