@@ -21,6 +21,8 @@ from quire.serving.http.openapi import document
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
 
+_COMPAT = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
+
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Ready:
     return Ready(msgspec.json.encode(body), status, headers or {})
@@ -188,7 +190,6 @@ async def metrics(parts: SystemParts, call: Call) -> Answer:
 
 def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) -> tuple[Endpoint[SystemParts], ...]:
     """Return the endpoints of this module; the OpenAPI description covers `others` too."""
-    compat = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
     found = [
         Endpoint(
             method="GET",
@@ -221,7 +222,7 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
                 handler=metrics,
                 summary="Prometheus metrics",
                 tag="system",
-                query=(compat,),
+                query=(_COMPAT,),
                 success_media_type="text/plain",
             )
         )
