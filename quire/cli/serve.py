@@ -97,6 +97,20 @@ def _add_watching_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("watching")
     group.add_argument("--metrics", action=argparse.BooleanOptionalAction, default=True, help="serve /metrics")
     group.add_argument("--metric-labels", nargs="+", default=(), metavar="NAME=VALUE", help="labels of every metric")
+    group.add_argument(
+        "--kv-events-endpoint",
+        metavar="ENDPOINT",
+        help="ZeroMQ address for events of KV blocks, with their tokens, in vLLM's format: tcp://*:5557 binds, a host connects",
+    )
+    group.add_argument(
+        "--kv-events-replay-endpoint", metavar="ENDPOINT", help="where missed events are asked for: tcp://*:5558"
+    )
+    group.add_argument(
+        "--metrics-names",
+        choices=("quire", "vllm", "both"),
+        default="quire",
+        help="prefix of the metrics; vllm: the names that endpoint pickers and dashboards for vLLM read",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
     group.add_argument("--otlp-endpoint", "--otlp-traces-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
     group.add_argument(
@@ -185,6 +199,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         enable_page=args.page,
         enable_metrics=args.metrics,
         metric_labels=_read_labels(args.metric_labels),
+        metrics_names=args.metrics_names,
+        kv_events_endpoint=args.kv_events_endpoint,
+        kv_events_replay_endpoint=args.kv_events_replay_endpoint,
         strict=args.strict,
         otlp_endpoint=args.otlp_endpoint,
         log_format=args.log_format,

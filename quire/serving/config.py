@@ -93,6 +93,9 @@ class ServerConfig:
     strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
     slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
     metric_labels         names and values that every metric has beside its own
+    kv_events_endpoint    where events of KV blocks are published; None: nowhere
+    kv_events_replay_endpoint  where subscribers ask for events that they missed
+    metrics_names         prefix of the metrics: quire, vllm (what endpoint pickers read), or both
     keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
     """
 
@@ -136,6 +139,9 @@ class ServerConfig:
     slo_e2e_s: float | None = None
     otlp_endpoint: str | None = None
     log_format: str = "text"
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+    metrics_names: str = "quire"
     metric_labels: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -186,6 +192,10 @@ class ServerConfig:
                 )
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
+        if self.kv_events_endpoint is None and self.kv_events_replay_endpoint is not None:
+            raise ConfigError("kv_events_replay_endpoint needs kv_events_endpoint")
+        if self.metrics_names not in ("quire", "vllm", "both"):
+            raise ConfigError(f"metrics_names must be 'quire', 'vllm' or 'both', got {self.metrics_names!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):
             raise ConfigError("api_keys: two keys have the same name")
 

@@ -27,8 +27,9 @@ MAY_IMPORT = {
     "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
+    "router": {"base", "serving"},
     "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "model", "training", "engine", "serving", "bench"},
+    "cli": {"base", "contracts", "model", "training", "engine", "serving", "router", "bench"},
 }
 SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
 SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other
@@ -51,7 +52,7 @@ SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import 
         *("openai", "anthropic", "responses", "batch", "page"),
     },
 }
-WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "cli"}
+WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "router", "cli"}
 DATA_FOLDERS = {"demo_models"}
 
 

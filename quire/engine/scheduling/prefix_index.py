@@ -57,10 +57,12 @@ class PrefixIndex:
     """The published blocks by key and by block id; at most one block per key and one key per block.
 
     on_drop(id) is called when a published block is forgotten.
+    changes  (entry, whether it was published or dropped) in order, for who takes them away; None: they are not recorded
     """
 
     def __init__(self, on_drop: Callable[[BlockId], None] | None = None) -> None:
         self._on_drop = on_drop
+        self.changes: list[tuple[PrefixEntry, bool]] | None = None
         self._entry_by_key: dict[int, PrefixEntry] = {}
         self._entry_by_block: dict[BlockId, PrefixEntry] = {}
 
@@ -111,6 +113,8 @@ class PrefixIndex:
         entry = PrefixEntry(content, parent, block_id)
         self._entry_by_key[content.key] = entry
         self._entry_by_block[block_id] = entry
+        if self.changes is not None:
+            self.changes.append((entry, True))
         return entry
 
     def drop(self, block_id: BlockId) -> None:
@@ -119,5 +123,7 @@ class PrefixIndex:
         if entry is not None:
             del self._entry_by_key[entry.content.key]
             entry.is_live = False
+            if self.changes is not None:
+                self.changes.append((entry, False))
             if self._on_drop is not None:
                 self._on_drop(block_id)

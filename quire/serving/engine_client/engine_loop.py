@@ -11,6 +11,7 @@ from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.serving.engine_client.deltas import DeltaWriter
 from quire.serving.engine_client.framing import MessageError
+from quire.serving.engine_client.kv_events import KvEventPublisher
 from quire.serving.engine_client.messages import (
     MAX_STEP_PARTS,
     Abort,
@@ -57,8 +58,17 @@ class Port(Protocol):
 class EngineLoop:
     """Runs an engine for the server. What is wrong with one request ends that request and nothing else."""
 
-    def __init__(self, engine: LLMEngine, port: Port, has_workers: bool = False) -> None:
-        """has_workers: the engine has processes of its own, which may end while it is idle."""
+    def __init__(
+        self, engine: LLMEngine, port: Port, has_workers: bool = False, kv_events: KvEventPublisher | None = None
+    ) -> None:
+        """Take over an engine that is loaded.
+
+        has_workers  the engine has processes of its own, which may end while it is idle
+        kv_events    told which blocks the prefix cache holds, after each step; not closed here
+        """
+        self._kv_events = kv_events
+        if kv_events is not None:
+            engine.scheduler.kv.index.changes = []
         self._has_workers = has_workers
         engine.is_recording = True
         self._engine = engine
@@ -147,9 +157,17 @@ class EngineLoop:
     def _step(self) -> None:
         before = self._engine.last_step
         deltas = [self._write(output) for output in self._engine.step()]
+        if self._kv_events is not None:
+            self._publish_changes(self._kv_events)
         report = None if self._engine.last_step is before else self._report()
         if deltas or report is not None:
             self._send(deltas, report)
+
+    def _publish_changes(self, kv_events: KvEventPublisher) -> None:
+        index = self._engine.scheduler.kv.index
+        changes, index.changes = index.changes, []
+        if changes:
+            kv_events.publish(changes)
 
     def _write(self, output: EngineOutput) -> RequestDelta:
         try:

@@ -24,6 +24,7 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.serving.engine_client.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
+from quire.serving.engine_client.kv_events import KvEventOptions
 from quire.serving.engine_client.messages import FromEngine, Start
 from quire.serving.engine_client.process import write_start
 
@@ -50,6 +51,7 @@ class EngineProcess:
         log_level: str = "INFO",
         log_format: str = "text",
         environment: Mapping[str, str] | None = None,
+        kv_events: KvEventOptions | None = None,
     ) -> None:
         """environment: variables in addition to those of this process."""
         self._on_frame = on_frame
@@ -70,6 +72,7 @@ class EngineProcess:
                 config=dataclasses.asdict(config),
                 log_level=log_level,
                 log_format=log_format,
+                kv_events=kv_events,
             )
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
             variables = {**environment_with_quire(), **(environment or {})}

@@ -45,7 +45,12 @@ class EngineFleet:
         self._replicas = tuple(
             make_client(
                 setup.config,
-                dataclasses.replace(options, environment={**options.environment, **setup.environment}, name=f"replica {index}"),
+                dataclasses.replace(
+                    options,
+                    environment={**options.environment, **setup.environment},
+                    name=f"replica {index}",
+                    kv_events=None if options.kv_events is None else options.kv_events.of_replica(index),
+                ),
             )
             for index, setup in enumerate(setups)
         )

@@ -22,6 +22,7 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.serving.engine_client.kv_events import KvEventOptions
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
@@ -45,6 +46,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     parent_pid  the process whose end is the engine's too
     config      fields of EngineConfig
     log_format  of ServerConfig
+    kv_events   where events of KV blocks are published; None: nowhere
     """
 
     address: str
@@ -53,6 +55,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     config: dict[str, Any]
     log_level: str = "INFO"
     log_format: str = "text"
+    kv_events: KvEventOptions | None = None
     protocol_version: int = PROTOCOL_VERSION
 
 

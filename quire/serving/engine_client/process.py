@@ -20,6 +20,7 @@ from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
 from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.engine_client.engine_loop import EngineLoop
+from quire.serving.engine_client.kv_events import KvEventPublisher
 from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, Hello, Ready, Start
 from quire.serving.engine_client.port import EnginePort, PeerGoneError
 from quire.serving.log_format import setup_log_format
@@ -97,17 +98,24 @@ def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:
 def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEngine]) -> int:
     began_s = time.monotonic()
     engine: LLMEngine | None = None
+    kv_events: KvEventPublisher | None = None
     try:
         if start.protocol_version != PROTOCOL_VERSION:
             raise ConfigError(f"the server speaks version {start.protocol_version} of the link, the engine {PROTOCOL_VERSION}")
         engine = load(EngineConfig(**start.config))
+        if start.kv_events is not None:
+            if not engine.scheduler.config.enable_prefix_caching:
+                raise ConfigError("kv_events_endpoint needs enable_prefix_caching: without it no block is ever found again")
+            kv_events = KvEventPublisher(start.kv_events, engine.scheduler.kv.block_size)
         port.send(Ready(describe_engine(engine, time.monotonic() - began_s)))
-        EngineLoop(engine, port, has_workers=engine.config.parallel.world_size > 1).run()
+        EngineLoop(engine, port, has_workers=engine.config.parallel.world_size > 1, kv_events=kv_events).run()
         return 0
     except PeerGoneError:
         raise
     except Exception as error:
-        is_config = engine is None and isinstance(error, _CONFIG_ERRORS)
+        is_config = (engine is None or (start.kv_events is not None and kv_events is None)) and isinstance(
+            error, _CONFIG_ERRORS
+        )
         if is_config:
             logger.debug("%s", error)  # meant for the user: the server says it
         else:
@@ -115,6 +123,8 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
         port.send(Failed(type(error).__name__, str(error), is_config))
         return EXIT_FAILED
     finally:
+        if kv_events is not None:
+            kv_events.close()
         if engine is not None:
             engine.close()
 

@@ -19,6 +19,7 @@ from quire.contracts.config import EngineConfig
 from quire.serving.config import ServerConfig
 from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess
 from quire.serving.engine_client.framing import Received
+from quire.serving.engine_client.kv_events import KvEventOptions
 from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, FromEngine, Hello, Ready, Stop
 from quire.serving.engine_client.watchdog import RestartPolicy, Watchdog
 from quire.serving.public_error import show_error
@@ -45,6 +46,7 @@ class LinkOptions:
     log_level       of the process, which logs to standard error
     log_format      likewise, of ServerConfig
     environment     variables that the process gets in addition
+    kv_events       where the process publishes events of KV blocks; None: nowhere
     name            of the engine in the log, where there are several
     """
 
@@ -61,6 +63,7 @@ class LinkOptions:
     log_level: str = "INFO"
     log_format: str = "text"
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    kv_events: KvEventOptions | None = None
     name: str = "the engine"
 
     @classmethod
@@ -74,6 +77,7 @@ class LinkOptions:
             max_restarts=config.max_restarts,
             restart_window_s=config.restart_window_s,
             log_format=config.log_format,
+            kv_events=KvEventOptions.of(config.kv_events_endpoint, config.kv_events_replay_endpoint),
         )
 
 
@@ -186,7 +190,13 @@ class Supervisor:
         try:
             options = self._options
             engine = EngineProcess(
-                self._config, self._on_frame, options.command, options.log_level, options.log_format, options.environment
+                self._config,
+                self._on_frame,
+                options.command,
+                options.log_level,
+                options.log_format,
+                options.environment,
+                options.kv_events,
             )
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)

@@ -21,6 +21,8 @@ from quire.serving.http.openapi import document
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
 
+_COMPAT = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
+
 
 def _json(body: object, status: int = 200, headers: dict[str, str] | None = None) -> Ready:
     return Ready(msgspec.json.encode(body), status, headers or {})
@@ -64,6 +66,37 @@ class Version(msgspec.Struct):
     """Of quire."""
 
     version: str
+
+
+class ReplicaLoad(msgspec.Struct):
+    """How full one engine is. kv_blocks_free: those that hold a reusable prefix among them."""
+
+    replica: int
+    engine: str
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+
+
+class Load(msgspec.Struct):
+    """How full the server is, for routers. A sum over its engines, but for block_size.
+
+    server_load   running and waiting requests together: the name that vLLM has for it
+    running       sequences that the engines compute
+    waiting       requests in the server's queue and in the engines'
+    block_size    tokens of a KV block
+    max_num_seqs  that run at once
+    """
+
+    server_load: int
+    running: int
+    waiting: int
+    kv_blocks_free: int
+    kv_blocks_total: int
+    block_size: int
+    max_num_seqs: int
+    replicas: list[ReplicaLoad]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +153,27 @@ async def ready(parts: SystemParts, call: Call) -> Answer:
     return _json(Readiness("not ready", reason), 503, {"retry-after": "1"})
 
 
+async def load(parts: SystemParts, call: Call) -> Answer:
+    """How full the server is."""
+    found, num_waiting = parts.metrics.occupancy()
+    num_running = sum(one.num_running for one in found)
+    replicas = [
+        ReplicaLoad(number, client.state, one.num_running, one.num_waiting, one.num_free_blocks, one.num_blocks)
+        for number, (client, one) in enumerate(zip(parts.client.replicas, found, strict=True))
+    ]
+    body = Load(
+        server_load=num_running + num_waiting,
+        running=num_running,
+        waiting=num_waiting,
+        kv_blocks_free=sum(one.num_free_blocks for one in found),
+        kv_blocks_total=sum(one.num_blocks for one in found),
+        block_size=max(one.block_size for one in found),
+        max_num_seqs=sum(one.max_num_seqs for one in found),
+        replicas=replicas,
+    )
+    return _json(body)
+
+
 async def version(parts: SystemParts, call: Call) -> Answer:
     """The version of quire."""
     return _json(Version(quire.__version__))
@@ -136,7 +190,6 @@ async def metrics(parts: SystemParts, call: Call) -> Answer:
 
 def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) -> tuple[Endpoint[SystemParts], ...]:
     """Return the endpoints of this module; the OpenAPI description covers `others` too."""
-    compat = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
     found = [
         Endpoint(
             method="GET",
@@ -158,6 +211,7 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
             other_answers={503: Readiness},
             is_open=True,
         ),
+        Endpoint(method="GET", path="/load", handler=load, summary="How full the server is", tag="system", answer=Load),
         Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
     ]
     if is_metrics_enabled:
@@ -168,7 +222,7 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
                 handler=metrics,
                 summary="Prometheus metrics",
                 tag="system",
-                query=(compat,),
+                query=(_COMPAT,),
                 success_media_type="text/plain",
             )
         )

@@ -28,6 +28,18 @@ class EngineSource:
         return GaugeSources(lambda: _finite(self.heartbeat_age_s()), load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineOccupancy:
+    """How full an engine is. num_free_blocks: those that hold a reusable prefix among them; zeros before it is loaded."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    block_size: int = 0
+    max_num_seqs: int = 0
+
+
 class EngineMetrics:
     """Counts what an engine reports.
 
@@ -92,6 +104,15 @@ class EngineMetrics:
         if is_idle:
             self.num_waiting = 0
             defined.kv_usage.labels(*self._labels).set(0)
+
+    def occupancy(self) -> EngineOccupancy:
+        """Return how full the engine is, as the gauges have it."""
+        defined, info = self._defined, self._info
+        num_running = int(defined.running.labels(*self._labels).value)
+        if info is None:
+            return EngineOccupancy(num_running, self.num_waiting)
+        num_free = round((1 - defined.kv_usage.labels(*self._labels).value) * info.num_kv_blocks)
+        return EngineOccupancy(num_running, self.num_waiting, num_free, info.num_kv_blocks, info.block_size, info.max_num_seqs)
 
     def write_restarts(self) -> None:
         """Note how often the engine was started again."""

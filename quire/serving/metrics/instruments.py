@@ -120,6 +120,11 @@ class Gauge(_Family[Cell]):
         super().__init__(name, text, constant, labels, Cell)
         self.reads = tuple(reads)
 
+    def clear(self) -> None:
+        """Forget all cells: what they stood for may no longer be there."""
+        self.cells.clear()
+        self._by_values.clear()
+
     def only(self, *values: str, num_fixed: int = 0) -> None:
         """Set the cell of these label values to 1, and all others with the same first num_fixed values to 0."""
         fixed = (*self._constant, *values[:num_fixed])

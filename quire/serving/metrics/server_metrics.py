@@ -16,7 +16,7 @@ from quire.serving.errors import BODY_ROOM_CODE, OVERLOADED_STATUS, ApiError
 from quire.serving.interfaces import AbortReason, Job
 from quire.serving.metrics.definitions import PREFIX, Definitions
 from quire.serving.metrics.engine_load import EngineLoad
-from quire.serving.metrics.engine_metrics import EngineMetrics, EngineSource
+from quire.serving.metrics.engine_metrics import EngineMetrics, EngineOccupancy, EngineSource
 from quire.serving.metrics.instruments import InstrumentCollector
 from quire.serving.metrics.request_record import RequestRecord
 
@@ -43,6 +43,7 @@ _BY_STATUS = {
     401: "unauthorized", 403: "unauthorized", 404: "not_found", 405: "not_found", 408: "deadline", 413: "too_large",
     429: "rate_limited", 431: "too_large", 503: "unavailable", 504: "deadline", OVERLOADED_STATUS: "overloaded",
 }  # fmt: skip
+_CACHE_CONFIG = re.compile(rb"(?m)^vllm:cache_config_info\{.*$")
 _LINE_START = re.compile(rb"(?m)^(# HELP |# TYPE )?" + PREFIX.encode())
 
 
@@ -297,13 +298,29 @@ class ServerMetrics:
         """Take in how late the event loop was."""
         self.defined.loop_lag.labels().observe(max(seconds, 0.0))
 
+    def occupancy(self) -> tuple[list[EngineOccupancy], int]:
+        """Return how full each engine is, and how many requests wait: in the server's queue and in the engines'."""
+        self._collect()
+        return [engine.occupancy() for engine in self.engines], int(self.defined.waiting.labels().value)
+
     def render(self, compat: str | None = None) -> tuple[bytes, str]:
-        """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other."""
+        """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other.
+
+        Without compat the names are those of --metrics-names.
+        """
         if compat not in (None, "vllm"):
             raise ApiError(400, "compat must be 'vllm' or left out", code="invalid_value", param="compat")
+        self._collect()
+        names = compat or self._config.metrics_names
+        text = generate_latest(self.registry)
+        if names == "quire":
+            return text, CONTENT_TYPE_LATEST
+        renamed = _LINE_START.sub(rb"\1vllm:", text)
+        renamed = _CACHE_CONFIG.sub(lambda line: line[0].replace(b"num_kv_blocks=", b"num_gpu_blocks="), renamed)
+        return (text + renamed if names == "both" else renamed), CONTENT_TYPE_LATEST
+
+    def _collect(self) -> None:
         for engine in self.engines:
             engine.write_restarts()
         for hook in self.on_collect:
             hook()
-        text = generate_latest(self.registry)
-        return (text if compat is None else _LINE_START.sub(rb"\1" + compat.encode() + b":", text)), CONTENT_TYPE_LATEST

@@ -8,7 +8,8 @@ import pytest
 
 from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
-from quire.serving.http.system import health
+from quire.serving.http.system import health, load
+from quire.serving.metrics.engine_metrics import EngineOccupancy
 from tests.unit.serving.http.shell import endpoint, exchange, running
 from tests.unit.serving.http.test_shell import parse
 
@@ -70,3 +71,30 @@ def test_health_lists_the_replicas_and_is_well_while_one_is_ready():
     ]
     _, _, body = asyncio.run(go(KEYS))
     assert all("error" not in row for row in json.loads(body)["replicas"])
+
+
+def test_load_sums_the_replicas_and_lists_them():
+    found = [EngineOccupancy(2, 1, 40, 100, 16, 8), EngineOccupancy(3, 0, 60, 100, 16, 8)]
+
+    async def go():
+        async with running([endpoint("/load", load, method="GET")]) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(state="ready"), SimpleNamespace(state="restarting")))
+            context.metrics = SimpleNamespace(occupancy=lambda: (found, 4))
+            return parse(await exchange(port, b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+
+    status, _, body = asyncio.run(go())
+    assert status == 200
+    body = json.loads(body)
+    assert [(one["replica"], one["engine"], one["running"], one["waiting"]) for one in body.pop("replicas")] == [
+        (0, "ready", 2, 1),
+        (1, "restarting", 3, 0),
+    ]
+    assert body == {
+        "server_load": 9,
+        "running": 5,
+        "waiting": 4,
+        "kv_blocks_free": 100,
+        "kv_blocks_total": 200,
+        "block_size": 16,
+        "max_num_seqs": 16,
+    }

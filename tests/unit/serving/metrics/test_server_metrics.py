@@ -19,7 +19,7 @@ from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_
 from quire.serving.http.lifecycle import watch_loop
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
 from quire.serving.metrics.engine_load import EngineLoad, step_work
-from quire.serving.metrics.engine_metrics import EngineSource
+from quire.serving.metrics.engine_metrics import EngineOccupancy, EngineSource
 from quire.serving.metrics.instruments import MAX_LABEL_VALUES, Counter, Histogram
 from quire.serving.metrics.server_metrics import ServerMetrics
 from tests.unit.serving.request_queue.virtual_engine import VirtualLoop, make_info, make_job
@@ -394,6 +394,38 @@ def test_prefix_alone_changes_when_rendered_for_other_dashboards():
     assert 'note="quire:x"' in other
     with pytest.raises(ApiError, match="compat"):
         metrics.render("x")
+
+
+def test_metrics_names_choose_the_prefix_and_the_labels_of_the_cache():
+    texts = {}
+    for names in ("quire", "vllm", "both"):
+        metrics, _ = make_metrics(metrics_names=names)
+        metrics.engine_ready(make_info(num_kv_blocks=100))
+        metrics.step(StepOutputs([], report(free=25)))
+        texts[names] = metrics.render()[0].decode()
+    assert "vllm:" not in texts["quire"]
+    assert "quire:" not in texts["vllm"]
+    assert texts["both"] == texts["quire"] + texts["vllm"]
+    assert len(list(text_string_to_metric_families(texts["both"]))) == 2 * len(
+        list(text_string_to_metric_families(texts["quire"]))
+    )
+    values = samples(metrics, "vllm")
+    assert values[("vllm:num_requests_running",)] == 3
+    assert values[("vllm:kv_cache_usage_perc",)] == 0.75
+    assert ("vllm:num_requests_waiting",) in values
+    (shape,) = [dict(key[1:]) for key in values if key[0] == "vllm:cache_config_info"]
+    assert (shape["block_size"], shape["num_gpu_blocks"]) == ("16", "100")
+    with pytest.raises(ConfigError, match="metrics_names must be 'quire', 'vllm' or 'both', got 'x'"):
+        make_metrics(metrics_names="x")
+
+
+def test_occupancy_is_that_of_the_gauges():
+    metrics, _ = make_metrics()
+    assert metrics.occupancy() == ([EngineOccupancy()], 0)
+    metrics.engine_ready(make_info(num_kv_blocks=100))
+    metrics.step(StepOutputs([], report(free=25)))
+    (found,), _ = metrics.occupancy()
+    assert (found.num_running, found.num_waiting, found.num_free_blocks, found.num_blocks) == (3, 2, 25, 100)
 
 
 def test_registries_are_apart_when_there_are_two_servers():

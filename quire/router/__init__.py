@@ -1,0 +1,1 @@
+"""The router: one address in front of several OpenAI-compatible servers."""

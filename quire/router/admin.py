@@ -1,0 +1,105 @@
+"""AdminApi: backends are listed, added, drained and removed while the router runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.router.backend import Backend, BackendTable
+from quire.router.config import parse_backend
+from quire.router.health import HealthMonitor
+from quire.router.incoming import Incoming
+from quire.serving.errors import ApiError, invalid
+
+PATH = "/router/backends"
+_MAX_BODY_BYTES = 64 << 10
+_ACTIONS = ("drain", "resume")
+
+
+class NewBackend(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /router/backends`."""
+
+    url: str
+
+
+class AdminApi:
+    """The routes below /router/backends, for those who have the admin key.
+
+    GET /router/backends                   all backends with their state and load
+    POST /router/backends {"url"}          add one; it gets requests once it answers
+    DELETE /router/backends/NAME           take one out; what runs there goes on
+    POST /router/backends/NAME/drain       send no new requests there; /resume: send them again
+    """
+
+    def __init__(self, table: BackendTable, monitor: HealthMonitor) -> None:
+        self._table = table
+        self._monitor = monitor
+
+    async def answer(self, incoming: Incoming) -> tuple[int, object]:
+        """Return the status and the body of an answer. Raises ApiError."""
+        name, _, action = incoming.path.removeprefix(PATH).strip("/").partition("/")
+        method = incoming.method
+        if not name:
+            if method == "GET":
+                return 200, {"backends": [describe(backend) for backend in self._table]}
+            if method == "POST":
+                return 201, describe(await self._add(incoming))
+            raise self._wrong_method(method)
+        backend = self._table.get(name)
+        if backend is None:
+            known = ", ".join(one.name for one in self._table) or "none"
+            raise ApiError(404, f"there is no backend {name[:100]!r}; there are: {known}", code="not_found")
+        if not action and method == "GET":
+            return 200, describe(backend)
+        if not action and method == "DELETE":
+            self._monitor.unwatch(name)
+            self._table.remove(name)
+            return 200, describe(backend)
+        if action in _ACTIONS and method == "POST":
+            backend.is_draining = action == "drain"
+            return 200, describe(backend)
+        if action and action not in _ACTIONS:
+            raise ApiError(404, f"a backend can be sent {' and '.join(_ACTIONS)}, got {action[:50]!r}", code="not_found")
+        raise self._wrong_method(method)
+
+    async def _add(self, incoming: Incoming) -> Backend:
+        body = await incoming.read_body(_MAX_BODY_BYTES)
+        try:
+            url = msgspec.json.decode(body, type=NewBackend).url
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise invalid(f'the body must be {{"url": "http://host:port"}}: {error}', code="invalid_json") from None
+        try:
+            address = parse_backend(url)
+        except ConfigError as error:
+            raise invalid(str(error), "url") from None
+        try:
+            backend = self._table.add(address)
+        except ConfigError as error:
+            raise ApiError(409, str(error), code="backend_exists", param="url") from None
+        self._monitor.watch(backend)
+        return backend
+
+    @staticmethod
+    def _wrong_method(method: str) -> ApiError:
+        return ApiError(405, f"{method[:20]} is not allowed here", code="method_not_allowed")
+
+
+def describe(backend: Backend) -> dict[str, Any]:
+    """Return what the admin API says of a backend."""
+    load = backend.load
+    return {
+        "name": backend.name,
+        "url": backend.address.url,
+        "state": backend.state,
+        "is_draining": backend.is_draining,
+        "error": backend.error,
+        "models": list(backend.models),
+        "num_in_flight": backend.num_in_flight,
+        "num_others": backend.num_others,
+        "num_queued_tokens": backend.num_queued_tokens,
+        "num_prefix_chunks": len(backend.prefixes),
+        "ms_per_prompt_token": None if backend.s_per_token is None else round(backend.s_per_token * 1000, 4),
+        "load": None if load is None else msgspec.to_builtins(load),
+    }

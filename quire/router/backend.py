@@ -1,0 +1,236 @@
+"""Backend: one server behind the router, and what the router knows of its state and load. BackendTable: all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from quire.base.errors import ConfigError
+from quire.router.config import BackendAddress, RouterConfig
+from quire.router.prefix_index import PrefixIndex
+from quire.router.upstream import Upstream
+
+State = Literal["starting", "ready", "unhealthy"]
+STATES: tuple[State, ...] = ("starting", "ready", "unhealthy")
+WILDCARD = "*"
+_FIRST_S_PER_TOKEN = 0.0005
+_LEARNING_RATE = 0.1
+_MAX_PAUSE_S = 30.0
+_RECOVERY_S = 10.0
+"""For so long a backend that came back gets less: its caches are empty, and it may fail again."""
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What `GET /load` of quire says; other servers leave most of it out.
+
+    running, waiting       requests
+    kv_blocks_free         of kv_blocks_total, each of block_size tokens
+    max_num_seqs           that run at once
+    """
+
+    running: int | None = None
+    waiting: int | None = None
+    kv_blocks_free: int | None = None
+    kv_blocks_total: int | None = None
+    block_size: int | None = None
+    max_num_seqs: int | None = None
+
+    @property
+    def kv_usage(self) -> float:
+        """Return the share of KV blocks in use; 0 where unknown."""
+        if not self.kv_blocks_total or self.kv_blocks_free is None:
+            return 0.0
+        return 1 - self.kv_blocks_free / self.kv_blocks_total
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One request at a backend. num_prompt_tokens: that it has to compute, as predicted; 0 after the first byte."""
+
+    num_prompt_tokens: int
+    num_tokens_ahead: int
+    started_s: float
+    is_streaming: bool
+    has_answered: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Backend:
+    """One server. Only the event loop's thread touches it.
+
+    error               why it is not ready; None while it is
+    models              as its /v1/models lists them, {id: entry}; empty until it was asked
+    load                its last report, None where it has none
+    num_others          requests that other clients have there, by the last report
+    s_per_token         seconds that a prompt token takes, as learned from streams
+    request_s           mean duration of a request; None until one has ended
+    retry_at_s          it is left out until then, after failures of requests
+    """
+
+    address: BackendAddress
+    upstream: Upstream
+    prefixes: PrefixIndex
+    clock: Callable[[], float] = time.monotonic
+    state: State = "starting"
+    error: str | None = None
+    is_draining: bool = False
+    models: dict[str, dict[str, Any]] = field(default_factory=dict)
+    load: LoadReport | None = None
+    num_others: int = 0
+    s_per_token: float | None = None
+    request_s: float | None = None
+    retry_at_s: float = 0.0
+    recovered_s: float = float("-inf")
+    num_failures: int = 0
+    num_probe_failures: int = 0
+    flights: set[Flight] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        return self.address.name
+
+    def serves(self, model: str | None) -> bool:
+        """Return whether it lists a model; None for any."""
+        return model is None or model in self.models or WILDCARD in self.models
+
+    @property
+    def is_available(self) -> bool:
+        """Whether it is sent new requests."""
+        return self.state == "ready" and not self.is_draining and self.clock() >= self.retry_at_s
+
+    @property
+    def is_recovering(self) -> bool:
+        """Whether it came back a moment ago."""
+        return self.clock() - self.recovered_s < _RECOVERY_S
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests of this router that it has."""
+        return len(self.flights)
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that it has still to compute, as predicted."""
+        return sum([flight.num_prompt_tokens for flight in self.flights])
+
+    def begin(self, num_prompt_tokens: int, is_streaming: bool) -> Flight:
+        """Note that a request is sent."""
+        flight = Flight(num_prompt_tokens, self.num_queued_tokens, self.clock(), is_streaming)
+        self.flights.add(flight)
+        return flight
+
+    def first_byte(self, flight: Flight, *, is_good: bool) -> float:
+        """Note the first byte of an answer's body; return the seconds it took. Streams teach what a token costs."""
+        took_s = self.clock() - flight.started_s
+        if flight.is_streaming and is_good:
+            sample = took_s / max(flight.num_prompt_tokens + flight.num_tokens_ahead, 1)
+            self.s_per_token = sample if self.s_per_token is None else _mean(self.s_per_token, sample)
+        flight.num_prompt_tokens = 0
+        flight.has_answered = True
+        return took_s
+
+    def end(self, flight: Flight, *, is_good: bool) -> None:
+        """Note that a request has ended; only one that was answered whole says how long requests take."""
+        self.flights.discard(flight)
+        if is_good:
+            took_s = self.clock() - flight.started_s
+            self.request_s = took_s if self.request_s is None else _mean(self.request_s, took_s)
+
+    def note_failure(self, error: str, *, is_refused: bool) -> None:
+        """Note a request that failed. A refused connection takes the backend out until it answers a question again."""
+        self.num_failures += 1
+        if is_refused:
+            self.mark_unhealthy(error)
+        elif self.num_failures >= 2:
+            self.error = error
+            self.retry_at_s = self.clock() + min(0.5 * 2.0**self.num_failures, _MAX_PAUSE_S)
+
+    def note_success(self) -> None:
+        """Note a request that was answered."""
+        self.num_failures = 0
+        self.retry_at_s = 0.0
+
+    def mark_ready(self) -> bool:
+        """Note that it takes requests; return whether that is news."""
+        was, self.state, self.error = self.state, "ready", None
+        self.num_probe_failures = 0
+        if was == "unhealthy":
+            self.prefixes.clear()
+            self.recovered_s = self.clock()
+        return was != "ready"
+
+    def mark_unhealthy(self, error: str) -> bool:
+        """Note that it takes none; return whether that is news."""
+        was, self.state, self.error = self.state, "unhealthy", error
+        self.load, self.num_others = None, 0
+        self.upstream.close_idle()
+        return was != "unhealthy"
+
+    def take_load(self, load: LoadReport | None) -> None:
+        """Take in a report; what this router has in flight there is not counted twice."""
+        self.load = load
+        if load is None:
+            self.num_others = 0
+            return
+        self.num_others = max((load.running or 0) + (load.waiting or 0) - self.num_in_flight, 0)
+
+
+def _mean(old: float, new: float) -> float:
+    return old + _LEARNING_RATE * (new - old)
+
+
+class BackendTable:
+    """All backends in the order in which they were added, and those that were removed while requests run there."""
+
+    def __init__(self, config: RouterConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+        self._backends: dict[str, Backend] = {}
+        for address in config.backends:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Backend]:
+        return iter(list(self._backends.values()))
+
+    def __len__(self) -> int:
+        return len(self._backends)
+
+    def get(self, name: str) -> Backend | None:
+        """Return the backend of a name."""
+        return self._backends.get(name)
+
+    def add(self, address: BackendAddress) -> Backend:
+        """Add a backend; it gets requests once it answers. Raises ConfigError where it is there already."""
+        if address.name in self._backends:
+            raise ConfigError(f"the backend {address.name} is there already")
+        config = self._config
+        upstream = Upstream(address, config.connect_timeout_s)
+        backend = Backend(address, upstream, PrefixIndex(config.max_prefix_chunks), self._clock)
+        self._backends[address.name] = backend
+        return backend
+
+    def remove(self, name: str) -> Backend | None:
+        """Take a backend out; its running requests go on. None where there is none of that name."""
+        backend = self._backends.pop(name, None)
+        if backend is not None:
+            backend.is_draining = True
+            backend.upstream.close()
+        return backend
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        """Return the models of all backends, each with the entry of the first that lists it."""
+        found: dict[str, dict[str, Any]] = {}
+        for backend in self._backends.values():
+            for name, entry in backend.models.items():
+                found.setdefault(name, entry)
+        found.pop(WILDCARD, None)
+        return found
+
+    def s_per_token(self) -> float:
+        """Return what a prompt token costs on a backend that has not shown it yet."""
+        known = [backend.s_per_token for backend in self._backends.values() if backend.s_per_token is not None]
+        return sum(known) / len(known) if known else _FIRST_S_PER_TOKEN

@@ -1,0 +1,74 @@
+"""RouterMetrics: what the router counts, in Prometheus' text format."""
+
+from __future__ import annotations
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from quire.router.backend import STATES, BackendTable
+from quire.serving.metrics.instruments import Counter, Gauge, Histogram, InstrumentCollector
+
+PREFIX = "quire_router:"
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 160, 640)
+
+
+class RouterMetrics:
+    """The instruments of one router. No label is a text that a client wrote."""
+
+    def __init__(self, table: BackendTable) -> None:
+        self._table = table
+        none: dict[str, str] = {}
+        self.requests = Counter(
+            PREFIX + "requests",
+            "Answers by status; 499: the client had gone. backend: whose answer it was, none for the router's own.",
+            none,
+            ("backend", "code"),
+        )
+        self.chosen = Counter(
+            PREFIX + "chosen",
+            "Choices of a backend by what decided: prefix, load, sticky, only, turn or owner.",
+            none,
+            ("reason",),
+        )
+        self.retries = Counter(PREFIX + "retries", "Requests that were sent to another backend.", none, ("backend",))
+        self.retries_denied = Counter(PREFIX + "retries_denied", "Retries that the retry budget did not allow.", none)
+        self.failures = Counter(PREFIX + "backend_failures", "Requests that a backend failed.", none, ("backend",))
+        self.broken = Counter(
+            PREFIX + "broken_answers", "Answers that ended early because their backend did.", none, ("backend",)
+        )
+        self.ttft = Histogram(
+            PREFIX + "time_to_first_byte_seconds", "From the arrival to the first byte of the body.", none, _SECONDS
+        )
+        self.predicted = Histogram(
+            PREFIX + "predicted_time_to_first_token_seconds", "What the policy predicted at the choice.", none, _SECONDS
+        )
+        self.overhead = Histogram(
+            PREFIX + "choice_seconds", "From the whole body to the request being sent: the router's own part.", none, _SECONDS
+        )
+        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens sent, about.", none)
+        self.cached_tokens = Counter(PREFIX + "predicted_cached_tokens", "Of these, predicted to be cached.", none)
+        self.state = Gauge(PREFIX + "backend_state", "1 for the state of a backend.", none, ("backend", "state"))
+        self.in_flight = Gauge(PREFIX + "backend_in_flight", "Requests of this router at a backend.", none, ("backend",))
+        self.queued = Gauge(
+            PREFIX + "backend_queued_prompt_tokens",
+            "Prompt tokens a backend has still to compute, predicted.",
+            none,
+            ("backend",),
+        )
+        self.chunks = Gauge(PREFIX + "prefix_chunks", "Entries of the prefix index of a backend.", none, ("backend",))
+        self._of_backends = (self.state, self.in_flight, self.queued, self.chunks)
+        found = [value for value in vars(self).values() if isinstance(value, Counter | Gauge | Histogram)]
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(InstrumentCollector(found))
+
+    def render(self) -> tuple[bytes, str]:
+        """Return the exposition and its content type."""
+        for gauge in self._of_backends:
+            gauge.clear()
+        for backend in self._table:
+            for state in STATES:
+                self.state.labels(backend.name, state).set(float(backend.state == state and not backend.is_draining))
+            self.state.labels(backend.name, "draining").set(float(backend.is_draining))
+            self.in_flight.labels(backend.name).set(backend.num_in_flight)
+            self.queued.labels(backend.name).set(backend.num_queued_tokens)
+            self.chunks.labels(backend.name).set(len(backend.prefixes))
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST

@@ -1,0 +1,114 @@
+"""ParsedBody: what the router reads in the body of a request: the model, and the start of the prompt in chunks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quire.serving.errors import invalid
+
+MAX_CHUNKS = 4096
+"""Of one prompt that are looked up; what is longer differs seldom only after them."""
+_BYTES_PER_TOKEN = 4
+"""Of text, about; only the proportions between predictions matter."""
+_PREFIX_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input", "query", "documents", "text_1", "text_2")
+"""Fields of the prompt, in the order in which chat templates write them: what differs later shares what stands before it."""
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The prompt of a request, as far as the choice of a backend needs it.
+
+    num_bytes     of the fields that make the prompt
+    keys          one for each whole chunk, which depends on all chunks before it, too
+    affinity      requests with the same one are kept together where nothing else decides
+    token_ids     the prompt, where the client sent tokens; None for text
+    """
+
+    num_bytes: int
+    keys: tuple[int, ...]
+    affinity: bytes
+    chunk_tokens: int
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return about how many tokens it has."""
+        return len(self.token_ids) if self.token_ids is not None else self.num_bytes // _BYTES_PER_TOKEN + 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedBody:
+    """A JSON body, decoded no further than needed.
+
+    fields  the values as the bytes that came
+    """
+
+    fields: dict[str, msgspec.Raw]
+    model: str | None
+    is_streaming: bool
+
+    def with_model(self, model: str) -> bytes:
+        """Return the body as bytes with another model; everything else stays byte for byte."""
+        return msgspec.json.encode({**self.fields, "model": model})
+
+    def text_of(self, name: str) -> str | None:
+        """Return a field that is a string; None for anything else."""
+        return _value(self.fields, name, str)
+
+    def prompt(self, chunk_bytes: int, salt: bytes) -> Prompt:
+        """Return the prompt in chunks.
+
+        salt  separates prompts that no backend lets share a prefix cache: those of other models and keys
+        """
+        parts = [name.encode() + bytes(self.fields[name]) for name in _PREFIX_FIELDS if name in self.fields]
+        data = b"\0".join(parts)
+        tail = min(len(data) // chunk_bytes, MAX_CHUNKS) * chunk_bytes
+        keys: list[int] = []
+        key = hashlib.blake2b(salt, digest_size=16).digest()
+        for begin in range(0, tail, chunk_bytes):
+            key = hashlib.blake2b(data[begin : begin + chunk_bytes], digest_size=16, key=key).digest()
+            keys.append(int.from_bytes(key, "big"))
+        named = self.text_of("prompt_cache_key") or self.text_of("user")
+        affinity = b"named" + named.encode() if named else data[: 4 * chunk_bytes]
+        return Prompt(len(data), tuple(keys), salt + affinity, max(chunk_bytes // _BYTES_PER_TOKEN, 1), self._token_ids())
+
+    def _token_ids(self) -> tuple[int, ...] | None:
+        found = _value(self.fields, "prompt", list[int])
+        return None if found is None else tuple(found)
+
+
+def parse_body(body: bytes) -> ParsedBody:
+    """Return what a body says. Raises ApiError 400 for what is no JSON object, and for a model that is no string."""
+    try:
+        fields = _decode_fields(body)
+    except msgspec.DecodeError as error:
+        kind = "is not a JSON object" if isinstance(error, msgspec.ValidationError) else "is not valid JSON"
+        raise invalid(f"the body {kind}: {error}", code="invalid_json") from None
+    except UnicodeDecodeError:
+        raise invalid("the body is not valid JSON: it is not UTF-8", code="invalid_json") from None
+    model = fields.get("model")
+    if model is not None and bytes(model) != b"null":
+        name = _value(fields, "model", str)
+        if not name:
+            raise invalid(
+                f"model must be a string that is not empty, got {bytes(model)[:100].decode(errors='replace')}", "model"
+            )
+    else:
+        name = None
+    return ParsedBody(fields, name, bool(_value(fields, "stream", bool)))
+
+
+def _value(fields: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:
+    """Return a field of the given type; None where it is absent, or something else, which is the backend's to refuse."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    try:
+        return msgspec.json.decode(raw, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
