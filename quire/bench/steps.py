@@ -57,7 +57,7 @@ def design_cases(max_num_seqs: int, max_model_len: int, num_kv_tokens: int, num_
     longest = min(max_model_len, num_kv_tokens) - num_decode_steps
     if longest < 1:
         raise ConfigError(
-            f"--decode-steps must be below the tokens of a sequence ({min(max_model_len, num_kv_tokens)}), got {num_decode_steps}"
+            f"--decode-steps must be below the {longest + num_decode_steps} tokens of a sequence, got {num_decode_steps}"
         )
     grid = itertools.product(_NUM_SEQUENCES, _CONTEXTS)
     wanted = [*grid, *((1, chunk) for chunk in _CHUNKS), (1, longest)]

@@ -24,7 +24,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = kinds.add_parser("serve", **options.PARSER, help="load on a server of the OpenAI API: latencies and goodput")
     _add_target(parser)
     _add_dataset(parser)
-    _add_arrivals(parser)
+    add_arrivals(parser)
     _add_report(parser)
     parser.add_argument("--in-process", action="store_true", help="through an engine of this process; --model is loaded")
     options.add_engine_options(parser)
@@ -74,7 +74,8 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-warmups", type=int, default=0, help="requests before the run that are not counted")
 
 
-def _add_arrivals(parser: argparse.ArgumentParser) -> None:
+def add_arrivals(parser: argparse.ArgumentParser) -> None:
+    """Add when requests arrive, which `read_arrivals` reads."""
     group = parser.add_argument_group("arrivals")
     group.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
     group.add_argument("--max-concurrency", type=int, help="requests under way at most; without a rate this is a closed loop")
@@ -124,7 +125,6 @@ def run_serve(args: argparse.Namespace) -> int:
 
 
 def _serve_options(args: argparse.Namespace) -> Any:
-    from quire.bench.serving.arrivals import Arrivals
     from quire.bench.serving.metrics import Goals
     from quire.bench.serving.serve import ServeOptions
 
@@ -149,12 +149,10 @@ def _serve_options(args: argparse.Namespace) -> Any:
         server_lag=args.server_lag,
         beside=args.beside,
         dataset=_dataset(args),
-        arrivals=Arrivals(
-            args.request_rate, args.arrival, args.burstiness, args.burst_size, args.max_concurrency, args.trace_speed
-        ),
+        arrivals=read_arrivals(args),
         goals=Goals.parse(args.goodput),
-        percentile_metrics=_names(args.percentile_metrics),
-        percentiles=_percentiles(args.metric_percentiles),
+        percentile_metrics=metric_names(args.percentile_metrics),
+        percentiles=read_percentiles(args.metric_percentiles),
         has_progress=args.progress,
         engine=_engine(args) if args.in_process else None,
     )
@@ -251,7 +249,15 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     return body
 
 
-def _names(text: str) -> tuple[str, ...]:
+def read_arrivals(args: argparse.Namespace) -> Any:
+    """Return the Arrivals of the options. Raises ConfigError."""
+    from quire.bench.serving.arrivals import Arrivals
+
+    return Arrivals(args.request_rate, args.arrival, args.burstiness, args.burst_size, args.max_concurrency, args.trace_speed)
+
+
+def metric_names(text: str) -> tuple[str, ...]:
+    """Return the metrics of --percentile-metrics. Raises ConfigError."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     allowed = (*_METRICS, *_QUEUE_METRICS)
     wrong = [name for name in names if name not in allowed]
@@ -260,7 +266,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _percentiles(text: str) -> tuple[float, ...]:
+def read_percentiles(text: str) -> tuple[float, ...]:
+    """Return the percentiles of --metric-percentiles. Raises ConfigError."""
     try:
         found = tuple(float(item) for item in text.split(","))
     except ValueError:

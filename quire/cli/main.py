@@ -23,8 +23,10 @@ from quire.cli import (
     chat,
     generate,
     inspect,
+    plan,
     quantize,
     serve,
+    simulate,
     train_draft,
     tune,
 )
@@ -52,7 +54,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, tune, bench):
+    for module in (
+        *(serve, generate, chat, batch, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree, train_draft),
+        *(tune, bench),
+    ):
         module.add_parser(commands)
     return parser
 

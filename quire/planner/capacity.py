@@ -123,9 +123,7 @@ class Replica:
         extra_s = (full_s - plain_s) / len(spans)
         return plain_s + extra_s * num_chunks
 
-    def _first_token_s(
-        self, decoding: list[tuple[int, int]], lengths: Lengths, hit_share: float, step_s: float
-    ) -> float:
+    def _first_token_s(self, decoding: list[tuple[int, int]], lengths: Lengths, hit_share: float, step_s: float) -> float:
         """Return the time to the first token of a prompt of p95 length: half a step, then its chunks next to the batch."""
         others = decoding[1:]
         room = max(1, self.limits.max_num_batched_tokens - len(others))

@@ -135,9 +135,7 @@ def divide_memory(
     kv = max(0, room - states)
     per_block = max(1.0, shape.kv_bytes_per_token(kv_format) * limits.block_size / num_devices)
     missing = max(0, states + round(per_block) - room)
-    return DeviceMemory(
-        hardware.memory_bytes, usable, weights, activations, runtime, kv, int(kv // per_block), missing
-    )
+    return DeviceMemory(hardware.memory_bytes, usable, weights, activations, runtime, kv, int(kv // per_block), missing)
 
 
 def users_that_fit(num_kv_blocks: int, block_size: int, num_tokens: int, num_shared_tokens: int = 0) -> int:

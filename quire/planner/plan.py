@@ -206,7 +206,9 @@ def _plan_layout(question: Question, layout: Layout) -> LayoutPlan:
         problem = "no sequence of the mean length fits in the KV pool"
     elif by_objective == 0:
         one = replica.operate(1, lengths, question.hit_share)
-        problem = f"one request alone has TTFT {one.ttft_s * 1e3:.0f} ms and TPOT {one.step_s * 1e3:.1f} ms: over the objectives"
+        problem = (
+            f"one request alone has TTFT {one.ttft_s * 1e3:.0f} ms and TPOT {one.step_s * 1e3:.1f} ms: over the objectives"
+        )
     operation = None if problem else replica.operate(by_objective, lengths, question.hit_share)
     cost = needed = None
     if operation is not None:

@@ -15,7 +15,7 @@ from quire.planner.hardware import Hardware
 from quire.planner.model_shape import ModelShape
 
 FEATURES = ("constant", "sequences", "tokens", "attended_tokens", "bytes", "operations", "roofline")
-"""Of a step, in the order of `features`. roofline: the larger of bytes and operations, each over the machine's measured rate."""
+"""Of a step, in the order of `features`. roofline: the larger of bytes and operations, each over its measured rate."""
 
 _MIN_STEPS = 12
 _REGION_EDGES = (2, 8, 32, 128, 512)
@@ -239,7 +239,12 @@ class MeasuredStep:
 
 
 def fit_steps(
-    steps: Sequence[MeasuredStep], shape: ModelShape, precision: str, kv_format: str, rates: MachineRates, request_s: float = 0.0
+    steps: Sequence[MeasuredStep],
+    shape: ModelShape,
+    precision: str,
+    kv_format: str,
+    rates: MachineRates,
+    request_s: float = 0.0,
 ) -> FittedTime:
     """Return the fit of measured steps, which minimises relative errors. Raises ConfigError for too few steps."""
     usable = [step for step in steps if step.duration_s > 0 and step.work.num_tokens > 0]

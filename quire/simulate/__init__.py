@@ -1,1 +1,1 @@
-"""The simulator: load through routing, admission and the real scheduler, with a step-time model and a virtual clock. No torch."""
+"""The simulator: load through routing and the real scheduler, with modelled step times on a virtual clock. No torch."""

@@ -111,7 +111,5 @@ def _trace_rows(dataset: Dataset) -> list[SimulatedRequest]:
     for index, row in enumerate(trace.rows):
         length = dataset.scaled_input(row.num_input_tokens)
         shared = row.hash_ids[: -(-length // block)] if block else ()
-        rows.append(
-            SimulatedRequest(index, row.time_s, length, dataset.scaled_output(row.num_output_tokens), shared, block)
-        )
+        rows.append(SimulatedRequest(index, row.time_s, length, dataset.scaled_output(row.num_output_tokens), shared, block))
     return rows
