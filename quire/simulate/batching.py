@@ -49,6 +49,7 @@ class BatchQueue:
         self._batching = batching
         self._waiting: deque[tuple[float, SimulatedRequest]] = deque()
         self.is_closed = False  # no further request comes: what is left is the last batch
+        self.is_flushed = False  # the next batch starts even if it is incomplete
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -65,9 +66,10 @@ class BatchQueue:
             return self._pop(len(self._waiting))
         if not is_idle:
             return []
-        is_due = self.is_closed or len(self._waiting) >= self._batching.batch_size
+        is_due = self.is_closed or self.is_flushed or len(self._waiting) >= self._batching.batch_size
         deadline = self.deadline_s
         if is_due or (deadline is not None and now >= deadline):
+            self.is_flushed = False
             return self._pop(min(len(self._waiting), self._batching.batch_size))
         return []
 

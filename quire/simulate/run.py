@@ -33,7 +33,7 @@ from quire.simulate.replica import SimulatedReplica, make_request
 from quire.simulate.routing import Router, make_router, requests_by_replica
 from quire.simulate.workload import SimulatedLoad, SimulatedRequest, make_load
 
-_Event = tuple[float, int, Literal["due", "enter", "step", "deadline"], int]
+_Event = tuple[float, int, Literal["due", "enter", "step", "begin"], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +163,7 @@ class _Loop:
         self._held: deque[SimulatedRequest] = deque()  # by max_concurrency, in the client
         self._num_in_flight = 0
         self._num_left = len(load.requests)  # that have not reached a replica
+        self._is_closed = False
         self._numbers = count()
         self._events: list[_Event] = []
 
@@ -170,12 +171,13 @@ class _Loop:
         """Handle all events."""
         for request in self._load.requests:
             self._push(request.due_s, "due", request.index)
-        handlers = {"due": self._on_due, "enter": self._on_enter, "step": self._on_step, "deadline": self._begin}
-        while self._events:
+        handlers = {"due": self._on_due, "enter": self._on_enter, "step": self._on_step, "begin": self._begin}
+        now = 0.0
+        while self._events or self._start_incomplete(now):
             now, _, kind, index = heapq.heappop(self._events)
             handlers[kind](index, now)
 
-    def _push(self, at_s: float, kind: Literal["due", "enter", "step", "deadline"], index: int) -> None:
+    def _push(self, at_s: float, kind: Literal["due", "enter", "step", "begin"], index: int) -> None:
         heapq.heappush(self._events, (at_s, next(self._numbers), kind, index))
 
     def _on_due(self, index: int, now: float) -> None:
@@ -219,7 +221,8 @@ class _Loop:
         replica.requests[request.request_id] = request
         replica.queue.add(simulated, now)
         self._close_queues(now)
-        self._begin(chosen, now)
+        if not replica.is_running:
+            self._push(now, "begin", chosen)  # after all that come at this moment
 
     def _leave(self, now: float) -> None:
         """Take note that a request has ended."""
@@ -229,12 +232,21 @@ class _Loop:
         self._close_queues(now)
 
     def _close_queues(self, now: float) -> None:
-        """Let incomplete batches start where no further request comes before one of them ends."""
-        is_over = self._num_left == 0 or (bool(self._held) and not any(one.is_running for one in self.replicas))
+        """Let incomplete batches start once no further request comes."""
+        if self._num_left > 0 or self._is_closed:
+            return
+        self._is_closed = True
         for index, replica in enumerate(self.replicas):
-            if is_over and not replica.queue.is_closed:
-                replica.queue.is_closed = self._num_left == 0
-                self._push(now, "deadline", index)
+            replica.queue.is_closed = True
+            self._push(now, "begin", index)
+
+    def _start_incomplete(self, now: float) -> bool:
+        """Let incomplete batches start where nothing else happens: the client waits for them. Return whether there were any."""
+        waiting = [index for index, replica in enumerate(self.replicas) if len(replica.queue)]
+        for index in waiting:
+            self.replicas[index].queue.is_flushed = True
+            self._push(now, "begin", index)
+        return bool(waiting)
 
     def _begin(self, index: int, now: float) -> None:
         """Start a step of a replica, if none is under way and there is something to compute."""
@@ -247,7 +259,7 @@ class _Loop:
             return
         deadline_s = replica.queue.deadline_s
         if deadline_s is not None and deadline_s > now:
-            self._push(deadline_s, "deadline", index)
+            self._push(deadline_s, "begin", index)
 
     def _on_step(self, index: int, now: float) -> None:
         self.last_s = max(self.last_s, now)
