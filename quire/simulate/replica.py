@@ -48,9 +48,9 @@ class SimulatedReplica:
         return self._running is not None
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that do not run yet."""
-        return len(self.queue) + self.scheduler.num_waiting
+    def num_unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self.queue) + self.scheduler.num_waiting + self.scheduler.num_running
 
     def begin(self, now: float) -> float | None:
         """Start the next step; return when it ends, or None where there is nothing to compute."""

@@ -43,7 +43,8 @@ class SimulateOptions:
     times        step times of one replica
     windows      of the model's attention
     machine      what the times are of, for the report
-    max_waiting  requests that may wait at a replica; more are rejected with 503, as a full server does. None: no limit
+    max_waiting  requests that may wait at a replica in addition to max_num_seqs that run; more are rejected with 503, as a
+                 full server does. None: no limit
     """
 
     model: str
@@ -210,7 +211,7 @@ class _Loop:
         chosen = self._router.choose(request)
         replica = self.replicas[chosen]
         most = self._options.max_waiting
-        if most is not None and replica.num_waiting >= most and replica.is_running:
+        if most is not None and replica.num_unfinished >= self._options.scheduler.max_num_seqs + most:
             self._router.end(request, chosen)
             record.outcome, record.status, record.end_s = "rejected", 503, now
             self._leave(now)
