@@ -90,8 +90,8 @@ class StepTime(Protocol):
         """Return the expected time."""
         ...
 
-    def draw_s(self, work: StepWork, rng: random.Random) -> float:
-        """Return a time with the spread of real steps, where that is known."""
+    def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
+        """Return a factor on the expected time, with the spread of real steps; 1 where that is not known."""
         ...
 
 
@@ -126,8 +126,8 @@ class RooflineTime:
         fixed_s = reached.step_s + layer_s * self.shape.num_layers + reached.sequence_s * work.num_sequences
         return fixed_s + linear_s + attention_s + self._transfer_s(work)
 
-    def draw_s(self, work: StepWork, rng: random.Random) -> float:
-        return self.mean_s(work)
+    def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
+        return 1.0
 
     def _transfer_s(self, work: StepWork) -> float:
         """Return the time of moving activations between devices."""
@@ -217,9 +217,9 @@ class FittedTime:
         values = features(work, self.shape, self.precision, self.kv_format, self.rates)
         return sum(factor * value for factor, value in zip(self.coefficients, values, strict=True))
 
-    def draw_s(self, work: StepWork, rng: random.Random) -> float:
+    def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
         found = self.residuals.get(region_of(work), ())
-        return self.mean_s(work) * (rng.choice(found) if len(found) >= _MIN_RESIDUALS else 1.0)
+        return rng.choice(found) if len(found) >= _MIN_RESIDUALS else 1.0
 
     def describe(self) -> str:
         """Return the fit for people."""

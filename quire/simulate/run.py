@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 import platform
 import random
 import time
@@ -254,7 +255,7 @@ class _Loop:
         replica = self.replicas[index]
         if replica.is_running:
             return
-        end_s = replica.begin(now)
+        end_s = replica.begin(now, self._horizon_s())
         if end_s is not None:
             self._push(end_s, "step", index)
             return
@@ -262,13 +263,24 @@ class _Loop:
         if deadline_s is not None and deadline_s > now:
             self._push(deadline_s, "begin", index)
 
+    def _horizon_s(self) -> float:
+        """Return until when nothing comes to any replica: the next arrival, or any event where ends let others in."""
+        if self._options.arrivals.max_concurrency is not None:
+            return self._events[0][0] if self._events else math.inf
+        next_one = len(self._load.requests) - self._num_left
+        if next_one == len(self._load.requests):
+            return math.inf
+        return self._load.requests[next_one].due_s + self._options.times.request_s
+
     def _on_step(self, index: int, now: float) -> None:
         self.last_s = max(self.last_s, now)
-        for update in self.replicas[index].end(now):
-            self._take(update, index, now)
+        updates, ends_s = self.replicas[index].end(now)
+        for update in updates:
+            self._take(update, index, ends_s)
         self._begin(index, now)
 
-    def _take(self, update: SequenceUpdate, replica: int, now: float) -> None:
+    def _take(self, update: SequenceUpdate, replica: int, ends_s: list[float]) -> None:
+        now = ends_s[-1]
         index = int(update.request_id)
         record = self.records[index]
         if update.new_token_ids:
@@ -276,8 +288,8 @@ class _Loop:
                 record.first_choice_s = now
                 record.usage_prompt_tokens = record.num_prompt_tokens
             record.last_choice_s = now
-            record.content_s.append(now)
-            record.num_events += 1
+            record.content_s.extend(ends_s)
+            record.num_events += len(ends_s)
             self._router.note_output(self._requests[index], len(update.new_token_ids))
         if update.finish_reason is None:
             return

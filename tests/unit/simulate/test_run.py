@@ -1,5 +1,6 @@
 """The simulation against times that can be worked out by hand, and what has to hold for any load."""
 
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.metrics import Goals, metric_values
 from quire.bench.serving.workload import Dataset
 from quire.contracts.config import SchedulerConfig
+from quire.engine.scheduling import Scheduler
 from quire.planner.step_time import StepWork
 from quire.simulate.batching import Batching
 from quire.simulate.run import SimulateOptions, simulate
@@ -27,8 +29,8 @@ class PlainTime:
     def mean_s(self, work: StepWork) -> float:
         return self.step_s + self.token_s * work.num_tokens
 
-    def draw_s(self, work: StepWork, rng: random.Random) -> float:
-        return self.mean_s(work)
+    def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
+        return 1.0
 
 
 def make_options(**changes) -> SimulateOptions:
@@ -235,3 +237,33 @@ def test_wrong_batching_is_refused(arguments, message):
 def test_batch_larger_than_the_scheduler_allows_is_refused():
     with pytest.raises(ConfigError, match=r"--batch-size must be at most max_num_seqs \(8\), got 9"):
         make_options(batching=Batching("static", 9))
+
+
+@pytest.mark.parametrize("concurrency", [None, 12])
+@pytest.mark.parametrize("batching", ["continuous", "dynamic"])
+@pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "prefix"])
+def test_runs_of_decode_steps_change_nothing(monkeypatch, routing, batching, concurrency):
+    rate = math.inf if concurrency else 12.0
+    options = make_options(
+        num_replicas=2,
+        routing=routing,
+        batching=Batching(batching, 4, 0.05),
+        times=PlainTime(request_s=0.003),
+        dataset=Dataset(num_prompts=80, input_len=40, output_len=60, range_ratio=0.9, prefix_len=32),
+        arrivals=Arrivals(request_rate=rate, max_concurrency=concurrency),
+        scheduler={"enable_prefix_caching": True, "num_kv_blocks": 400, "max_num_batched_tokens": 256},
+    )
+    at_once = simulate(options)
+    num_commits = []
+    commit = Scheduler.commit
+    monkeypatch.setattr(Scheduler, "commit", lambda *args: (num_commits.append(1), commit(*args))[1])
+    again = simulate(options)
+    assert len(num_commits) < 0.8 * again.num_steps  # there are runs at all
+    monkeypatch.setattr("quire.simulate.replica._MAX_DECODE_RUN", 1)
+    one_by_one = simulate(options)
+    assert one_by_one.num_steps == at_once.num_steps
+    assert one_by_one.num_requests == at_once.num_requests
+    for left, right in zip(at_once.report.result.records, one_by_one.report.result.records, strict=True):
+        assert list(left.content_s) == pytest.approx(list(right.content_s))
+        assert left.end_s == pytest.approx(right.end_s)
+        assert left.usage_cached_tokens == right.usage_cached_tokens
