@@ -107,7 +107,7 @@ class SimulatedReplica:
     def _num_drafts(self, plan: StepPlan) -> int:
         """Return how many decode steps may follow the first: as many as every sequence has slots for."""
         slots = plan.num_draft_slots
-        if not slots or len(slots) < len(plan.num_scheduled_tokens) or self.scheduler.num_waiting or len(self.queue):
+        if not slots or len(slots) < len(plan.num_scheduled_tokens) or self.scheduler.num_waiting:
             return 0
         return min(slots.values())
 
@@ -150,7 +150,7 @@ class SimulatedReplica:
     def _num_requested(self, num_sequences: int) -> int:
         """Return how many steps of a run to ask for: none where others wait, or where blocks are short."""
         scheduler = self.scheduler
-        if scheduler.num_waiting or len(self.queue):
+        if scheduler.num_waiting:
             return 0
         config = scheduler.config
         blocks_each = 2 + _MAX_DECODE_RUN // config.block_size

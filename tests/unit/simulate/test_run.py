@@ -258,7 +258,7 @@ def test_runs_of_decode_steps_change_nothing(monkeypatch, routing, batching, con
     commit = Scheduler.commit
     monkeypatch.setattr(Scheduler, "commit", lambda *args: (num_commits.append(1), commit(*args))[1])
     again = simulate(options)
-    assert len(num_commits) < 0.8 * again.num_steps  # there are runs at all
+    assert len(num_commits) < (1.0 if concurrency else 0.8) * again.num_steps  # there are runs at all
     monkeypatch.setattr("quire.simulate.replica._MAX_DECODE_RUN", 1)
     one_by_one = simulate(options)
     assert one_by_one.num_steps == at_once.num_steps
