@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -27,6 +28,8 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     add_arrivals(parser)
     _add_report(parser)
     parser.add_argument("--in-process", action="store_true", help="through an engine of this process; --model is loaded")
+    sweep = "a run for each value, concurrency:1,4,16 or rate:0.5,1,2; tokens/s per user against tokens/s"
+    parser.add_argument("--sweep", metavar="KIND:VALUES", help=sweep)
     options.add_engine_options(parser)
     options.add_common_options(parser)
     parser.set_defaults(run=run_serve)
@@ -106,6 +109,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from quire.bench.serving.serve import run_serve as run
 
     wanted = _serve_options(args)
+    if args.sweep is not None:
+        return _run_sweep(args, wanted)
     for option, path in (("--output-json", args.output_json), ("--html-report", args.html_report)):
         check_output(path, option)
     if args.save_result:
@@ -122,6 +127,37 @@ def run_serve(args: argparse.Namespace) -> int:
     if report.result.is_interrupted:
         return 130
     return 0 if any(record.outcome == "ok" for record in report.result.records) else 1
+
+
+def _run_sweep(args: argparse.Namespace, wanted: Any) -> int:
+    """Measure the runs of --sweep, print a table, and write what was asked for."""
+    from quire.bench.serving.html_report import render_sweep
+    from quire.bench.serving.serve import run_serve as run
+    from quire.bench.serving.sweep import Sweep, run_sweep
+
+    sweep = Sweep.parse(args.sweep)
+    for name in ("save_result", "save_detailed", "beside"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} must be left out with --sweep: it is for one run")
+    if args.dataset_name == "custom":
+        raise ConfigError("--dataset-name must be random or trace with --sweep, got 'custom': its prompts would be cached")
+    sweep.check(wanted.arrivals)
+    for option, path in (("--output-json", args.output_json), ("--html-report", args.html_report)):
+        check_output(path, option)
+
+    def run_one(arrivals: Any, number: int) -> Any:
+        dataset = dataclasses.replace(wanted.dataset, seed=wanted.dataset.seed + number)
+        return run(dataclasses.replace(wanted, arrivals=arrivals, dataset=dataset))
+
+    result = run_sweep(sweep, wanted.arrivals, run_one)
+    print(result.describe())
+    if args.output_json is not None:
+        args.output_json.write_text(result.to_json() + "\n", encoding="utf-8")
+    if args.html_report is not None:
+        args.html_report.write_text(render_sweep(result), encoding="utf-8")
+    if result.is_interrupted:
+        return 130
+    return 0 if any(point.requests_per_minute > 0 for point in result.points()) else 1
 
 
 def _serve_options(args: argparse.Namespace) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     group.add_argument("--batch-delay-ms", type=float, default=100.0, help="of dynamic batching: the wait for a full batch")
     planning_options.add_load_options(parser)
     add_arrivals(parser)
+    parser.add_argument(
+        "--sweep", metavar="KIND:VALUES", help="a simulation for each value, concurrency:1,4,16 or rate:0.5,1,2"
+    )
     group = parser.add_argument_group("report")
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits like ttft:200 tpot:50 e2el:5000")
     group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="what the table shows; the JSON has all")
@@ -52,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
         check_output(path, option)
     if args.save_detailed and args.output_json is None:
         raise ConfigError("--save-detailed needs --output-json")
-    outcome = simulate(_options(args))
+    wanted = _options(args)
+    if args.sweep is not None:
+        return _run_sweep(args, wanted)
+    outcome = simulate(wanted)
     print(outcome.describe())
     if args.output_json is not None:
         figures = json.loads(outcome.report.to_json(args.save_detailed)) | {"simulation": outcome.extra()}
@@ -62,6 +69,27 @@ def run(args: argparse.Namespace) -> int:
 
         args.html_report.write_text(render_html(outcome.report), encoding="utf-8")
     return 0 if any(record.outcome == "ok" for record in outcome.report.result.records) else 1
+
+
+def _run_sweep(args: argparse.Namespace, wanted: Any) -> int:
+    """Simulate the runs of --sweep, print a table, and write what was asked for."""
+    from quire.bench.serving.html_report import render_sweep
+    from quire.bench.serving.sweep import Sweep, run_sweep
+    from quire.simulate.run import simulate
+
+    if args.save_detailed:
+        raise ConfigError("--save-detailed must be left out with --sweep: it is for one run")
+
+    def run_one(arrivals: Any, number: int) -> Any:
+        return simulate(dataclasses.replace(wanted, arrivals=arrivals)).report
+
+    result = run_sweep(Sweep.parse(args.sweep), wanted.arrivals, run_one)
+    print(f"{result.describe()}\nSimulated, not measured: {wanted.machine}.")
+    if args.output_json is not None:
+        args.output_json.write_text(result.to_json() + "\n", encoding="utf-8")
+    if args.html_report is not None:
+        args.html_report.write_text(render_sweep(result), encoding="utf-8")
+    return 0 if any(point.requests_per_minute > 0 for point in result.points()) else 1
 
 
 def _options(args: argparse.Namespace) -> Any:

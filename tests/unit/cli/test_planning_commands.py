@@ -145,3 +145,28 @@ def test_measurement_of_another_model_or_format_is_refused(steps_record, tiny_mo
 def test_simulate_refuses_devices_that_do_not_divide_the_heads(llama_8b, capsys):
     wrong = ["simulate", llama_8b, "--hardware", "h100", "--tensor-parallel-size", "3"]
     assert "--tensor-parallel-size must divide the 8 KV heads" in refused(wrong, capsys)
+
+
+def test_simulated_sweep_prints_a_row_for_each_rate(llama_8b, tmp_path, capsys):
+    path, page = tmp_path / "sweep.json", tmp_path / "sweep.html"
+    arguments = ["simulate", llama_8b, "--hardware", "h200", "--num-prompts", "20", "--output-len", "20", "--sweep", "rate:1,8"]
+    assert main([*arguments, "--output-json", str(path), "--html-report", str(page)]) == 0
+    assert "tok/s/user" in capsys.readouterr().out
+    assert [point["value"] for point in json.loads(path.read_text())["points"]] == [1, 8]
+    assert "<svg" in page.read_text()
+
+
+def test_sweep_of_a_server_refuses_what_is_for_one_run(capsys):
+    arguments = ["bench", "serve", "--sweep", "rate:1,2"]
+    assert "--save-result must be left out with --sweep" in refused([*arguments, "--save-result"], capsys)
+    assert "--request-rate must be left out with --sweep" in refused([*arguments, "--request-rate", "2"], capsys)
+    assert "--sweep takes concurrency" in refused(["bench", "serve", "--sweep", "x"], capsys)
+
+
+@pytest.mark.slow
+def test_sweep_of_an_engine_in_process(tiny_model, tmp_path, capsys):
+    path = tmp_path / "sweep.json"
+    arguments = ["bench", "serve", "--in-process", "--model", str(tiny_model), "--num-threads", "1", "--device", "cpu"]
+    lengths = ["--random-input-len", "20", "--random-output-len", "10", "--num-prompts", "6", "--no-progress"]
+    assert main([*arguments, *lengths, "--sweep", "concurrency:1,3", "--ignore-eos", "--output-json", str(path)]) == 0
+    assert [run["completed"] for run in json.loads(path.read_text())["runs"]] == [6, 6]
