@@ -26,6 +26,8 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hardware", help=f"a device of the table, whose figures are not measured: {devices}")
     group.add_argument("--measured", type=Path, metavar="RECORD", help="a record of `quire bench steps`, in place of the table")
     group.add_argument("--memory-gb", type=float, help="memory of a device in 1e9 bytes; the table's, if not given")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    group.add_argument("--dtype", default="auto", choices=dtypes, help="of weights and activations; auto: the checkpoint's")
     group.add_argument("--quantization", default="auto", help="of the weights: auto (the checkpoint's), int8, int4, fp8")
     group.add_argument("--kv-cache-dtype", default="auto", help="format of the KV cache: auto (the model's), int8, fp8, ...")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time; 128, if not given")
@@ -97,6 +99,7 @@ def read_machine(args: argparse.Namespace) -> tuple[Hardware, StepsRecord | None
         return with_memory(find_hardware(args.hardware), args.memory_gb), None
     record = StepsRecord.read(args.measured)
     for option, wanted, has in (
+        ("--dtype", args.dtype, record.shape.dtype),
         ("--quantization", args.quantization, record.precision),
         ("--kv-cache-dtype", args.kv_cache_dtype, record.kv_format),
     ):
@@ -117,7 +120,7 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
     from quire.engine.inspect import inspect_model, weight_bytes_by_precision
     from quire.planner.model_shape import ModelShape
 
-    report = inspect_model(EngineConfig(model=model, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
+    report = inspect_model(EngineConfig(model=model, dtype=args.dtype, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
     shape = ModelShape.of(model, report, weight_bytes_by_precision(report, is_gpu=hardware.kind == "gpu"))
     return shape, shape.check_precision(args.quantization), check_kv_format(shape, args.kv_cache_dtype)
 
