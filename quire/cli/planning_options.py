@@ -121,7 +121,10 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
     from quire.planner.model_shape import ModelShape
 
     report = inspect_model(EngineConfig(model=model, dtype=args.dtype, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
-    shape = ModelShape.of(model, report, weight_bytes_by_precision(report, is_gpu=hardware.kind == "gpu"))
+    is_gpu = hardware.kind == "gpu"
+    weight_bytes = weight_bytes_by_precision(report, is_gpu)
+    copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - weight_bytes[report.spec.dtype])
+    shape = ModelShape.of(model, report, weight_bytes, copy_bytes)
     return shape, shape.check_precision(args.quantization), check_kv_format(shape, args.kv_cache_dtype)
 
 

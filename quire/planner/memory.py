@@ -15,6 +15,11 @@ from quire.planner.model_shape import KV_FORMATS, ModelShape
 GPU_RUNTIME_BYTES = 10**9
 """CUDA context, compiled kernels and recorded steps: an assumption."""
 
+CPU_RUNTIME_BYTES = 40 << 20
+"""Arrays of a step are rounded up to huge pages."""
+
+_MAX_PROMPT_LOGITS = 1 << 24
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -114,12 +119,16 @@ def check_kv_format(shape: ModelShape, kv_format: str) -> str:
 
 
 def activation_bytes(shape: ModelShape, limits: Limits) -> int:
-    """Estimate the peak of one step: the widest layer's tensors and six residuals per token, and logits in f32, twice."""
+    """Estimate the peak of one step: a layer's tensors and six residuals per token, logits in f32, twice, and those of prompts.
+
+    The last are of prompt tokens whose log probabilities are asked for; the engine computes them in parts of a limited size.
+    """
     width = 4 if shape.dtype == "float32" else 2
     per_layer = shape.num_active_body / max(1, shape.num_layers) / shape.hidden_size
     vocab_size = shape.num_head / shape.hidden_size
     per_token = (per_layer + 6 * shape.hidden_size) * width
-    return round(limits.max_num_batched_tokens * per_token + limits.max_num_seqs * vocab_size * 8)
+    prompt_logits = min(limits.max_num_batched_tokens * vocab_size, _MAX_PROMPT_LOGITS) * 12
+    return round(limits.max_num_batched_tokens * per_token + limits.max_num_seqs * vocab_size * 8 + prompt_logits)
 
 
 def divide_memory(
@@ -127,9 +136,10 @@ def divide_memory(
 ) -> DeviceMemory:
     """Return how the memory of each device of a replica is divided; weights, activations and KV are shared evenly."""
     usable = int(hardware.memory_bytes * limits.memory_share)
-    weights = -(-shape.weight_bytes[precision] // num_devices)
+    copies = shape.copy_bytes if precision == shape.dtype else 0
+    weights = -(-(shape.weight_bytes[precision] + copies) // num_devices)
     activations = -(-activation_bytes(shape, limits) // num_devices)
-    runtime = GPU_RUNTIME_BYTES if hardware.kind == "gpu" else 0
+    runtime = GPU_RUNTIME_BYTES if hardware.kind == "gpu" else CPU_RUNTIME_BYTES
     room = usable - weights - activations - runtime
     states = limits.max_num_seqs * shape.state_bytes // num_devices
     kv = max(0, room - states)

@@ -68,6 +68,7 @@ class ModelShape:
     num_head           weights of the output head
     weight_bytes       bytes of all weights by precision ("bfloat16", "int8", "int4", "fp8", ...)
     state_bytes        recurrent state of one sequence; 0: there is none
+    copy_bytes         copies of weights that are held in addition where they are not quantised: of the output head, on a CPU
     """
 
     name: str
@@ -83,9 +84,10 @@ class ModelShape:
     attention: tuple[AttentionGroup, ...]
     experts: tuple[ExpertGroup, ...] = ()
     state_bytes: int = 0
+    copy_bytes: int = 0
 
     @classmethod
-    def of(cls, name: str, report: ModelReport, weight_bytes: Mapping[str, int]) -> ModelShape:
+    def of(cls, name: str, report: ModelReport, weight_bytes: Mapping[str, int], copy_bytes: int = 0) -> ModelShape:
         """Return the shape of an inspected model; weight_bytes: of all weights, by precision."""
         spec = report.spec
         head = spec.vocab_size * spec.hidden_size
@@ -104,6 +106,7 @@ class ModelShape:
             attention=_attention_groups(spec),
             experts=_expert_groups(report),
             state_bytes=report.memory.kv.bytes_per_state,
+            copy_bytes=copy_bytes,
         )
 
     @classmethod
