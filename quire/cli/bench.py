@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli import bench_overhead, bench_parallel, bench_serve, options
+from quire.cli import bench_overhead, bench_parallel, bench_serve, bench_steps, options
 from quire.cli.figures import add_output_option, check_output, report
 
 
@@ -34,6 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     bench_serve.add_parser(kinds)
     bench_overhead.add_parser(kinds)
     bench_parallel.add_parser(kinds)
+    bench_steps.add_parser(kinds)
     perplexity = kinds.add_parser(
         "perplexity", **options.PARSER, help="how well a model predicts a text, in one or more precisions"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import os
@@ -24,9 +25,11 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = kinds.add_parser("serve", **options.PARSER, help="load on a server of the OpenAI API: latencies and goodput")
     _add_target(parser)
     _add_dataset(parser)
-    _add_arrivals(parser)
+    add_arrivals(parser)
     _add_report(parser)
     parser.add_argument("--in-process", action="store_true", help="through an engine of this process; --model is loaded")
+    sweep = "a run for each value, concurrency:1,4,16 or rate:0.5,1,2; tokens/s per user against tokens/s"
+    parser.add_argument("--sweep", metavar="KIND:VALUES", help=sweep)
     options.add_engine_options(parser)
     options.add_common_options(parser)
     parser.set_defaults(run=run_serve)
@@ -74,7 +77,8 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-warmups", type=int, default=0, help="requests before the run that are not counted")
 
 
-def _add_arrivals(parser: argparse.ArgumentParser) -> None:
+def add_arrivals(parser: argparse.ArgumentParser) -> None:
+    """Add when requests arrive, which `read_arrivals` reads."""
     group = parser.add_argument_group("arrivals")
     group.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
     group.add_argument("--max-concurrency", type=int, help="requests under way at most; without a rate this is a closed loop")
@@ -105,6 +109,8 @@ def run_serve(args: argparse.Namespace) -> int:
     from quire.bench.serving.serve import run_serve as run
 
     wanted = _serve_options(args)
+    if args.sweep is not None:
+        return _run_sweep(args, wanted)
     for option, path in (("--output-json", args.output_json), ("--html-report", args.html_report)):
         check_output(path, option)
     if args.save_result:
@@ -123,8 +129,38 @@ def run_serve(args: argparse.Namespace) -> int:
     return 0 if any(record.outcome == "ok" for record in report.result.records) else 1
 
 
+def _run_sweep(args: argparse.Namespace, wanted: Any) -> int:
+    """Measure the runs of --sweep, print a table, and write what was asked for."""
+    from quire.bench.serving.html_report import render_sweep
+    from quire.bench.serving.serve import run_serve as run
+    from quire.bench.serving.sweep import Sweep, run_sweep
+
+    sweep = Sweep.parse(args.sweep)
+    for name in ("save_result", "save_detailed", "beside"):
+        if getattr(args, name):
+            raise ConfigError(f"--{name.replace('_', '-')} must be left out with --sweep: it is for one run")
+    if args.dataset_name == "custom":
+        raise ConfigError("--dataset-name must be random or trace with --sweep, got 'custom': its prompts would be cached")
+    sweep.check(wanted.arrivals)
+    for option, path in (("--output-json", args.output_json), ("--html-report", args.html_report)):
+        check_output(path, option)
+
+    def run_one(arrivals: Any, number: int) -> Any:
+        dataset = dataclasses.replace(wanted.dataset, seed=wanted.dataset.seed + number)
+        return run(dataclasses.replace(wanted, arrivals=arrivals, dataset=dataset))
+
+    result = run_sweep(sweep, wanted.arrivals, run_one)
+    print(result.describe())
+    if args.output_json is not None:
+        args.output_json.write_text(result.to_json() + "\n", encoding="utf-8")
+    if args.html_report is not None:
+        args.html_report.write_text(render_sweep(result), encoding="utf-8")
+    if result.is_interrupted:
+        return 130
+    return 0 if any(point.requests_per_minute > 0 for point in result.points()) else 1
+
+
 def _serve_options(args: argparse.Namespace) -> Any:
-    from quire.bench.serving.arrivals import Arrivals
     from quire.bench.serving.metrics import Goals
     from quire.bench.serving.serve import ServeOptions
 
@@ -149,12 +185,10 @@ def _serve_options(args: argparse.Namespace) -> Any:
         server_lag=args.server_lag,
         beside=args.beside,
         dataset=_dataset(args),
-        arrivals=Arrivals(
-            args.request_rate, args.arrival, args.burstiness, args.burst_size, args.max_concurrency, args.trace_speed
-        ),
+        arrivals=read_arrivals(args),
         goals=Goals.parse(args.goodput),
-        percentile_metrics=_names(args.percentile_metrics),
-        percentiles=_percentiles(args.metric_percentiles),
+        percentile_metrics=metric_names(args.percentile_metrics),
+        percentiles=read_percentiles(args.metric_percentiles),
         has_progress=args.progress,
         engine=_engine(args) if args.in_process else None,
     )
@@ -251,7 +285,15 @@ def _extra_body(text: str | None) -> dict[str, Any]:
     return body
 
 
-def _names(text: str) -> tuple[str, ...]:
+def read_arrivals(args: argparse.Namespace) -> Any:
+    """Return the Arrivals of the options. Raises ConfigError."""
+    from quire.bench.serving.arrivals import Arrivals
+
+    return Arrivals(args.request_rate, args.arrival, args.burstiness, args.burst_size, args.max_concurrency, args.trace_speed)
+
+
+def metric_names(text: str) -> tuple[str, ...]:
+    """Return the metrics of --percentile-metrics. Raises ConfigError."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     allowed = (*_METRICS, *_QUEUE_METRICS)
     wrong = [name for name in names if name not in allowed]
@@ -260,7 +302,8 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _percentiles(text: str) -> tuple[float, ...]:
+def read_percentiles(text: str) -> tuple[float, ...]:
+    """Return the percentiles of --metric-percentiles. Raises ConfigError."""
     try:
         found = tuple(float(item) for item in text.split(","))
     except ValueError:

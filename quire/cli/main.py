@@ -23,9 +23,11 @@ from quire.cli import (
     chat,
     generate,
     inspect,
+    plan,
     quantize,
     router,
     serve,
+    simulate,
     train_draft,
     tune,
 )
@@ -54,18 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        serve,
-        router,
-        generate,
-        chat,
-        batch,
-        inspect,
-        quantize,
-        calibrate_layers,
-        calibrate_tree,
-        train_draft,
-        tune,
-        bench,
+        *(serve, router, generate, chat, batch, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree),
+        *(train_draft, tune, bench),
     ):
         module.add_parser(commands)
     return parser

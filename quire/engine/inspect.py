@@ -1,7 +1,15 @@
 """What a model is and needs, without its weights, for those who may not reach below the engine."""
 
-from quire.worker.inspect import check_weights, inspect_model
+from quire.worker.inspect import check_weights, inspect_model, weight_bytes_by_precision
 from quire.worker.parallel_build import RankMemory, rank_memories
 from quire.worker.pipeline_plan import StageMemory, stage_memories
 
-__all__ = ["RankMemory", "StageMemory", "check_weights", "inspect_model", "rank_memories", "stage_memories"]
+__all__ = [
+    "RankMemory",
+    "StageMemory",
+    "check_weights",
+    "inspect_model",
+    "rank_memories",
+    "stage_memories",
+    "weight_bytes_by_precision",
+]

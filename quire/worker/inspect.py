@@ -9,7 +9,7 @@ from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.pooler_spec import PoolerSpec
 from quire.model.build import effective_max_model_len, runs_natively
 from quire.model.checkpoint import open_parameters, tie_missing_head
@@ -21,6 +21,7 @@ from quire.model.pooler import read_pooler_spec
 from quire.model.resolve import resolve_model
 from quire.model.stored_tensors import has_weights, open_tensors
 from quire.model.transformers_backend.probe import read_transformers_model
+from quire.quant.policy import DEVICE_POLICIES, POLICIES, quantized_bytes
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, check_state_drafts, settle_method
@@ -105,6 +106,18 @@ def check_weights(report: ModelReport) -> bool:
     else:
         open_parameters(report.folder, report.spec)
     return True
+
+
+def weight_bytes_by_precision(report: ModelReport, is_gpu: bool = False) -> dict[str, int]:
+    """Return the bytes of all weights of a model in its own dtype and in each precision of the option `quantization`.
+
+    is_gpu  with the formats of a GPU's kernels, whose 4 bits keep embedding and head in int8
+    """
+    spec = report.spec
+    found = {spec.dtype: report.num_parameters * DTYPE_BYTES[spec.dtype]}
+    for name, policy in (DEVICE_POLICIES if is_gpu else POLICIES).items():
+        found[name] = quantized_bytes(report.parameters, spec, policy)
+    return found
 
 
 def _check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:

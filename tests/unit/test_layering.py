@@ -24,12 +24,16 @@ MAY_IMPORT = {
     "worker": {"base", "contracts", "kernels", "sampling", "grammar", "kv", "quant", "parallel", "model", "speculate"},
     "engine": {"base", "contracts", "text", "grammar", "kv", "speculate", "worker"},
     "engine/scheduling": {"base", "contracts"},
+    "planner": {"base", "contracts"},
     "training": {"base", "contracts", "kernels", "text", "kv", "model", "engine"},
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "router": {"base", "serving"},
-    "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "model", "training", "engine", "serving", "router", "bench"},
+    "bench": {
+        *("base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine", "planner"),
+    },
+    "simulate": {"base", "contracts", "engine", "engine/scheduling", "planner", "bench"},
+    "cli": {"base", "contracts", "model", "training", "engine", "serving", "router", "planner", "bench", "simulate"},
 }
 SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
 SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other
@@ -52,7 +56,9 @@ SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import 
         *("openai", "anthropic", "responses", "batch", "page"),
     },
 }
-WITHOUT_TORCH = {"base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "router", "cli"}
+WITHOUT_TORCH = {
+    *("base", "contracts", "text", "grammar", "engine/scheduling", "api", "serving", "router", "planner", "simulate", "cli"),
+}
 DATA_FOLDERS = {"demo_models"}
 
 

@@ -24,13 +24,13 @@ def find_warnings(result: LoadResult, lags_s: tuple[float, ...], cost: dict[str,
 def _client_warnings(result: LoadResult, lags_s: tuple[float, ...], cost: dict[str, Any], setup: Setup) -> list[str]:
     found = []
     lag = float(np.percentile(lags_s, 99)) if lags_s else 0.0
-    is_in_process = setup.backend == "in-process"
+    has_client = setup.backend not in ("in-process", "simulated")
     if lag > _MAX_LAG_S:
         found.append(
             f"the client's event loop woke up late (P99 {lag * 1000:.0f} ms): latencies are too long by about that; use fewer "
             "streams, another machine or more cores"
         )
-    if cost["cpu_share"] > _MAX_CPU_SHARE and not is_in_process:
+    if cost["cpu_share"] > _MAX_CPU_SHARE and has_client:
         found.append(f"the client used {cost['cpu_share']:.0%} of a core: it may limit what is measured; run several clients")
     late = metric_values(result.records, "client_queue_time")
     is_open_loop = not math.isinf(setup.request_rate) or "as recorded" in setup.arrival

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple, fields
 from html import escape
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 from quire.bench.serving.metrics import DEFINITIONS, GOODPUT_RULE, SENDING, metric_of, metric_values, timeline, title_of
 from quire.bench.serving.report import Report
 from quire.bench.serving.svg import Plot, Series
+from quire.bench.serving.sweep import SweepPoint, SweepResult
 
 _MAX_POINTS = 2000
 _MAX_TABLE_ROWS = 200
@@ -47,11 +49,34 @@ def render_html(report: Report) -> str:
         _definitions(),
         _setup(figures),
     ]
+    return _page(title, f"{_warnings(figures)}{''.join(sections)}")
+
+
+def _page(title: str, body: str) -> str:
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><main><h1>{escape(title)}</h1>"
-        f"{_warnings(figures)}{''.join(sections)}</main></body></html>\n"
+        f"{body}</main></body></html>\n"
     )
+
+
+def render_sweep(result: SweepResult) -> str:
+    """Return the page of a sweep: the speed of a user against that of all, and latencies by load."""
+    points = result.points()
+    figures = result.reports[0].to_dict()
+    speeds = [(one.tokens_per_s_per_user, one.output_tokens_per_s) for one in points if one.tokens_per_s_per_user is not None]
+    summary = "Output tokens per second of all users against those of one, for each run"
+    title = "Speed of a user against throughput"
+    axes = ("tokens per second and user", "tokens per second")
+    frontier = Plot("frontier", title, summary, *axes, [Series("runs", speeds)])
+    head = (result.sweep.kind, *(field.name for field in fields(SweepPoint)[1:]))
+    table = _table("The runs", head, [astuple(one) for one in points])
+    body = f"<section><h2>{title}</h2>{_figure(frontier, table)}</section>"
+    for name in ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms"):
+        values = [(one.value, getattr(one, name)) for one in points if getattr(one, name) is not None]
+        plot = Plot(name, name, f"{name} by {result.sweep.kind}", result.sweep.kind, "milliseconds", [Series(name, values)])
+        body += f"<section><h2>{name}</h2>{_figure(plot, _table(name, (result.sweep.kind, 'ms'), values))}</section>"
+    return _page(f"Sweep of {figures['model']}", body + _definitions() + _setup(figures))
 
 
 def _warnings(figures: dict[str, Any]) -> str:

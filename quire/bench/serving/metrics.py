@@ -174,14 +174,13 @@ def timeline(result: LoadResult, bin_s: float) -> Timeline:
 def peak_throughput(result: LoadResult, window_s: float = 1.0) -> float:
     """Return the maximum output tokens per second within any window of window_s, or of the whole run if it is shorter."""
     window = min(window_s, result.duration_s)
-    found = [
-        (time, tokens)
-        for record in result.records
-        for time, tokens in zip(record.content_s, record.tokens_by_event(), strict=True)
-    ]
-    if not found or window <= 0:
+    records = [record for record in result.records if record.content_s]
+    if not records or window <= 0:
         return 0.0
-    times, tokens = np.array(sorted(found)).T
+    times = np.concatenate([np.array(record.content_s) for record in records])
+    order = np.argsort(times, kind="stable")
+    times = times[order]
+    tokens = np.concatenate([record.tokens_by_event() for record in records])[order]
     totals = np.concatenate([[0.0], np.cumsum(tokens)])
     first = np.searchsorted(times, times - window, side="right")
     return float((totals[1:] - totals[first]).max() / window)

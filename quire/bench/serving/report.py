@@ -85,7 +85,7 @@ class Report:
         lines = [f"{title:=^{_WIDTH}}", *_headline_rows(figures)]
         for name in self.percentile_metrics:
             lines += [f"{title_of(name):-^{_WIDTH}}", *_metric_rows(name, figures, self.percentiles)]
-        who = "Engine and load generator" if self.setup.backend == "in-process" else "Load generator"
+        who = {"in-process": "Engine and load generator", "simulated": "Simulator"}.get(self.setup.backend, "Load generator")
         lines += [f"{who:-^{_WIDTH}}", *_cost_rows(figures["client"])]
         lines.append("=" * _WIDTH)
         lines += [f"warning: {warning}" for warning in figures["warnings"]]
