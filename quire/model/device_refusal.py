@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.model.reference_only import reference_only_layer
 
 
 def device_refusal(spec: ModelSpec) -> str | None:
@@ -25,6 +26,9 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "layers with a recurrent state"
     if layer.attention.has_output_gate:
         return "a gate on the output of attention"
+    only = reference_only_layer(layer)
+    if only is not None:
+        return only
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"

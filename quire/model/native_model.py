@@ -28,6 +28,7 @@ from quire.kernels.reference.activation import XIELU_BETA
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
+from quire.model.reference_only import reference_only
 from quire.model.tensor_shards import LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
@@ -78,6 +79,9 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "layers with a recurrent state"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
+    only = reference_only(spec)
+    if only is not None:
+        return only
     if not spec.is_causal:
         return "attention in both directions"
     if spec.has_head_bias and spec.is_tied:

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-from tests.golden import dense_cases, recurrent_cases
+from tests.golden import dense_cases, gemma_cases, recurrent_cases
 from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
@@ -393,7 +393,7 @@ def _config_of(name: str) -> PretrainedConfig:
         text = {"model_type": text_type, **_settings(text_type, options)}
         return AutoConfig.for_model(wrapper, text_config=text, vision_config=vision)
     model_type, options = (
-        CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES}[name]
+        CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES, **gemma_cases.CASES}[name]
     )
     return (
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
@@ -416,7 +416,7 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
         return model.language_model if model_type == "llama4" else model
-    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values()), *recurrent_cases.MODEL_TYPES):
+    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values()), *recurrent_cases.MODEL_TYPES, "gemma4_text"):
         options["experts_implementation"] = "eager"
     return _class_of(model_type).from_pretrained(folder, dtype=dtype, **options).eval()
 
@@ -449,7 +449,7 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5"))
+    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and name not in gemma_cases.CASES
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -466,6 +466,8 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * randn(buffer.shape))
+            elif key.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.2 * randn(buffer.shape))
 
 
 def rewrite_as_v4(folder: Path) -> None:
@@ -476,7 +478,9 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe"):
+    if text["model_type"] == "gemma4_text":
+        _rewrite_sizes(text)
+    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe", "gemma3n_text", "gemma4_text"):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
@@ -487,7 +491,16 @@ def rewrite_as_v4(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=1))
 
 
+def _rewrite_sizes(text: dict[str, object]) -> None:
+    """Say the sizes of Gemma 4's layers of full attention as the first files did."""
+    full = next(iter(text.pop("per_layer_config").values()))
+    text["global_head_dim"] = full["head_dim"]
+    text["num_global_key_value_heads"] = full.get("num_key_value_heads")
+
+
 def _rewrite_rope(text: dict[str, object]) -> None:
+    if text["model_type"] == "gemma4_text":
+        return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:
         return

@@ -4,6 +4,7 @@ of low rank beside attention, per-layer inputs, keys and values shared between l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import replace
 
@@ -33,6 +34,8 @@ _LAYER = PER_LAYER_LAYER | {
     "laurel.right": "laurel.linear_right",
     "laurel.norm": "laurel.post_laurel_norm",
 }
+_SPARE = re.compile(rf"{SPARE.pattern}|layers\.\d+\.altup\.correct_output_scale")
+"""The scale is stored also where the config says that it is not used."""
 _DEFAULT_SPARSITY, _NUM_SPARSE = 0.95, 10
 """Of the first layers of a model that has more, where the config does not say it."""
 
@@ -116,4 +119,4 @@ def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     return sources
 
 
-PAGE = FamilyPage(("Gemma3nForCausalLM",), read_spec, find_sources, spare=SPARE)
+PAGE = FamilyPage(("Gemma3nForCausalLM",), read_spec, find_sources, spare=_SPARE)
