@@ -304,8 +304,10 @@ class PerLayerGate:
 
 @dataclass(frozen=True, slots=True)
 class LaurelSpec:
-    """A residual of low rank beside attention (LAuReL, https://arxiv.org/abs/2411.07501): y + norm(right(left(y))) of the normed
-    input y is added to the output of attention, and their sum divided by sqrt(2)."""
+    """A low-rank residual next to attention (LAuReL, https://arxiv.org/abs/2411.07501).
+
+    y + norm(right(left(y))) of the normed input y is added to the residual after attention, and the sum divided by sqrt(2).
+    """
 
     rank: int
     norm: NormSpec

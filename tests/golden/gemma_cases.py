@@ -47,3 +47,13 @@ CASES: dict[str, tuple[str, Options]] = {
         },
     ),
 }
+
+_VISION: Options = {
+    **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"head_dim": 16, "patch_size": 4, "position_embedding_size": 64},
+}
+WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
+    "gemma4-wrapped": ("gemma4", *CASES["gemma4"], _VISION),
+    "gemma4-moe-wrapped": ("gemma4", *CASES["gemma4-moe"], _VISION),
+}
+"""As dense_cases.WRAPPED. Gemma 3n's wrapper is missing: transformers makes its vision encoder with timm."""

@@ -24,6 +24,7 @@ from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, rest
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
+_ALL_WRAPPED = {**WRAPPED, **gemma_cases.WRAPPED, **recurrent_cases.WRAPPED}
 Style = Literal["v5", "v4"]
 MAX_POSITIONS = 128
 
@@ -384,16 +385,18 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
 def _make_model(config: PretrainedConfig, name: str) -> PreTrainedModel:
     if config.model_type in _OWN_CLASSES:
         return _class_of(config.model_type)._from_config(config)
-    return (AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM).from_config(config)
+    return (AutoModelForImageTextToText if name in _ALL_WRAPPED else AutoModelForCausalLM).from_config(config)
 
 
 def _config_of(name: str) -> PretrainedConfig:
-    if name in WRAPPED:
-        wrapper, text_type, options, vision = WRAPPED[name]
+    if name in _ALL_WRAPPED:
+        wrapper, text_type, options, vision = _ALL_WRAPPED[name]
         text = {"model_type": text_type, **_settings(text_type, options)}
         return AutoConfig.for_model(wrapper, text_config=text, vision_config=vision)
     model_type, options = (
-        CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES, **gemma_cases.CASES}[name]
+        CONVERTED[name][:2]
+        if name in CONVERTED
+        else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES, **gemma_cases.CASES}[name]
     )
     return (
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
@@ -412,11 +415,20 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     options: dict[str, str] = {"attn_implementation": "eager"}
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    if model_type in {wrapper for wrapper, *_ in WRAPPED.values()}:
+    if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
+        if model_type in ("gemma4", "qwen3_5_moe"):
+            options["experts_implementation"] = "eager"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
         return model.language_model if model_type == "llama4" else model
-    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values()), *recurrent_cases.MODEL_TYPES, "gemma4_text"):
+    if model_type in (
+        "gpt_oss",
+        "mixtral",
+        "qwen3_moe",
+        *(one for one, _ in _MIXTURES.values()),
+        *recurrent_cases.MODEL_TYPES,
+        "gemma4_text",
+    ):
         options["experts_implementation"] = "eager"
     return _class_of(model_type).from_pretrained(folder, dtype=dtype, **options).eval()
 
@@ -449,7 +461,10 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and name not in gemma_cases.CASES
+    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and name not in {
+        **gemma_cases.CASES,
+        **gemma_cases.WRAPPED,
+    }
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 
@@ -20,7 +21,7 @@ from quire.model.device_refusal import device_refusal
 from quire.model.native_model import native_refusal
 from quire.worker.inspect import inspect_model
 from tests.golden.engines import cpu_engine, generate_tokens
-from tests.golden.gemma_cases import CASES
+from tests.golden.gemma_cases import CASES, WRAPPED
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
 
@@ -47,7 +48,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("style", ["v5", "v4"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *WRAPPED])
 def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     folder = checkpoint(case, style)
     prompt = torch.randint(0, VOCAB_SIZE, (70,), generator=torch.Generator().manual_seed(70)).tolist()
@@ -65,9 +66,31 @@ def test_bfloat16_is_rounded_in_the_same_places(checkpoint, case):
     assert torch.equal(whole_prompt_logits(load_model(folder, "bfloat16"), PROMPTS[0]), want)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *WRAPPED])
 def test_both_config_styles_give_one_spec(checkpoint, case):
     assert read_model_spec(checkpoint(case, "v5")) == read_model_spec(checkpoint(case, "v4"))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_gemma3n_in_its_wrapper_is_its_text(checkpoint, tmp_path, caplog, prefix):
+    source = checkpoint("gemma3n")
+    text = json.loads((source / "config.json").read_text())
+    config = {"model_type": "gemma3n", "architectures": ["Gemma3nForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "float32", "vision_config": {}, "audio_config": {}}))
+    tensors = {prefix + name.removeprefix("model."): x for name, x in load_file(source / "model.safetensors").items()}
+    others = (
+        "model.vision_tower.timm_model.conv.weight",
+        "model.audio_tower.conformer.0.weight",
+        "model.embed_audio.norm.weight",
+    )
+    save_file(
+        {**tensors, **{name: torch.zeros(3) for name in (*others, "model.embed_vision.embedding.weight")}},
+        tmp_path / "model.safetensors",
+    )
+    with caplog.at_level(logging.INFO, logger="quire"):
+        found = whole_prompt_logits(load_model(tmp_path), PROMPTS[0])
+    assert torch.equal(found, whole_prompt_logits(load_model(source), PROMPTS[0]))
+    assert any("4 tensors of images are skipped" in record.message for record in caplog.records)
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +228,13 @@ def test_bad_configs_are_refused_by_name(checkpoint, tmp_path, case, changes, er
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(error, match=named):
         read_model_spec(tmp_path)
+
+
+def test_attention_in_both_directions_of_images_only_is_none_of_text(checkpoint, tmp_path):
+    spec = read_model_spec(checkpoint("gemma4"))
+    config = json.loads((checkpoint("gemma4") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "use_bidirectional_attention": "vision"}))
+    assert read_model_spec(tmp_path) == spec
 
 
 def engine_config(folder, **options):

@@ -11,8 +11,17 @@ from dataclasses import replace
 from typing import cast
 
 from quire.base.errors import UnsupportedError
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, PerLayerGate, PerLayerInputs
-from quire.model.families.blocks import assemble, read_activation, read_is_sliding, read_mlp, read_rms_norm, window_of
+from quire.contracts.model_spec import (
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    PerLayerGate,
+    PerLayerInputs,
+)
+from quire.model.families.blocks import assemble, read_is_sliding, read_mlp, read_rms_norm, window_of
 from quire.model.families.config_view import ConfigView
 from quire.model.families.mixtures import read_moe
 from quire.model.families.page import FamilyPage
@@ -99,7 +108,9 @@ def read_kv_sources(config: ConfigView, is_sliding: list[bool]) -> list[int | No
     own = {is_sliding[index]: index for index in range(max(first, 0))}
     if not set(is_sliding[max(first, 0) :]) <= own.keys():
         raise config.error(
-            "num_kv_shared_layers", num_shared, f"such that a layer of each kind of the last ones is among the others before {first}"
+            "num_kv_shared_layers",
+            num_shared,
+            f"such that a layer of each kind of the last ones is among the others before {first}",
         )
     return [None if index < first else own[slides] for index, slides in enumerate(is_sliding)]
 
@@ -124,7 +135,9 @@ def _read_sizes(config: ConfigView, is_sliding: list[bool]) -> list[tuple[int, i
 def _read_override(config: ConfigView, name: str, values: Mapping[str, object], plain: tuple[int, int]) -> tuple[int, int]:
     keys = ("head_dim", "num_key_value_heads")
     if not values.keys() <= set(keys):
-        raise UnsupportedError(f"{name} {sorted(values)} is not supported in a {MODEL_TYPE!r} model; supported: {', '.join(keys)}")
+        raise UnsupportedError(
+            f"{name} {sorted(values)} is not supported in a {MODEL_TYPE!r} model; supported: {', '.join(keys)}"
+        )
     found = [values.get(key, default) for key, default in zip(keys, plain, strict=True)]
     if not all(type(value) is int and value >= 1 for value in found):
         raise config.error(name, values, "an object of integers >= 1")
@@ -135,7 +148,9 @@ def _read_attention(config: ConfigView, slides: bool, size: tuple[int, int], nor
     head_dim, num_kv_heads = size
     num_heads, has_bias = config.integer("num_attention_heads"), config.boolean("attention_bias")
     if num_heads % num_kv_heads:
-        raise config.error("num_attention_heads", num_heads, f"a multiple of the key and value heads of a layer ({num_kv_heads})")
+        raise config.error(
+            "num_attention_heads", num_heads, f"a multiple of the key and value heads of a layer ({num_kv_heads})"
+        )
     kind: LayerType = "sliding_attention" if slides else "full_attention"
     return AttentionSpec(
         num_heads,
@@ -154,7 +169,9 @@ def _read_attention(config: ConfigView, slides: bool, size: tuple[int, int], nor
 
 def _read_moe(config: ConfigView, mlp: MlpSpec, norm: NormSpec) -> MoeSpec:
     """Return the experts, next to which stands the feed-forward block of the other models."""
-    moe = read_moe(config, "moe_intermediate_size", counts=("num_experts",), top_k="top_k_experts", activation="hidden_activation")
+    moe = read_moe(
+        config, "moe_intermediate_size", counts=("num_experts",), top_k="top_k_experts", activation="hidden_activation"
+    )
     return replace(moe, is_weight_f32=True, shared=mlp, branch_norm=norm, has_expert_scale=True)
 
 
@@ -162,9 +179,9 @@ def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
     """Return where each parameter is stored."""
     sources = rename(spec, _LAYER, PER_LAYER_TOP)
     for name in parameter_shapes(spec):
-        layer, index, module = (name.split(".", 2) + ["", ""])[:3]
-        if module in _WITHOUT_KIND:
-            sources[name] = Source.of(f"{layer}.{index}.{_WITHOUT_KIND[module]}")
+        module = name.removeprefix("layers.").partition(".")[2]
+        if name.startswith("layers.") and module in _WITHOUT_KIND:
+            sources[name] = Source.of(name.removesuffix(module) + _WITHOUT_KIND[module])
     return sources
 
 
