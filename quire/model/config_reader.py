@@ -111,7 +111,7 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
 def _is_bidirectional(whole: Mapping[str, object], values: Mapping[str, object], file: Path) -> bool:
     """Return whether config.json says that each token attends to all tokens: by an option, or by the name of its class."""
     types = (whole.get("model_type"), values.get("model_type"))
-    halves, is_gemma4 = "gemma3_text" in types, "gemma4_text" in types
+    halves, is_gemma4 = "gemma3_text" in types, bool({"gemma4_text", "gemma4_unified_text"} & set(types))
     for key, neutral in (("is_causal", True), ("use_bidirectional_attention", False)):
         for part in (whole, values):
             value = part.get(key)

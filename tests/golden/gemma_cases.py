@@ -20,6 +20,8 @@ _GEMMA3N: Options = {
     **{"intermediate_size": [80, 80, 72, 80, 64, 80]},
 }
 
+_UNIFIED = {name: value for name, value in _GEMMA4.items() if name != "hidden_size_per_layer_input"}
+
 CASES: dict[str, tuple[str, Options]] = {
     "gemma4": (
         "gemma4_text",
@@ -31,6 +33,10 @@ CASES: dict[str, tuple[str, Options]] = {
     "gemma4-dense": (
         "gemma4_text",
         {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True},
+    ),
+    "gemma4-unified": (
+        "gemma4_unified_text",
+        {**_UNIFIED, "num_kv_shared_layers": 2, "use_double_wide_mlp": True, "use_bidirectional_attention": "vision"},
     ),
     "gemma4-moe": ("gemma4_text", {**_GEMMA4, **_EXPERTS, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-moe-shared": (
@@ -52,8 +58,10 @@ _VISION: Options = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
     **{"head_dim": 16, "patch_size": 4, "position_embedding_size": 64},
 }
+_UNIFIED_VISION: Options = {"patch_size": 4, "mm_embed_dim": 32}
 WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
     "gemma4-wrapped": ("gemma4", *CASES["gemma4"], _VISION),
     "gemma4-moe-wrapped": ("gemma4", *CASES["gemma4-moe"], _VISION),
+    "gemma4-unified-wrapped": ("gemma4_unified", *CASES["gemma4-unified"], _UNIFIED_VISION),
 }
 """As dense_cases.WRAPPED. Gemma 3n's wrapper is missing: transformers makes its vision encoder with timm."""

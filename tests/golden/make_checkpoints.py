@@ -493,9 +493,17 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    if text["model_type"] == "gemma4_text":
+    if text["model_type"].startswith("gemma4"):
         _rewrite_sizes(text)
-    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe", "gemma3n_text", "gemma4_text"):
+    if text["model_type"] not in (
+        "ministral",
+        "exaone4",
+        "lfm2",
+        "lfm2_moe",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+    ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
@@ -514,7 +522,7 @@ def _rewrite_sizes(text: dict[str, object]) -> None:
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:
-    if text["model_type"] == "gemma4_text":
+    if text["model_type"].startswith("gemma4"):
         return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:

@@ -145,6 +145,7 @@ for _page in _PAGES:
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
 FAMILIES.register(deepseek_v3.KIMI_MODEL_TYPE)(deepseek_v3.PAGE)
 FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
+FAMILIES.register(gemma4.UNIFIED_MODEL_TYPE)(gemma4.UNIFIED_PAGE)
 FAMILIES.register(lfm2.MOE_MODEL_TYPE)(lfm2.MOE_PAGE)
 FAMILIES.register(qwen3_next.DENSE_MODEL_TYPE)(qwen3_next.DENSE_PAGE)
 FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)

@@ -30,6 +30,8 @@ from quire.model.families.sources import SANDWICH_LAYER, TOP, Source, Sources, r
 from quire.model.parameters import parameter_shapes
 
 MODEL_TYPE = "gemma4_text"
+UNIFIED_MODEL_TYPE = "gemma4_unified_text"
+"""Of the 12B, whose images and sounds have no encoders: a dense model without per-layer inputs."""
 SPARE = re.compile(r"layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
 """What checkpoints may store for layers that read the keys and values of another one."""
 PER_LAYER_TOP = TOP | {
@@ -66,7 +68,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     if config.raw("use_bidirectional_attention") not in (None, "vision"):  # "vision": tokens of images only
         raise UnsupportedError(
             f"use_bidirectional_attention {config.raw('use_bidirectional_attention')!r} is not supported in a "
-            f"{MODEL_TYPE!r} model; supported: null, 'vision'"
+            f"{config.model_type!r} model; supported: null, 'vision'"
         )
     norm, mlp = read_rms_norm(config, late_cast=True), read_mlp(config, "hidden_activation")
     inputs = read_per_layer_inputs(config, norm)
@@ -136,7 +138,7 @@ def _read_override(config: ConfigView, name: str, values: Mapping[str, object], 
     keys = ("head_dim", "num_key_value_heads")
     if not values.keys() <= set(keys):
         raise UnsupportedError(
-            f"{name} {sorted(values)} is not supported in a {MODEL_TYPE!r} model; supported: {', '.join(keys)}"
+            f"{name} {sorted(values)} is not supported in a {config.model_type!r} model; supported: {', '.join(keys)}"
         )
     found = [values.get(key, default) for key, default in zip(keys, plain, strict=True)]
     if not all(type(value) is int and value >= 1 for value in found):
@@ -186,3 +188,4 @@ def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
 
 
 PAGE = FamilyPage(("Gemma4ForCausalLM",), read_spec, find_sources, spare=SPARE)
+UNIFIED_PAGE = FamilyPage(("Gemma4UnifiedForCausalLM",), read_spec, find_sources, spare=SPARE)
