@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
 from tests.golden import dense_cases, gemma_cases, recurrent_cases
-from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names
+from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
@@ -377,6 +377,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         convert(folder, name)
     if name == "kimi-k25":
         restore_layer_names(folder)
+    if name == "qwen3-vl-moe":
+        transpose_experts(folder)
     if style == "v4":
         rewrite_as_v4(folder)
     return folder
@@ -416,7 +418,7 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
     if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
-        if model_type in ("gemma4", "qwen3_5_moe"):
+        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe"):
             options["experts_implementation"] = "eager"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.

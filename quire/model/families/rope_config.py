@@ -34,7 +34,7 @@ _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
 _REFUSED_KEYS = ("mrope_section",)
 _MSCALES = ("short_mscale", "long_mscale")
-_MROPE_TYPES = ("qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text")
+_MROPE_TYPES = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose positions have three parts, which are the same for all tokens of text."""
 _KNOWN_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),

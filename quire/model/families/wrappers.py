@@ -46,6 +46,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), False),
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), False),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), False),
+    "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), ("qwen3_vl_moe_text",), False),
 }
 
 
