@@ -12,16 +12,11 @@ def reference_only(spec: ModelSpec) -> str | None:
 
 def reference_only_layer(layer: LayerSpec) -> str | None:
     """Return what a layer has that only the torch decoder runs; None where it has nothing of that kind."""
-    attention, mlp = layer.attention, layer.mlp
+    mlp = layer.mlp
     has = {
         "several residual streams (AltUp)": layer.altup is not None,
         "a low-rank residual (LAuReL)": layer.laurel is not None,
-        "per-layer inputs": layer.per_layer_gate is not None,
-        "layers that read the keys and values of another layer": attention.kv_source is not None,
         "a mixture of experts next to a feed-forward block": isinstance(mlp, MoeSpec) and mlp.branch_norm is not None,
         "sparse activations": isinstance(mlp, MlpSpec) and mlp.sparsity > 0,
-        "values that are normalised": attention.v_norm is not None,
-        "values that are made by the keys' projection": attention.is_v_from_k,
-        "a learned factor on the output of a layer": layer.has_scale,
     }
     return next((name for name, is_so in has.items() if is_so), None)

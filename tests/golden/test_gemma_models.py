@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
+from quire.kernels.native import load_native
 from quire.model.build import load_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_refusal import device_refusal
+from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from quire.worker.inspect import inspect_model
 from tests.golden.engines import cpu_engine, generate_tokens
@@ -28,7 +30,8 @@ from tests.golden.make_checkpoints import reference_model
 pytestmark = pytest.mark.golden
 
 VOCAB_SIZE, NUM_TOKENS = 131, 64
-TOLERANCE = 3e-5
+TOLERANCE, NATIVE_TOLERANCE = 3e-5, 5e-5
+NATIVE_CASES = ("gemma4", "gemma4-dense", "gemma4-unified", "gemma4-wrapped")
 GENERATED_CASES = (
     *("gemma4", "gemma4-moe", "gemma3n"),
     *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma4-dense", "gemma4-moe-shared", "gemma3n-plain")),
@@ -56,6 +59,29 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
         want = reference_model(checkpoint(case))(torch.tensor([prompt])).logits[0]
     found = whole_prompt_logits(load_model(folder), prompt)
     assert (found - want).abs().max() <= TOLERANCE
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("case", NATIVE_CASES)
+def test_native_logits_are_those_of_transformers(checkpoint, case):
+    folder = checkpoint(case)
+    spec = read_model_spec(folder)
+    assert native_refusal(spec, 16) is None
+    with torch.inference_mode():
+        want = reference_model(folder)(torch.tensor([PROMPTS[3]])).logits[0]
+    found = whole_prompt_logits(NativeDecoder(load_native(), spec, open_parameters(folder, spec), 128), PROMPTS[3])
+    assert (found - want).abs().max() <= NATIVE_TOLERANCE
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize("case", NATIVE_CASES)
+def test_native_bfloat16_is_near_that_of_torch(checkpoint, case):
+    folder = checkpoint(case)
+    spec = read_model_spec(folder, "bfloat16")
+    found = whole_prompt_logits(NativeDecoder(load_native(), spec, open_parameters(folder, spec), 128), PROMPTS[3])
+    exact = whole_prompt_logits(load_model(folder), PROMPTS[3])
+    near = whole_prompt_logits(load_model(folder, "bfloat16"), PROMPTS[3])
+    assert (found - exact).abs().mean() <= 1.2 * (near - exact).abs().mean()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,6 +119,16 @@ def test_gemma3n_in_its_wrapper_is_its_text(checkpoint, tmp_path, caplog, prefix
     assert any("4 tensors of images are skipped" in record.message for record in caplog.records)
 
 
+@pytest.fixture(params=["native", "torch"])
+def kernels(request, monkeypatch):
+    """Let engines run native kernels where they cover a model, or torch only."""
+    load_native.cache_clear()
+    monkeypatch.setenv("QUIRE_NATIVE", "1" if request.param == "native" else "0")
+    yield request.param
+    monkeypatch.undo()
+    load_native.cache_clear()
+
+
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """Return a function: case -> the greedy output of each prompt, each of whose tokens transformers chooses too."""
@@ -111,6 +147,7 @@ def expected(checkpoint):
     return find
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expected, case, how):
@@ -123,6 +160,7 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expect
     llm.close()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, case):
     llm, outputs = cpu_engine(checkpoint(case)), expected(case)
@@ -175,32 +213,41 @@ def test_missing_tensor_is_named(checkpoint, tmp_path, case):
         assert name.removeprefix("model.") in str(caught.value)
 
 
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("case", "options", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2.*per-layer inputs"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2.*per-layer inputs"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
-        ({"deterministic": True}, "deterministic needs"),
+        ("gemma4", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2.*run on one rank"),
+        ("gemma4", {"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2.*run on one stage"),
+        ("gemma3n", {"tensor_parallel_size": 2}, r"tensor_parallel_size is 2.*\(AltUp\)"),
+        ("gemma3n", {"pipeline_parallel_size": 2}, r"pipeline_parallel_size is 2.*\(AltUp\)"),
+        ("gemma4-moe", {"tensor_parallel_size": 2}, "tensor_parallel_size is 2.*a mixture of experts next to"),
+        ("gemma3n", {"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
+        ("gemma3n", {"deterministic": True}, "deterministic needs"),
     ],
 )
-def test_what_only_native_kernels_do_is_refused_by_name(checkpoint, options, named):
+def test_what_does_not_run_on_several_ranks_or_with_torch_is_refused_by_name(checkpoint, case, options, named):
     with pytest.raises(ConfigError, match=named):
-        inspect_model(engine_config(checkpoint("gemma4"), **options))
+        inspect_model(engine_config(checkpoint(case), **options))
 
 
 @pytest.mark.parametrize(
-    ("case", "named"),
+    ("case", "native", "device"),
     [
-        ("gemma4", "per-layer inputs"),
-        ("gemma4-moe", "a mixture of experts next to a feed-forward block"),
-        ("gemma3n", r"several residual streams \(AltUp\)"),
+        ("gemma4", None, "per-layer inputs"),
+        ("gemma4-dense", None, "values that are normalised"),
+        (
+            "gemma4-moe",
+            "a mixture of experts next to a feed-forward block",
+            "a mixture of experts next to a feed-forward block",
+        ),
+        ("gemma3n", "several residual streams (AltUp)", "several residual streams (AltUp)"),
     ],
 )
-def test_gpu_and_native_kernels_say_what_they_do_not_run(checkpoint, case, named):
+def test_gpu_and_native_kernels_say_what_they_do_not_run(checkpoint, case, native, device):
     spec = read_model_spec(checkpoint(case))
-    assert re.fullmatch(named, native_refusal(spec, 16))
-    assert re.fullmatch(named, device_refusal(spec))
+    assert native_refusal(spec, 16) == native
+    assert device_refusal(spec) == device
 
 
 @pytest.mark.parametrize(
