@@ -463,10 +463,8 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and name not in {
-        **gemma_cases.CASES,
-        **gemma_cases.WRAPPED,
-    }
+    is_gemma = name in {**gemma_cases.CASES, **gemma_cases.WRAPPED}
+    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -476,7 +474,8 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
             elif parameter.dim() == 1:
                 values = 0.3 * randn(parameter.shape) + (0.0 if is_offset else 1.0)
             elif ("embed" in key and "embed_out" not in key) or ".wte." in key or ".wpe." in key:
-                values = 0.5 * randn(parameter.shape)
+                # Gemma multiplies embeddings: where they are large, a tied head repeats the last token.
+                values = (0.05 if is_gemma and key.endswith("embed_tokens.weight") else 0.5) * randn(parameter.shape)
             else:
                 values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
             parameter.copy_(values)
