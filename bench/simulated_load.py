@@ -1,4 +1,4 @@
-"""Compares `quire simulate` with the engine on this machine: times of steps are measured, then the same load is run and simulated.
+"""Compares `quire simulate` with the engine on this machine: measures the times of steps, then runs and simulates one load.
 
     python bench/simulated_load.py [RATE ...]
 

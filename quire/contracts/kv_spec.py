@@ -19,7 +19,8 @@ class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
 
     dtype         "int8" and "fp8" (e4m3): with a scale in f32 per token and head
-    layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention
+    layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
+                  another layer
     state_shapes  of the recurrent state of each layer; empty where no layer has one
     """
 
@@ -31,7 +32,8 @@ class KvSpec:
     @classmethod
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
         """Return the cache shape that a model needs."""
-        shapes = tuple((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers)
+        attentions = [layer.attention for layer in spec.layers]
+        shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.head_dim) for one in attentions)
         if not spec.has_recurrent_state:
             return cls(block_size, dtype, shapes)
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))

@@ -43,7 +43,8 @@ class RopeSpec:
     Families that pair 2i with 2i + 1 have the rows of their q and k reordered when they are loaded (`sources.pair_halves`):
     scores do not depend on the order of a head's elements.
 
-    kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023) or "longrope"
+    kind                "default", "linear", "dynamic" (NTK), "llama3", "yarn" (Peng et al., 2023), "longrope" or "proportional"
+                        (Gemma 4: only the first num_pairs of the dim / 2 pairs rotate, the others have the angle 0)
     original_max        positions the model was trained on before scaling
     attention_factor    multiplies cos and sin
     short, long         longrope's divisors per frequency, dim / 2 each
@@ -54,7 +55,7 @@ class RopeSpec:
 
     dim: int
     theta: float
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"] = "default"
+    kind: Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"] = "default"
     factor: float = 1.0
     original_max: int = 0
     low_freq_factor: float = 1.0
@@ -67,6 +68,7 @@ class RopeSpec:
     long: tuple[float, ...] = ()
     is_f32: bool = False
     is_table_rounded: bool = False
+    num_pairs: int = 0
 
     @property
     def depends_on_length(self) -> bool:
@@ -143,6 +145,10 @@ class AttentionSpec:
     has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
     query_scaling  None: queries are the same at any position
+    is_v_from_k    values are what k projects, before norm and rotation (Gemma 4): there is no v
+    v_norm         normalises each head of v, without a weight (Gemma 3n and 4)
+    kv_source      the earlier layer whose cached keys and values the layer reads: it has no k and v, and stores nothing; None:
+                   its own
     has_output_gate what the heads give is multiplied by the sigmoid of a further projection, before o (Qwen3-Next)
     is_causal      False: a token attends to all tokens of the sequence, or with a window to those less than `window` away on
                    either side
@@ -168,6 +174,9 @@ class AttentionSpec:
     has_sinks: bool = False
     is_qk_norm_last: bool = False
     query_scaling: QueryScaling | None = None
+    is_v_from_k: bool = False
+    v_norm: NormSpec | None = None
+    kv_source: int | None = None
     has_output_gate: bool = False
     latent: LatentSpec | None = None
     is_causal: bool = True
@@ -194,7 +203,10 @@ class GateClamp:
 class MlpSpec:
     """A feed-forward block: down(act(gate(x)) * up(x)) when gated, down(act(up(x))) otherwise.
 
-    clamp  stands in the place of the activation function and the product of a gated block (gpt-oss); None: neither is clamped
+    clamp     stands in the place of the activation function and the product of a gated block (gpt-oss); None: neither is
+              clamped
+    sparsity  the share of the gate's values that become 0 before the activation, if they are normally distributed: those
+              below mean + quantile(sparsity) * deviation, which is subtracted from the others (Gemma 3n); 0: none
     """
 
     intermediate_size: int
@@ -202,6 +214,7 @@ class MlpSpec:
     is_gated: bool = True
     has_bias: bool = False
     clamp: GateClamp | None = None
+    sparsity: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +243,11 @@ class MoeSpec:
     weighs_inputs    the weights multiply what the experts read, not what they give (Llama 4)
     shared           an expert that every token is given in addition; None: none
     has_shared_gate  it is multiplied by the sigmoid of a linear layer of one output (Qwen2-MoE)
+    branch_norm      the shared expert and the others are two branches (Gemma 4): experts read the residual under a norm of
+                     their own, the router reads it normalised without a weight, times a learned vector and
+                     hidden_size ** -0.5, and the output of each branch is normalised before they are added; None: all read
+                     the same
+    has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
     """
 
     num_experts: int
@@ -248,12 +266,67 @@ class MoeSpec:
     weighs_inputs: bool = False
     shared: MlpSpec | None = None
     has_shared_gate: bool = False
+    branch_norm: NormSpec | None = None
+    has_expert_scale: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
         """Whether experts are chosen and weighed by the softmax of the router alone."""
         is_plain = self.scoring == "softmax" and not self.has_correction and self.groups is None
         return is_plain and self.least_sum == 0 and self.routed_scale == 1
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerInputs:
+    """Embeddings that a layer gets of each token in addition to the residual (PLE, Gemma 3n and 4).
+
+    They are (norm(proj(x)) + embedding(token)) / sqrt(2) with x the model's embedding: `size` values for each layer.
+
+    vocab_size     tokens from here on have the embedding of token 0
+    norm           of the projection, over the `size` values of a layer
+    is_scale_cast  the factors are rounded to the weights' dtype first (Gemma 3n)
+    """
+
+    vocab_size: int
+    size: int
+    norm: NormSpec
+    is_scale_cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PerLayerGate:
+    """What a layer does with its per-layer inputs p of `size`: norm(up(activation(gate(x)) * p)) is added to x."""
+
+    size: int
+    activation: Activation
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LaurelSpec:
+    """A low-rank residual next to attention (LAuReL, https://arxiv.org/abs/2411.07501).
+
+    y + norm(right(left(y))) of the normed input y is added to the residual after attention, and the sum divided by sqrt(2).
+    """
+
+    rank: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AltUpSpec:
+    """Alternating updates (https://arxiv.org/abs/2301.13310): num_streams residual streams, of which layers compute one.
+
+    Before a layer all streams are predicted from all, after it they are corrected by what it has made of the active one.
+
+    norm       of what the routers of both read
+    has_scale  the per-layer gate reads the active stream times a learned vector
+    """
+
+    num_streams: int
+    active: int
+    norm: NormSpec
+    has_scale: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +337,11 @@ class LayerSpec:
                  reads what attention reads
     mixer        has a recurrent state. It reads what attention reads, and its output is added to that of attention, which is
                  NO_ATTENTION where the mixer stands in its place; None: there is none
+    per_layer_gate  adds the per-layer inputs after the feed-forward block: to x, with alternating updates to all streams but
+                 the first; None: there are none
+    has_scale    the layer's output is multiplied by a learned number (Gemma 4)
+    laurel       None: nothing is added to attention
+    altup        the same in all layers of a model; None: there is one residual stream
     """
 
     attention: AttentionSpec
@@ -275,6 +353,10 @@ class LayerSpec:
     residual_scale: float = 1.0
     is_parallel: bool = False
     mixer: MixerSpec | None = None
+    per_layer_gate: PerLayerGate | None = None
+    has_scale: bool = False
+    laurel: LaurelSpec | None = None
+    altup: AltUpSpec | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +370,7 @@ class ModelSpec:
     embed_norm           normalises the embeddings before the first layer (nanochat)
     has_head_bias        the output head has a bias (Phi-2, Phi-3.5-MoE)
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
+    per_layer_inputs     None: layers get nothing but the residual
     eos_token_ids        of config.json and generation_config.json together
     implementation       "quire": the spec says all; "transformers": the transformers library computes the model. Then there is
                          a layer for each call of attention, and only attention, the sizes and the token ids are meaningful
@@ -308,6 +391,7 @@ class ModelSpec:
     has_head_bias: bool = False
     logit_scale: float = 1.0
     final_softcap: float | None = None
+    per_layer_inputs: PerLayerInputs | None = None
     bos_token_id: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     implementation: Literal["quire", "transformers"] = "quire"
@@ -321,6 +405,11 @@ class ModelSpec:
     def is_causal(self) -> bool:
         """Whether a token's hidden state depends only on the tokens before it: prompts may be cut, and their KV reused."""
         return all(layer.attention.is_causal for layer in self.layers)
+
+    @property
+    def altup(self) -> AltUpSpec | None:
+        """The alternating updates of its layers; None: there is one residual stream."""
+        return self.layers[0].altup if self.layers else None
 
     def rope_switch_len(self, max_model_len: int) -> int | None:
         """Return the longest sequence that takes the short variant of the rope; longer ones take the long variant.

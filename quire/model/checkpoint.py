@@ -209,6 +209,7 @@ def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, f
         for name in stored
         if name not in expected
         and not page.ignored.fullmatch(name)
+        and not (page.spare is not None and page.spare.fullmatch(name))
         and not _is_needless_bias(name, stored)
         and not (is_headless and _OTHER_HEAD.fullmatch(name))
     ]

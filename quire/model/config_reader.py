@@ -110,11 +110,13 @@ def _read_model_spec(folder: Path, file: Path, whole: dict[str, object], dtype: 
 
 def _is_bidirectional(whole: Mapping[str, object], values: Mapping[str, object], file: Path) -> bool:
     """Return whether config.json says that each token attends to all tokens: by an option, or by the name of its class."""
-    halves = "gemma3_text" in (whole.get("model_type"), values.get("model_type"))
+    types = (whole.get("model_type"), values.get("model_type"))
+    halves, is_gemma4 = "gemma3_text" in types, bool({"gemma4_text", "gemma4_unified_text"} & set(types))
     for key, neutral in (("is_causal", True), ("use_bidirectional_attention", False)):
         for part in (whole, values):
             value = part.get(key)
-            if value is None or value is neutral:
+            # Gemma 4 says "vision" where only tokens of images attend both ways.
+            if value is None or value is neutral or (is_gemma4 and value == "vision"):
                 continue
             if not isinstance(value, bool) or (key == "use_bidirectional_attention" and not halves):
                 raise UnsupportedError(f"{file}: {key} {value!r} is not supported; supported: {neutral!r}")

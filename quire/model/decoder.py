@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -13,21 +14,27 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import (
     NO_ATTENTION,
+    AltUpSpec,
     AttentionSpec,
     IndexerSpec,
+    LaurelSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
     NormSpec,
+    PerLayerGate,
+    PerLayerInputs,
     QueryScaling,
     RopeSpec,
 )
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
+from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
-from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
+from quire.kernels.reference.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.reference.norm import normalize
+from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
 from quire.model.mixers import run_mixer
@@ -83,15 +90,27 @@ class Decoder(StepDecoder):
             x = x + F.embedding(positions, self._parameters["pos.weight"])
         if spec.embed_norm is not None:
             x = self._norm(x, spec.embed_norm, "embed_norm")
+        inputs = None if spec.per_layer_inputs is None else self._per_layer_inputs(token_ids, x, spec.per_layer_inputs)
+        if spec.altup is not None:
+            x = split_streams(x, self._parameters["altup_split.weight"])
         factors = {scaling: query_factors(scaling, positions, self.dtype) for scaling in self._scalings}
         angles = {rope: cos_sin(rope, self._frequencies_of(rope, step), positions, self.dtype) for rope in self._frequencies}
         self._taps = []
         for index in range(len(self._layers)) if layers is None else layers:
             if index in self._aux_hidden_state_layers:
-                self._taps.append(x)
-            cache = LayerCache(kv.k[index], kv.v[index], kv.states[index] if kv.states else ())
-            x = self._layers[index].forward(x, angles, step, cache, factors=factors)
+                self._taps.append(x if spec.altup is None else x[spec.altup.active])
+            source = spec.layers[index].attention.kv_source
+            source = index if source is None else source
+            cache = LayerCache(kv.k[source], kv.v[source], kv.states[index] if kv.states else ())
+            extra = LayerInputs(factors, None if inputs is None else inputs[:, index])
+            x = self._layers[index].forward(x, angles, step, cache, extra)
+        if spec.altup is not None:
+            x = join_streams(x, self._parameters["altup_join.weight"])
         return self._norm(x, spec.final_norm, "final_norm")
+
+    def _per_layer_inputs(self, token_ids: Tensor, x: Tensor, spec: PerLayerInputs) -> Tensor:
+        weights = (self._parameters[f"per_layer_{name}.weight"] for name in ("embed", "proj", "norm"))
+        return per_layer_inputs(token_ids, x, spec, *weights)
 
     def _norm(self, x: Tensor, spec: NormSpec, name: str) -> Tensor:
         return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))
@@ -126,6 +145,19 @@ class LayerCache(NamedTuple):
     k: Tensor
     v: Tensor
     states: Sequence[Tensor] = ()
+
+
+class LayerInputs(NamedTuple):
+    """What a layer reads besides the residual.
+
+    factors    on queries [T, 1, 1] of each query scaling; None: the model has none
+    per_layer  [T, size], its per-layer inputs; None: it has none
+    attended   what attention reads where it is not the normed residual
+    """
+
+    factors: Mapping[QueryScaling, Tensor] | None = None
+    per_layer: Tensor | None = None
+    attended: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +196,49 @@ class DecoderLayer:
         angles: dict[RopeSpec, tuple[Tensor, Tensor]],
         step: AttentionMetadata,
         cache: LayerCache,
-        attended: Tensor | None = None,
-        factors: Mapping[QueryScaling, Tensor] | None = None,
+        inputs: LayerInputs | None = None,
     ) -> Tensor:
-        """Return the layer's output [T, H].
-
-        attended  what attention reads where it is not the normed input
-        factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
-        """
-        spec = self.spec
-        normed = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
+        """Return the layer's output: as x, [T, H], or with alternating updates all streams [N, T, H]."""
+        spec, inputs = self.spec, inputs or LayerInputs()
+        streams = None
+        if spec.altup is not None:
+            streams = predict(x, self._modalities(x[spec.altup.active], spec.altup), self._parameters["altup.predict.weight"])
+            x = streams[spec.altup.active]
+        normed = self._norm(x, spec.attn_in, "attn_in") if inputs.attended is None else inputs.attended
         before = x
-        y = self._mix(normed, angles, step, cache, factors)
+        y = self._mix(normed, angles, step, cache, inputs.factors)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
+        if spec.laurel is not None:
+            x = (x + self._laurel(normed, spec.laurel)) / math.sqrt(2)
         if spec.is_parallel:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
             read = self._norm(x, spec.mlp_in, "mlp_in")
-        return self._add(x, self._norm(self._mlp(read), spec.mlp_out, "mlp_out"))
+        x = self._add(x, self._norm(self._mlp(read, x), spec.mlp_out, "mlp_out"))
+        if spec.altup is not None and streams is not None:
+            x = self._correct(streams, x, spec.altup)
+        if spec.per_layer_gate is not None and inputs.per_layer is not None:
+            x = self._add_per_layer(x, spec.per_layer_gate, inputs.per_layer)
+        return x * self._parameters["layer_scale.weight"] if spec.has_scale else x
+
+    def _modalities(self, x: Tensor, spec: AltUpSpec) -> Tensor:
+        return modalities(self._norm(x, spec.norm, "altup.norm"), self._parameters["altup.router.weight"])
+
+    def _correct(self, streams: Tensor, x: Tensor, spec: AltUpSpec) -> Tensor:
+        return correct(streams, spec.active, x, self._modalities(x, spec), self._parameters["altup.correct.weight"])
+
+    def _laurel(self, x: Tensor, spec: LaurelSpec) -> Tensor:
+        return x + self._norm(self._linear(self._linear(x, "laurel.left"), "laurel.right"), spec.norm, "laurel.norm")
+
+    def _add_per_layer(self, x: Tensor, spec: PerLayerGate, inputs: Tensor) -> Tensor:
+        """Return x with what the per-layer inputs give: x [T, H], or streams [N, T, H] of which the first stays as it is."""
+        altup = self.spec.altup
+        read = x if altup is None else x[altup.active]
+        if altup is not None and altup.has_scale:
+            read = read * self._parameters["altup.scale.weight"]
+        gated = ACTIVATIONS[spec.activation](self._linear(read, "per_layer.gate")) * inputs
+        y = self._norm(self._linear(gated, "per_layer.up"), spec.norm, "per_layer.norm")
+        return x + y if altup is None else torch.cat((x[:1], x[1:] + y))
 
     def _mix(
         self,
@@ -217,24 +274,33 @@ class DecoderLayer:
         return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
 
     def _attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
-        q, k, v = self._linear(x, "q"), self._linear(x, "k"), self._linear(x, "v")
+        names = ("q",) if spec.kv_source is not None else ("q", "k") if spec.is_v_from_k else ("q", "k", "v")
+        heads = {name: self._linear(x, name) for name in names}
+        if spec.is_v_from_k and spec.kv_source is None:
+            heads["v"] = heads["k"]
         if spec.clip_qkv is not None:
-            q, k, v = (y.clamp(-spec.clip_qkv, spec.clip_qkv) for y in (q, k, v))
-        if spec.qk_norm is not None and spec.qk_norm_over == "all":
-            q, k = self._norm(q, spec.qk_norm, "q_norm"), self._norm(k, spec.qk_norm, "k_norm")
-        q, k, v = (y.view(len(x), -1, spec.head_dim) for y in (q, k, v))
-        by_head = None if spec.qk_norm_over == "all" else spec.qk_norm
-        if by_head is not None and not spec.is_qk_norm_last:
-            q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
-        q, k = place.rotate(q), place.rotate(k)
-        if by_head is not None and spec.is_qk_norm_last:
-            q, k = self._norm(q, by_head, "q_norm"), self._norm(k, by_head, "k_norm")
-        store_kv(k, v, place.k_cache, place.v_cache, place.step.slots)
-        attended = attend(place.scale(q), place.k_cache, place.v_cache, place.step, spec, self._parameters.get("sinks.weight"))
-        attended = attended.flatten(1)
+            heads = {name: y.clamp(-spec.clip_qkv, spec.clip_qkv) for name, y in heads.items()}
+        is_by_head = spec.qk_norm_over != "all"
+        if not is_by_head:
+            self._norm_qk(heads, spec)
+        heads = {name: y.view(len(x), -1, spec.head_dim) for name, y in heads.items()}
+        if is_by_head and not spec.is_qk_norm_last:
+            self._norm_qk(heads, spec)
+        heads |= {name: place.rotate(y) for name, y in heads.items() if name != "v"}
+        if is_by_head and spec.is_qk_norm_last:
+            self._norm_qk(heads, spec)
+        if spec.kv_source is None:
+            v = self._norm(heads["v"], spec.v_norm, "v_norm")
+            store_kv(heads["k"], v, place.k_cache, place.v_cache, place.step.slots)
+        sinks = self._parameters.get("sinks.weight")
+        attended = attend(place.scale(heads["q"]), place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
         if spec.has_output_gate:
             attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
         return self._linear(attended, "o")
+
+    def _norm_qk(self, heads: dict[str, Tensor], spec: AttentionSpec) -> None:
+        """Normalise what there is of q and k, in the dict."""
+        heads.update({name: self._norm(y, spec.qk_norm, f"{name}_norm") for name, y in heads.items() if name != "v"})
 
     def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
         """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find
@@ -275,14 +341,29 @@ class DecoderLayer:
         weights = self._linear(x, "index_weights").float() * spec.num_heads**-0.5
         return IndexQueries(q, weights), k[:, 0]
 
-    def _mlp(self, x: Tensor) -> Tensor:
+    def _mlp(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the output of the feed-forward block; x is the residual, normed."""
         spec = self.spec.mlp
-        if isinstance(spec, MoeSpec):
-            modules = ("router", "experts.gate_up", "experts.down")
-            biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in (*modules, "correction")))
-            y = mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
-            return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
-        return self._linear(self._activate(x, spec), "down")
+        if not isinstance(spec, MoeSpec):
+            return self._linear(self._activate(x, spec), "down")
+        if spec.branch_norm is not None and spec.shared is not None:
+            return self._branches(x, residual, spec, spec.branch_norm, spec.shared)
+        y = self._experts(x, spec)
+        return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
+
+    def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None) -> Tensor:
+        modules = ("router", "experts.gate_up", "experts.down")
+        biases = [self._parameters.get(f"{module}.bias") for module in (*modules, "correction")]
+        extra = ExpertExtras(*biases, scale=self._parameters.get("expert_scale.weight"), router_input=router_input)
+        return mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), extra)
+
+    def _branches(self, x: Tensor, residual: Tensor, spec: MoeSpec, norm: NormSpec, shared: MlpSpec) -> Tensor:
+        """Return the sum of the shared expert of x and the experts of the residual, each normalised; see MoeSpec."""
+        routed = normalize(residual, replace(norm, has_weight=False), None)
+        routed = routed * self._parameters["router_in.weight"] * residual.shape[-1] ** -0.5
+        y = self._experts(self._norm(residual, norm, "experts_in"), spec, routed)
+        first = self._norm(self._shared_expert(x, spec, shared), norm, "shared_out")
+        return first + self._norm(y, norm, "experts_out")
 
     def _shared_expert(self, x: Tensor, spec: MoeSpec, expert: MlpSpec) -> Tensor:
         y = self._linear(self._activate(x, expert, "shared."), "shared.down")

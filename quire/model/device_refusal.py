@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.model.reference_only import reference_only_layer
 
 
 def device_refusal(spec: ModelSpec) -> str | None:
@@ -28,4 +29,17 @@ def _refusal(layer: LayerSpec) -> str | None:
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"
-    return None
+    return reference_only_layer(layer) or _native_only(layer)
+
+
+def _native_only(layer: LayerSpec) -> str | None:
+    """Return what a layer has that the native CPU kernels run, but those of GPUs do not."""
+    attention = layer.attention
+    has = {
+        "per-layer inputs": layer.per_layer_gate is not None,
+        "layers that read the keys and values of another layer": attention.kv_source is not None,
+        "values that are normalised": attention.v_norm is not None,
+        "values that are made by the keys' projection": attention.is_v_from_k,
+        "a learned factor on the output of a layer": layer.has_scale,
+    }
+    return next((name for name, is_so in has.items() if is_so), None)

@@ -143,10 +143,16 @@ class NativeDecoder:
         if self._kv is kv:
             return
         for index, layer in enumerate(self._parts.layers):
-            scales = kv.scales[index] if kv.scales else (None, None)
+            source = self.spec.layers[index].attention.kv_source
+            source = index if source is None else source
+            scales = kv.scales[source] if kv.scales else (None, None)
             addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
             layer.set_cache(
-                _KV_FORMATS[kv.k[index].dtype], kv.spec.block_size, kv.k[index].data_ptr(), kv.v[index].data_ptr(), *addresses
+                _KV_FORMATS[kv.k[source].dtype],
+                kv.spec.block_size,
+                kv.k[source].data_ptr(),
+                kv.v[source].data_ptr(),
+                *addresses,
             )
         self._kv = kv
 

@@ -22,12 +22,14 @@ from quire.contracts.model_spec import (
     ModelSpec,
     MoeSpec,
     NormSpec,
+    PerLayerInputs,
     RopeSpec,
 )
 from quire.kernels.reference.activation import XIELU_BETA
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
+from quire.model.reference_only import reference_only
 from quire.model.tensor_shards import LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
@@ -78,6 +80,11 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "layers with a recurrent state"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
+    only = reference_only(spec)
+    if only is not None:
+        return only
+    if any(layer.has_scale and (layer.mlp_out is None or isinstance(layer.mlp, MoeSpec)) for layer in spec.layers):
+        return "a learned factor on the output of a layer without a norm at its end"
     if not spec.is_causal:
         return "attention in both directions"
     if spec.has_head_bias and spec.is_tied:
@@ -194,6 +201,16 @@ class NativeModelBuilder:
         if spec.is_embed_scale_cast:
             scale = float(torch.tensor(scale, dtype=self._dtype))
         self._plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+        if spec.per_layer_inputs is not None:
+            self._set_per_layer_inputs(spec.per_layer_inputs)
+
+    def _set_per_layer_inputs(self, inputs: PerLayerInputs) -> None:
+        scales = inputs.size**0.5, self._spec.hidden_size**-0.5, 2.0**-0.5
+        rounded = [float(torch.tensor(scale, dtype=self._dtype)) for scale in scales]
+        scales = rounded if inputs.is_scale_cast else (rounded[0], *scales[1:])
+        embed, projection = (self._pack(f"per_layer_{name}") for name in ("embed", "proj"))
+        self._plan.set_per_layer_inputs(embed, projection, inputs.size, *scales)
+        self._set_norm(self._plan.per_layer_norm, inputs.norm, "per_layer_norm", inputs.size)
 
     def _set_head(self, head: NativeWeight | None) -> None:
         spec, plan = self._spec, self._plan
@@ -339,18 +356,32 @@ class NativeModelBuilder:
             self._build_experts(layer, spec.mlp, prefix, shard)
         else:
             self._build_mlp(layer, spec.mlp, prefix, shard)
+        if spec.per_layer_gate is not None:
+            layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
+            self._set_norm(layer.per_layer_norm, spec.per_layer_gate.norm, f"{prefix}per_layer.norm", hidden)
+        if spec.has_scale:
+            scale = self._vector(f"{prefix}layer_scale.weight")
+            assert scale is not None
+            layer.output_scale = float(scale)
         return layer
 
     def _build_heads(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
         attention = spec.attention
         is_whole, is_each = attention.qk_norm_over == "all", attention.qk_norm_over == "each"
         layer.is_qk_norm_whole, layer.is_qk_norm_each, layer.is_qk_norm_last = is_whole, is_each, attention.is_qk_norm_last
-        for name, heads in (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads)):
+        norms = (("q_norm", attention.num_heads), ("k_norm", attention.num_kv_heads))
+        for name, heads in norms if attention.kv_source is None else norms[:1]:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
         rows = _attention_rows(spec, shard)
         for name in ("q", "k", "v", "o"):
+            is_none = name in ("k", "v") and attention.kv_source is not None
+            if is_none or (name == "v" and attention.is_v_from_k):
+                continue
             setattr(layer, name, self._pack(prefix + name, rows=rows.get(name)))
+        if attention.is_v_from_k and attention.kv_source is None:
+            layer.v = layer.k
+        self._set_norm(layer.v_norm, attention.v_norm, prefix + "v_norm", attention.head_dim)
 
     def _build_latent(
         self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None

@@ -64,7 +64,9 @@ def _row_words(spec: ModelSpec) -> int:
     has_router = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
     # The router reads f32.
     packed = max(packed, spec.hidden_size) if has_router else packed
-    return 2 * hidden + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed
+    inputs = spec.per_layer_inputs
+    extra = 0 if inputs is None else _stride(inputs.size * len(layers)) + _stride(inputs.size)
+    return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed
 
 
 def _latent_words(attention: AttentionSpec) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from quire.contracts.mixer_spec import GatedDeltaSpec, MixerSpec
 from quire.contracts.model_spec import (
     NO_ATTENTION,
+    AltUpSpec,
     AttentionSpec,
     IndexerSpec,
     LatentSpec,
+    LaurelSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
     MoeSpec,
     NormSpec,
+    PerLayerGate,
 )
 
 Shape = tuple[int, ...]
@@ -24,12 +27,20 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
     rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads]. The two
     numbers of xielu, before the softplus that makes them positive, are xielu_positive.weight and xielu_negative.weight, [1].
+    What alternating updates make of the embeddings, and the reverse, are stacks: altup_split.weight, altup_join.weight.
     Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head those of its key first.
     """
     hidden = spec.hidden_size
     shapes: dict[str, Shape] = {"embed.weight": (spec.vocab_size, hidden), **_norm("embed_norm", spec.embed_norm, hidden)}
     if spec.num_learned_positions:
         shapes["pos.weight"] = (spec.num_learned_positions, hidden)
+    if spec.per_layer_inputs is not None:
+        inputs, width = spec.per_layer_inputs, spec.per_layer_inputs.size * len(spec.layers)
+        shapes |= {"per_layer_embed.weight": (inputs.vocab_size, width), **_linear("per_layer_proj", width, hidden, False)}
+        shapes |= _norm("per_layer_norm", inputs.norm, inputs.size)
+    if spec.altup is not None:
+        stack = (spec.altup.num_streams - 1, hidden, hidden)
+        shapes |= {"altup_split.weight": stack, "altup_join.weight": stack}
     for index, layer in enumerate(spec.layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer(layer, hidden).items()}
     shapes |= _norm("final_norm", spec.final_norm, hidden)
@@ -53,13 +64,44 @@ def float32_parameters(spec: ModelSpec) -> frozenset[str]:
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
     mlp = _moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
     return {
+        **({} if layer.altup is None else _altup(layer.altup, hidden)),
         **_norm("attn_in", layer.attn_in, hidden),
+        **({} if layer.laurel is None else _laurel(layer.laurel, hidden)),
         **({} if layer.attention == NO_ATTENTION else _attention(layer.attention, hidden)),
         **({} if layer.mixer is None else _mixer(layer.mixer, hidden)),
         **_norm("attn_out", layer.attn_out, hidden),
         **_norm("mlp_in", layer.mlp_in, hidden),
         **mlp,
         **_norm("mlp_out", layer.mlp_out, hidden),
+        **({} if layer.per_layer_gate is None else _per_layer_gate(layer.per_layer_gate, hidden)),
+        **({"layer_scale.weight": (1,)} if layer.has_scale else {}),
+    }
+
+
+def _altup(spec: AltUpSpec, hidden: int) -> dict[str, Shape]:
+    count = spec.num_streams
+    return {
+        **_linear("altup.predict", count**2, count, False),
+        **_linear("altup.correct", count, count, False),
+        **_linear("altup.router", count, hidden, False),
+        **_norm("altup.norm", spec.norm, hidden),
+        **({"altup.scale.weight": (hidden,)} if spec.has_scale else {}),
+    }
+
+
+def _laurel(spec: LaurelSpec, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("laurel.left", spec.rank, hidden, False),
+        **_linear("laurel.right", hidden, spec.rank, False),
+        **_norm("laurel.norm", spec.norm, hidden),
+    }
+
+
+def _per_layer_gate(spec: PerLayerGate, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("per_layer.gate", spec.size, hidden, False),
+        **_linear("per_layer.up", hidden, spec.size, False),
+        **_norm("per_layer.norm", spec.norm, hidden),
     }
 
 
@@ -85,12 +127,15 @@ def _attention(spec: AttentionSpec, hidden: int) -> dict[str, Shape]:
     q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if spec.latent is not None:
         return _latent_attention(spec, spec.latent, hidden)
+    kv: dict[str, Shape] = {}
+    if spec.kv_source is None:
+        modules = ("k",) if spec.is_v_from_k else ("k", "v")
+        kv = {name: shape for module in modules for name, shape in _linear(module, kv_size, hidden, spec.has_qkv_bias).items()}
     return {
         **_linear("q", q_size, hidden, spec.has_qkv_bias),
-        **_linear("k", kv_size, hidden, spec.has_qkv_bias),
-        **_linear("v", kv_size, hidden, spec.has_qkv_bias),
+        **kv,
         **_head_norm("q_norm", spec, spec.num_heads),
-        **_head_norm("k_norm", spec, spec.num_kv_heads),
+        **({} if spec.kv_source is not None else _head_norm("k_norm", spec, spec.num_kv_heads)),
         **({"sinks.weight": (spec.num_heads,)} if spec.has_sinks else {}),
         **(_linear("attn_gate", q_size, hidden, spec.has_qkv_bias) if spec.has_output_gate else {}),
         **_linear("o", hidden, q_size, spec.has_o_bias),
@@ -163,4 +208,11 @@ def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
         **({"experts.down.bias": (spec.num_experts, hidden)} if has_bias else {}),
         **({} if spec.shared is None else {f"shared.{name}": shape for name, shape in _mlp(spec.shared, hidden).items()}),
         **(_linear("shared_scale", 1, hidden, False) if spec.has_shared_gate else {}),
+        **({} if spec.branch_norm is None else {"router_in.weight": (hidden,)}),
+        **{
+            name: shape
+            for module in ("experts_in", "experts_out", "shared_out")
+            for name, shape in _norm(module, spec.branch_norm, hidden).items()
+        },
+        **({"expert_scale.weight": (spec.num_experts,)} if spec.has_expert_scale else {}),
     }

@@ -85,6 +85,11 @@ class ModelShard:
             raise ConfigError(
                 f"tensor_parallel_size is {len(shares)}, but an indexer of keys ({spec.model_type}) runs on one rank"
             )
+        if spec.per_layer_inputs is not None or any(layer.attention.kv_source is not None for layer in spec.layers):
+            raise ConfigError(
+                f"tensor_parallel_size is {len(shares)}, but per-layer inputs and layers that read the keys and values of "
+                f"another layer ({spec.model_type}) run on one rank"
+            )
         layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
         least = min(

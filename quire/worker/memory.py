@@ -87,6 +87,10 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
             inner = max(inner, 3 * mlp.shared.intermediate_size)
         # Norms and MLP keep about six copies of the residual alive, some of them in f32.
         per_token = max(per_token, (2 * qkv + inner + 4 * spec.hidden_size) * width + 2 * spec.hidden_size * 4)
+    if spec.per_layer_inputs is not None:  # two of them are there while they are made
+        per_token += 3 * len(spec.layers) * spec.per_layer_inputs.size * width
+    if spec.altup is not None:
+        per_token += 3 * spec.altup.num_streams * spec.hidden_size * width
     logits = num_seqs * spec.vocab_size * (width + 3 * 4)
     return num_batched_tokens * per_token + _SCORE_BYTES + logits
 

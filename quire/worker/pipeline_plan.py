@@ -43,6 +43,12 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     refusal = native_refusal(report.spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(f"pipeline_parallel_size is {size}: it needs the native kernels, which do not run {refusal}")
+    spec = report.spec
+    if spec.per_layer_inputs is not None or any(layer.attention.kv_source is not None for layer in spec.layers):
+        raise ConfigError(
+            f"pipeline_parallel_size is {size}, but per-layer inputs and layers that read the keys and values of another layer "
+            f"({spec.model_type}) run on one stage"
+        )
     methods = () if config.speculative_config is None else config.speculative_config.methods
     refused = [method for method in methods if method in _READING_METHODS]
     if refused:

@@ -119,6 +119,16 @@ WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
         {"head_dim": 16, "rope_parameters": _rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True)},
         _QWEN3_VISION,
     ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        "qwen3_vl_moe_text",
+        {
+            **{"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+            **{"num_hidden_layers": 3, "mlp_only_layers": [1]},
+            "rope_parameters": _rope("default", mrope_section=[4, 2, 2], mrope_interleaved=True),
+        },
+        _QWEN3_VISION,
+    ),
     "mistral3-mistral4": ("mistral3", "mistral4", {**_KIMI, "rope_parameters": _MINISTRAL3}, _PIXTRAL),
     "kimi-k25": ("kimi_k25", "deepseek_v3", _KIMI, _KIMI_VISION),
     "internvl": (
@@ -213,6 +223,13 @@ def restore_layer_names(folder: Path) -> None:
     """Undo what transformers 5.24 does when it saves Kimi K2.5: it gives layers of text the names of those of images."""
     file = folder / "model.safetensors"
     save_file(_rename({r"^(language_model\.model\.)blocks\.": r"\1layers."}, load_file(file)), file)
+
+
+def transpose_experts(folder: Path) -> None:
+    """Store experts as stacks of [in, out], as the files of Qwen3-VL have them; transformers reads both layouts."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file({n: x.transpose(1, 2).contiguous() if ".experts." in n else x for n, x in tensors.items()}, file)
 
 
 def convert(folder: Path, case: str) -> None:

@@ -19,11 +19,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.models.mistral4.modeling_mistral4 import Mistral4ForCausalLM
 
-from tests.golden import dense_cases, recurrent_cases
-from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names
+from tests.golden import dense_cases, gemma_cases, recurrent_cases
+from tests.golden.dense_cases import CONVERTED, ORIGINAL, WRAPPED, convert, restore_layer_names, transpose_experts
 
 _OWN_CLASSES = {"mistral4": Mistral4ForCausalLM}
 """Of types whose language model AutoModelForCausalLM does not know by itself."""
+_ALL_WRAPPED = {**WRAPPED, **gemma_cases.WRAPPED, **recurrent_cases.WRAPPED}
 Style = Literal["v5", "v4"]
 MAX_POSITIONS = 128
 
@@ -376,6 +377,8 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
         convert(folder, name)
     if name == "kimi-k25":
         restore_layer_names(folder)
+    if name == "qwen3-vl-moe":
+        transpose_experts(folder)
     if style == "v4":
         rewrite_as_v4(folder)
     return folder
@@ -384,16 +387,18 @@ def make_checkpoint(name: str, folder: Path, style: Style = "v5") -> Path:
 def _make_model(config: PretrainedConfig, name: str) -> PreTrainedModel:
     if config.model_type in _OWN_CLASSES:
         return _class_of(config.model_type)._from_config(config)
-    return (AutoModelForImageTextToText if name in WRAPPED else AutoModelForCausalLM).from_config(config)
+    return (AutoModelForImageTextToText if name in _ALL_WRAPPED else AutoModelForCausalLM).from_config(config)
 
 
 def _config_of(name: str) -> PretrainedConfig:
-    if name in WRAPPED:
-        wrapper, text_type, options, vision = WRAPPED[name]
+    if name in _ALL_WRAPPED:
+        wrapper, text_type, options, vision = _ALL_WRAPPED[name]
         text = {"model_type": text_type, **_settings(text_type, options)}
         return AutoConfig.for_model(wrapper, text_config=text, vision_config=vision)
     model_type, options = (
-        CONVERTED[name][:2] if name in CONVERTED else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES}[name]
+        CONVERTED[name][:2]
+        if name in CONVERTED
+        else {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES, **gemma_cases.CASES}[name]
     )
     return (
         _multimodal_config() if model_type == "gemma3" else AutoConfig.for_model(model_type, **_settings(model_type, options))
@@ -412,11 +417,20 @@ def reference_model(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrai
     options: dict[str, str] = {"attn_implementation": "eager"}
     folder = folder / ORIGINAL if (folder / ORIGINAL).is_dir() else folder
     model_type = json.loads((folder / "config.json").read_text())["model_type"]
-    if model_type in {wrapper for wrapper, *_ in WRAPPED.values()}:
+    if model_type in {wrapper for wrapper, *_ in _ALL_WRAPPED.values()}:
+        if model_type in ("gemma4", "qwen3_5_moe", "qwen3_vl_moe"):
+            options["experts_implementation"] = "eager"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=dtype, **options).eval()
         # Without images Llama 4's own forward fails in transformers 5.24: it reads what only images have.
         return model.language_model if model_type == "llama4" else model
-    if model_type in ("gpt_oss", "mixtral", "qwen3_moe", *(one for one, _ in _MIXTURES.values()), *recurrent_cases.MODEL_TYPES):
+    if model_type in (
+        "gpt_oss",
+        "mixtral",
+        "qwen3_moe",
+        *(one for one, _ in _MIXTURES.values()),
+        *recurrent_cases.MODEL_TYPES,
+        "gemma4_text",
+    ):
         options["experts_implementation"] = "eager"
     return _class_of(model_type).from_pretrained(folder, dtype=dtype, **options).eval()
 
@@ -449,7 +463,8 @@ def _multimodal_config() -> object:
 def _randomise(model: PreTrainedModel, name: str) -> None:
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     randn: Callable[..., torch.Tensor] = partial(torch.randn, generator=generator)
-    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5"))
+    is_gemma = name in {**gemma_cases.CASES, **gemma_cases.WRAPPED}
+    is_offset = name.startswith(("gemma", "nemotron", "qwen3-next", "qwen3-5")) and not is_gemma
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if key.endswith("bias"):
@@ -459,13 +474,16 @@ def _randomise(model: PreTrainedModel, name: str) -> None:
             elif parameter.dim() == 1:
                 values = 0.3 * randn(parameter.shape) + (0.0 if is_offset else 1.0)
             elif ("embed" in key and "embed_out" not in key) or ".wte." in key or ".wpe." in key:
-                values = 0.5 * randn(parameter.shape)
+                # Gemma multiplies embeddings: where they are large, a tied head repeats the last token.
+                values = (0.05 if is_gemma and key.endswith("embed_tokens.weight") else 0.5) * randn(parameter.shape)
             else:
                 values = randn(parameter.shape) * parameter.shape[-1] ** -0.5
             parameter.copy_(values)
         for key, buffer in model.named_buffers():
             if key.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * randn(buffer.shape))
+            elif key.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.2 * randn(buffer.shape))
 
 
 def rewrite_as_v4(folder: Path) -> None:
@@ -476,7 +494,17 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe"):
+    if text["model_type"].startswith("gemma4"):
+        _rewrite_sizes(text)
+    if text["model_type"] not in (
+        "ministral",
+        "exaone4",
+        "lfm2",
+        "lfm2_moe",
+        "gemma3n_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+    ):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
@@ -487,7 +515,16 @@ def rewrite_as_v4(folder: Path) -> None:
     file.write_text(json.dumps(config, indent=1))
 
 
+def _rewrite_sizes(text: dict[str, object]) -> None:
+    """Say the sizes of Gemma 4's layers of full attention as the first files did."""
+    full = next(iter(text.pop("per_layer_config").values()))
+    text["global_head_dim"] = full["head_dim"]
+    text["num_global_key_value_heads"] = full.get("num_key_value_heads")
+
+
 def _rewrite_rope(text: dict[str, object]) -> None:
+    if text["model_type"].startswith("gemma4"):
+        return
     ropes = text.pop("rope_parameters", None)
     if ropes is None:
         return

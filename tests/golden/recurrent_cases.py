@@ -31,3 +31,19 @@ CASES: dict[str, tuple[str, Options]] = {
     "lfm2-moe-plain": ("lfm2_moe", {**_LFM2, **_EXPERTS, "use_expert_bias": False, "norm_topk_prob": False}),
 }
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
+
+_VISION: Options = {
+    **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "out_hidden_size": 48},
+    **{"num_position_embeddings": 16},
+}
+_ROPE: Options = {
+    "rope_parameters": {
+        **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        **{"mrope_section": [1, 1, 0], "mrope_interleaved": True},
+    }
+}
+WRAPPED: dict[str, tuple[str, str, Options, Options]] = {
+    "qwen3-5-wrapped": ("qwen3_5", "qwen3_5_text", {**_DELTA, **_ROPE}, _VISION),
+    "qwen3-5-moe-wrapped": ("qwen3_5_moe", "qwen3_5_moe_text", {**_DELTA, **_EXPERTS, **_ROPE}, _VISION),
+}
+"""As dense_cases.WRAPPED."""

@@ -32,6 +32,8 @@ _OF_TRANSFORMERS = {
     # What says how transformers itself runs, loads or shows a model.
     *("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "problem_type"),
     *("output_attentions", "output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "per_layer_config"),
+    # Read outside of the ConfigView (config_reader), see test_classifiers.py.
+    "use_bidirectional_attention",
     *("summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "summary_type"),
 }
 # Fields of other families and of hub files, which the classes do not have.

@@ -20,6 +20,7 @@ from quire.model.decoder import Decoder
 from quire.model.families import WRAPPERS
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
+from tests.golden import gemma_cases, recurrent_cases
 from tests.golden.dense_cases import WRAPPED
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import DENSE_CASES, reference_model
@@ -88,9 +89,10 @@ def test_a_text_that_a_wrapper_does_not_take_is_refused(checkpoint, tmp_path):
         read_model_spec(folder)
 
 
-def test_every_wrapper_of_a_dense_family_has_a_case():
-    others = {"gemma3", "qwen3_5", "qwen3_5_moe"}
-    assert {wrapper for wrapper, *_ in WRAPPED.values()} | others == set(WRAPPERS)
+def test_every_wrapper_has_a_case():
+    cases = (WRAPPED, gemma_cases.WRAPPED, recurrent_cases.WRAPPED)
+    others = {"gemma3", "gemma3n"}  # see make_checkpoints.py and test_gemma_models.py
+    assert {wrapper for group in cases for wrapper, *_ in group.values()} | others == set(WRAPPERS)
 
 
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]

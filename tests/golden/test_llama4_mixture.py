@@ -65,7 +65,7 @@ def test_weighted_inputs_give_what_they_give_in_transformers(block):
     layer = DecoderLayer(spec.layers[0], "layers.0.", parameters_of(block, spec))
     x = torch.randn(1, 30, 48)
     with torch.inference_mode():
-        torch.testing.assert_close(layer._mlp(x[0]), block(x)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer._mlp(x[0], x[0]), block(x)[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")

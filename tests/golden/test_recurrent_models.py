@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.model.build import load_model, whole_prompt_logits
 from quire.model.config_reader import read_model_spec
 from quire.worker.inspect import inspect_model
+from tests.golden.engines import cpu_engine, generate_tokens
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
-from tests.golden.recurrent_cases import CASES
+from tests.golden.recurrent_cases import CASES, WRAPPED
 
 pytestmark = pytest.mark.golden
 
@@ -35,15 +35,8 @@ OPTIONS = {
 }
 
 
-def engine(folder, **options):
-    options = {"max_num_seqs": 3, "num_kv_blocks": 60, **options}
-    return LLM(model=str(folder), skip_tokenizer_init=True, device="cpu", **options)
-
-
 def generate(llm, prompts, num_tokens=NUM_TOKENS, **params):
-    params = SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, detokenize=False, **{"temperature": 0.0, **params})
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
-    return [[list(choice.token_ids) for choice in output.outputs] for output in outputs]
+    return generate_tokens(llm, prompts, num_tokens, **params)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +47,7 @@ def expected(checkpoint):
     def find(case):
         if case not in found:
             folder = checkpoint(case)
-            found[case] = [choices[0] for choices in generate(engine(folder), PROMPTS)]
+            found[case] = [choices[0] for choices in generate(cpu_engine(folder), PROMPTS)]
             model = reference_model(folder)
             for prompt, output in zip(PROMPTS, found[case], strict=True):
                 assert greedy_choices(model, prompt, output, allows_end=False) == output
@@ -64,7 +57,7 @@ def expected(checkpoint):
 
 
 @pytest.mark.parametrize("style", ["v5", "v4"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *WRAPPED])
 def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     folder = checkpoint(case, style)
     prompt = torch.randint(0, VOCAB_SIZE, (70,), generator=torch.Generator().manual_seed(70)).tolist()
@@ -77,7 +70,7 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expected, case, how):
-    llm = engine(checkpoint(case), **OPTIONS[how])
+    llm = cpu_engine(checkpoint(case), **OPTIONS[how])
     assert [choices[0] for choices in generate(llm, PROMPTS)] == expected(case)
     scheduler = llm.llm_engine.scheduler
     assert (scheduler.num_preemptions > 0) == ("preempted" in how)
@@ -87,7 +80,7 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expect
 
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, case):
-    llm, outputs = engine(checkpoint(case)), expected(case)
+    llm, outputs = cpu_engine(checkpoint(case)), expected(case)
     generate(llm, PROMPTS)
     scheduler = llm.llm_engine.scheduler
     num_hits = scheduler.prefix_cache_hits
@@ -95,7 +88,7 @@ def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, ca
     assert scheduler.prefix_cache_hits - num_hits == 32 + 48  # whole blocks before the last token
     turns = [prompt + output[:40] for prompt, output in zip(PROMPTS, outputs, strict=True)]
     assert [choices[0] for choices in generate(llm, turns, 24)] == [output[40:] for output in outputs]
-    fresh = engine(checkpoint(case), enable_prefix_caching=False)
+    fresh = cpu_engine(checkpoint(case), enable_prefix_caching=False)
     forks = generate(fresh, PROMPTS, 20, n=3, temperature=1.0, top_k=1)
     assert forks == [[output[:20]] * 3 for output in outputs]
 

@@ -24,11 +24,20 @@ XIELU_BETA, XIELU_EPS = 0.5, -1e-6
 
 def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
     """Return the gated activation of gate and up, in their dtype."""
+    if spec.sparsity > 0:
+        gate = cut_gate(gate, spec.sparsity)
     if spec.clamp is None:
         return ACTIVATIONS[spec.activation](gate) * up
     limit = spec.clamp.limit
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * spec.clamp.slope))
+
+
+def cut_gate(gate: Tensor, sparsity: float) -> Tensor:
+    """Return how far each row's values are above its cutoff, 0 below: see MlpSpec.sparsity. In gate's dtype."""
+    quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(sparsity, dtype=torch.float32))
+    deviation = gate.std(-1, keepdim=True, unbiased=False)
+    return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * quantile.to(gate.dtype)))
 
 
 def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

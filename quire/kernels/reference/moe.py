@@ -13,17 +13,25 @@ from quire.kernels.reference.activation import apply_gate
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertBiases:
-    """router [E], gate_up [E, 2 * I], down [E, N]; None: none. correction [E] f32 is added to the scores for selection only."""
+class ExpertExtras:
+    """What only some mixtures have.
+
+    router, gate_up, down  biases [E], [E, 2 * I], [E, N]; None: none
+    correction    [E] f32, added to the scores for selection only
+    scale         [E], multiplies the weights of the experts in the end
+    router_input  [T, N], what the router reads; None: what the experts read
+    """
 
     router: Tensor | None = None
     gate_up: Tensor | None = None
     down: Tensor | None = None
     correction: Tensor | None = None
+    scale: Tensor | None = None
+    router_input: Tensor | None = None
 
 
 def mixture_of_experts(
-    x: Tensor, spec: MoeSpec, router: Tensor, gate_up: Tensor, down: Tensor, biases: ExpertBiases | None = None
+    x: Tensor, spec: MoeSpec, router: Tensor, gate_up: Tensor, down: Tensor, extra: ExpertExtras | None = None
 ) -> Tensor:
     """Apply a mixture of experts to each row, without the shared expert.
 
@@ -33,12 +41,15 @@ def mixture_of_experts(
     down     [E, N, I]
     Returns  [T, N] in x's dtype; rows are independent
     """
-    biases = biases or ExpertBiases()
+    extra = extra or ExpertExtras()
+    read = x if extra.router_input is None else extra.router_input
     if spec.is_router_f32:
-        logits = F.linear(x.float(), router.float(), None if biases.router is None else biases.router.float())
+        logits = F.linear(read.float(), router.float(), None if extra.router is None else extra.router.float())
     else:
-        logits = F.linear(x, router, biases.router)
-    weights, chosen = route(logits, spec, biases.correction)
+        logits = F.linear(read, router, extra.router)
+    weights, chosen = route(logits, spec, extra.correction)
+    if extra.scale is not None:
+        weights = weights * extra.scale.float()[chosen]
     if not spec.is_weight_f32:
         weights = weights.to(x.dtype)
     out = torch.zeros_like(x)
@@ -46,8 +57,8 @@ def mixture_of_experts(
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         shares = weights[rows, slots, None]
         read = x[rows] * shares if spec.weighs_inputs else x[rows]
-        gate, up = _linear(read, gate_up, biases.gate_up, expert).chunk(2, dim=-1)
-        y = _linear(apply_gate(gate, up, spec.expert), down, biases.down, expert)
+        gate, up = _linear(read, gate_up, extra.gate_up, expert).chunk(2, dim=-1)
+        y = _linear(apply_gate(gate, up, spec.expert), down, extra.down, expert)
         out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
     return out
 

@@ -20,6 +20,8 @@ def inverse_frequencies(spec: RopeSpec, max_model_len: int) -> Tensor:
     base = 1.0 / spec.theta**exponent
     if spec.kind == "linear":
         return base / spec.factor
+    if spec.kind == "proportional":
+        return torch.where(torch.arange(spec.dim // 2) < spec.num_pairs, base, 0.0) / spec.factor
     if spec.kind == "dynamic":
         return _dynamic(spec, exponent, max_model_len)
     if spec.kind == "llama3":

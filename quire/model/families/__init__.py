@@ -19,6 +19,8 @@ from quire.model.families import (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -60,6 +62,7 @@ from quire.model.families import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe_text,
     qwen3_vl_text,
     seed_oss,
     smollm3,
@@ -89,6 +92,8 @@ _PAGES = (
     gemma,
     gemma2,
     gemma3,
+    gemma3n,
+    gemma4,
     glm,
     glm4,
     glm4_moe,
@@ -130,6 +135,7 @@ _PAGES = (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl_moe_text,
     qwen3_vl_text,
     seed_oss,
     smollm3,
@@ -141,6 +147,7 @@ for _page in _PAGES:
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
 FAMILIES.register(deepseek_v3.KIMI_MODEL_TYPE)(deepseek_v3.PAGE)
 FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
+FAMILIES.register(gemma4.UNIFIED_MODEL_TYPE)(gemma4.UNIFIED_PAGE)
 FAMILIES.register(lfm2.MOE_MODEL_TYPE)(lfm2.MOE_PAGE)
 FAMILIES.register(qwen3_next.DENSE_MODEL_TYPE)(qwen3_next.DENSE_PAGE)
 FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)

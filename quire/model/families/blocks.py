@@ -13,6 +13,7 @@ from quire.contracts.model_spec import (
     MlpSpec,
     ModelSpec,
     NormSpec,
+    PerLayerInputs,
     RopeSpec,
 )
 from quire.model.families.config_view import ConfigView
@@ -133,6 +134,7 @@ class OutsideLayers(TypedDict, total=False):
     final_softcap: float | None
     hidden_size: int
     max_positions: int
+    per_layer_inputs: PerLayerInputs | None
 
 
 def assemble(

@@ -16,15 +16,22 @@ LEAST_SUM = 1e-20
 """What DeepSeek-V3 and those after it add to the sum of weights before they divide by it."""
 
 
-def read_moe(config: ConfigView, inner: str, counts: tuple[str, ...] = _COUNTS, top_k: str = "num_experts_per_tok") -> MoeSpec:
+def read_moe(
+    config: ConfigView,
+    inner: str,
+    counts: tuple[str, ...] = _COUNTS,
+    top_k: str = "num_experts_per_tok",
+    activation: str = "hidden_act",
+) -> MoeSpec:
     """Return a mixture of experts of the intermediate size under key `inner`; renormalised weights of a softmax.
 
     counts, top_k  the keys of how many experts there are, and how many a token takes
+    activation     the key of their function
     """
     num_experts, num_chosen = config.integer(*counts), config.integer(top_k)
     if num_chosen > num_experts:
         raise config.error(top_k, num_chosen, f"at most the number of experts ({num_experts})")
-    return MoeSpec(num_experts, num_chosen, MlpSpec(config.integer(inner), read_activation(config)))
+    return MoeSpec(num_experts, num_chosen, MlpSpec(config.integer(inner), read_activation(config, activation)))
 
 
 def read_shared_expert(config: ConfigView, moe: MoeSpec, key: str) -> MlpSpec | None:

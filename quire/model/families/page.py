@@ -34,6 +34,7 @@ class FamilyPage:
                    only to choose between layouts that are both in use
     prefixes       of stored names, the longest first: the first that fits is dropped, after that of a wrapper
     ignored        stored names, without prefix, that the model does not need
+    spare          stored names, without prefix, that only some of the layers need; they are accepted for the others
     head           the stored name of the LM head's module, without prefix
     """
 
@@ -43,6 +44,7 @@ class FamilyPage:
     prefixes: tuple[str, ...] = ("model.",)
     ignored: re.Pattern[str] = _NOT_NEEDED
     head: str = "lm_head"
+    spare: re.Pattern[str] | None = None
 
     def strip(self, name: str) -> str:
         """Return a stored name without its prefix; the LM head is `lm_head`."""

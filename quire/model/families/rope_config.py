@@ -34,7 +34,7 @@ _ALL_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _PHI3_NAMES = {"su": "longrope", "yarn": "longrope"}
 _REFUSED_KEYS = ("mrope_section",)
 _MSCALES = ("short_mscale", "long_mscale")
-_MROPE_TYPES = ("qwen3_vl_text", "qwen3_5_text", "qwen3_5_moe_text")
+_MROPE_TYPES = ("qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text")
 """Model types whose positions have three parts, which are the same for all tokens of text."""
 _KNOWN_KEYS = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast"),
@@ -147,7 +147,8 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
     if layer_type == "full_attention":
         values = {**values, **scaling}
     base = config.number("rope_theta" if layer_type == "full_attention" else "rope_local_base_freq")
-    if values.get("partial_rotary_factor") not in (None, 1, 1.0):
+    is_proportional = values.get("rope_type") == "proportional"
+    if not is_proportional and values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedError(f"partial_rotary_factor is not supported in a {config.model_type!r} model")
     theta = base if values.get("rope_theta") is None else values["rope_theta"]
     # transformers reads `truncate` beside the layer types, never inside one.
@@ -159,6 +160,8 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
     kind = _read_kind(config, key, values)
     _check_keys(config, key, values)
     parameters = _Parameters(config, key, values)
+    if kind == "proportional":
+        return _proportional(config, key, parameters, head_dim)
     dim = int(head_dim * parameters.number("partial_rotary_factor", 1.0))
     if dim < 2 or dim % 2 or dim > head_dim:
         raise config.error("head_dim", head_dim, f"such that an even number of its elements is rotated, not {dim}")
@@ -216,6 +219,16 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
     )
 
 
+def _proportional(config: ConfigView, key: str, parameters: _Parameters, head_dim: int) -> RopeSpec:
+    """Return the rope of Gemma 4's layers of full attention, which rotates pairs of the whole head, but not all of them."""
+    factor = parameters.number("partial_rotary_factor", 1.0)
+    num_pairs = int(factor * head_dim // 2)
+    if head_dim % 2 or not 1 <= num_pairs <= head_dim // 2:
+        raise config.error(f"{key}.partial_rotary_factor", factor, f"such that 1 to {head_dim // 2} pairs are rotated")
+    scale = parameters.number("factor", 1.0)
+    return RopeSpec(head_dim, parameters.required("rope_theta"), "proportional", scale, num_pairs=num_pairs)
+
+
 def _long_attention_factor(config: ConfigView, key: str, parameters: _Parameters) -> float | None:
     """Return the attention factor of longrope where the configuration names it; Phi-3.5-MoE does, for short and long ones."""
     short, long = (parameters.number(name, is_required=False) for name in _MSCALES)
@@ -235,6 +248,8 @@ def _read_kind(config: ConfigView, key: str, values: Mapping[str, object]) -> st
     kinds = _ALL_KINDS
     if config.model_type == "phi3":  # whose older checkpoints name it so
         kind, kinds = _PHI3_NAMES.get(kind, kind), ("default", "longrope")
+    if config.model_type in ("gemma4_text", "gemma4_unified_text"):
+        kinds = (*kinds, "proportional")
     if kind not in kinds:
         raise UnsupportedError(
             f"{key}: rope type {kind!r} is not supported in a {config.model_type!r} model; supported: {kinds}"

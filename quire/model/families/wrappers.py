@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from quire.base.errors import ModelFormatError, UnsupportedError
 
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
-NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*")
-"""Names of stored tensors that only images need."""
+NOT_TEXT = re.compile(
+    r"(model\.)?(vision_tower|vision_model|vision_embedder|visual|multi_modal_projector|mm_projector|embed_vision|"
+    r"audio_tower|embed_audio)\..*"
+)
+"""Names of stored tensors that only images and sounds need."""
 PREFIXES = ("model.language_model.", "language_model.")
 """What wrappers put before the names of the language model, as transformers saves them and as older files have them."""
 
@@ -33,6 +36,9 @@ _KIMI = ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration")
 
 WRAPPERS: dict[str, Wrapper] = {
     "gemma3": Wrapper(("Gemma3ForConditionalGeneration",), ("gemma3_text",)),
+    "gemma3n": Wrapper(("Gemma3nForConditionalGeneration",), ("gemma3n_text",)),
+    "gemma4": Wrapper(("Gemma4ForConditionalGeneration",), ("gemma4_text",)),
+    "gemma4_unified": Wrapper(("Gemma4UnifiedForConditionalGeneration",), ("gemma4_unified_text",)),
     "internvl": Wrapper(("InternVLForConditionalGeneration",), ("qwen2", "qwen3", "qwen3_moe", "llama", "gpt_oss"), True),
     "kimi_k25": Wrapper(_KIMI, ("deepseek_v3", "kimi_k2"), True),
     "llama4": Wrapper(("Llama4ForConditionalGeneration",), ("llama4_text",), False),
@@ -40,6 +46,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper(("Qwen3_5ForConditionalGeneration",), ("qwen3_5_text",), False),
     "qwen3_5_moe": Wrapper(("Qwen3_5MoeForConditionalGeneration",), ("qwen3_5_moe_text",), False),
     "qwen3_vl": Wrapper(("Qwen3VLForConditionalGeneration",), ("qwen3_vl_text",), False),
+    "qwen3_vl_moe": Wrapper(("Qwen3VLMoeForConditionalGeneration",), ("qwen3_vl_moe_text",), False),
 }
 
 

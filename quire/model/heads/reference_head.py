@@ -10,7 +10,7 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
-from quire.model.decoder import Decoder, DecoderLayer, LayerCache
+from quire.model.decoder import Decoder, DecoderLayer, LayerCache, LayerInputs
 from quire.model.heads.head_spec import LayerHead
 from quire.model.token_runs import TokenRuns
 
@@ -67,7 +67,9 @@ class ReferenceHead:
             x = normed if head.is_residual_normed else x
         rope = self._rope
         angles = {} if rope is None else {rope: cos_sin(rope, self._frequencies, positions, self._dtype)}  # type: ignore[arg-type]
-        x = self._layer.forward(x, angles, step, LayerCache(kv.k[0], kv.v[0]), attended)[torch.tensor(rows, dtype=torch.int64)]
+        x = self._layer.forward(x, angles, step, LayerCache(kv.k[0], kv.v[0]), LayerInputs(attended=attended))[
+            torch.tensor(rows, dtype=torch.int64)
+        ]
         normed = normalize(x, body.final_norm, self._parameters["final_norm.weight"]) if head.has_final_norm else x
         self._recycled = (normed if head.recycles_normed else x).float()
         if "lm_head.weight" in self._parameters:

@@ -3,9 +3,11 @@
 import math
 
 import pytest
+import torch
 
-from quire.base.errors import ModelFormatError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.contracts.model_spec import RopeSpec
+from quire.kernels.reference.rope import inverse_frequencies
 from quire.model.config_reader import read_model_spec
 
 
@@ -103,6 +105,20 @@ def test_gemma3_scales_layers_of_full_attention_only(read_rope):
         assert read_rope("gemma3_text", 0, **style) == RopeSpec(256, 2e4)
         full = read_rope("gemma3_text", 1, **style)
         assert (full.kind, full.factor, full.theta) == ("linear", 8.0, 2e6)
+
+
+def test_gemma4_rotates_a_share_of_the_pairs_in_layers_of_full_attention(read_rope):
+    assert read_rope("gemma4_text", 0) == RopeSpec(256, 1e4)
+    full = read_rope("gemma4_text", 3)
+    assert full == RopeSpec(512, 1e6, "proportional", num_pairs=64)
+    frequencies = inverse_frequencies(full, 100)
+    assert torch.equal(frequencies[64:], torch.zeros(192))
+    assert torch.allclose(frequencies[:64], 1e6 ** (-torch.arange(64) / 256))
+    ropes = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.001}}
+    with pytest.raises(ModelFormatError, match="partial_rotary_factor must be such that 1 to 256 pairs"):
+        read_rope("gemma4_text", 3, rope_parameters=ropes)
+    with pytest.raises(UnsupportedError, match="proportional"):
+        read_rope("llama", rope_parameters={"rope_type": "proportional", "rope_theta": 1e6})
 
 
 def test_rope_parameters_of_the_wrong_nesting(read_rope):

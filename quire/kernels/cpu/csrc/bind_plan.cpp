@@ -48,6 +48,7 @@ void bind_layer(nb::module_& m) {
     layer.def(nb::init<>());
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
     QUIRE_FIELD(attn_in); QUIRE_FIELD(attn_out); QUIRE_FIELD(mlp_in); QUIRE_FIELD(mlp_out); QUIRE_FIELD(q_norm); QUIRE_FIELD(k_norm);
+    QUIRE_FIELD(v_norm); QUIRE_FIELD(per_layer_gate); QUIRE_FIELD(per_layer_up); QUIRE_FIELD(per_layer_norm); QUIRE_FIELD(output_scale);
     QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
@@ -89,11 +90,13 @@ void bind_setup(PlanClass& plan) {
         .def_rw("final_norm", &Plan::final_norm)
         .def_rw("embed_norm", &Plan::embed_norm)
         .def_rw("feature_norm", &Plan::feature_norm)
+        .def_rw("per_layer_norm", &Plan::per_layer_norm)
         .def_rw("num_threads", &Plan::num_threads)
         .def_rw("is_near", &Plan::is_near)
         .def_rw("screens", &Plan::screens)
         .def_ro("num_screened", &Plan::num_screened)
         .def("set_embedding", &Plan::set_embedding, "embed"_a, "positions"_a.none(), "scale"_a)
+        .def("set_per_layer_inputs", &Plan::set_per_layer_inputs, "embed"_a, "projection"_a, "size"_a, "embed_scale"_a, "projection_scale"_a, "sum_scale"_a)
         .def("set_head", &Plan::set_head, "head"_a, "logit_scale"_a, "softcap"_a)
         .def("screen_head", &Plan::screen_head, nb::call_guard<nb::gil_scoped_release>(), "Keep a copy of the head that finds its best tokens, before finish; return its bytes, 0: there is none.")
         .def("add_layer", &Plan::add_layer, "layer"_a)

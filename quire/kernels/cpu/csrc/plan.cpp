@@ -99,6 +99,17 @@ void Plan::keep_inputs(std::vector<i32> layers) {
     capacity_ = 0;  // the memory of the next step is made anew
 }
 
+void Plan::set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
+                                float sum_scale) {
+    if (is_sharded() || is_stage_) throw std::invalid_argument("a shard or a stage of a model has no per-layer inputs");
+    per_layer_embed_ = std::move(embed);
+    per_layer_projection_ = std::move(projection);
+    per_layer_size_ = size;
+    per_layer_embed_scale_ = embed_scale;
+    per_layer_projection_scale_ = projection_scale;
+    per_layer_sum_scale_ = sum_scale;
+}
+
 void Plan::add_layer(std::shared_ptr<PlanLayer> layer) { layers_.push_back(std::move(layer)); }
 
 void Plan::set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half) {
@@ -143,7 +154,7 @@ void Plan::finish_attention(PlanLayer& l) {
     if (l.total_heads == 0) l.total_heads = l.num_heads;
     if (l.total_kv_heads == 0) l.total_kv_heads = l.num_kv_heads;
     if (l.is_qk_norm_whole && l.q_norm.is_present && is_sharded()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
-    l.k_form = l.attn_site.add(l.k->weight);
+    if (l.k) l.k_form = l.attn_site.add(l.k->weight);
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
     qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
@@ -151,7 +162,7 @@ void Plan::finish_attention(PlanLayer& l) {
     Latent& latent = l.latent;
     if (latent.rank == 0) {
         l.q_form = l.attn_site.add(l.q->weight);
-        l.v_form = l.attn_site.add(l.v->weight);
+        if (l.v) l.v_form = l.attn_site.add(l.v->weight);
         measure(l.attn_site, 1);
         return;
     }
@@ -213,12 +224,24 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.down_site, 1);
         inner_size_ = std::max(inner_size_, l.total_inner);
     }
+    if (l.per_layer_gate) {
+        l.per_layer_site.add(l.per_layer_gate->weight);
+        l.per_layer_up_site.add(l.per_layer_up->weight);
+        measure(l.per_layer_site, 1);
+        measure(l.per_layer_up_site, 1);
+    }
     measure(l.mlp_site, 1);
     own_row_size_ = std::max(std::max(own_row_size_, hidden_), std::max(whole_qk_size_, latent_size_));
 }
 
 void Plan::finish() {
     for (auto& layer : layers_) finish_layer(*layer);
+    for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->index = static_cast<i32>(i);
+    if (per_layer_embed_) {
+        per_layer_site_.add(per_layer_projection_->weight);
+        measure(per_layer_site_, 1);
+        own_row_size_ = std::max(own_row_size_, per_layer_projection_->weight.n);
+    }
     if (is_last_stage_) {
         head_site_.add(head_->weight);
         measure(head_site_, 1);
@@ -304,6 +327,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(normed_, rows * row_stride(hidden_));
         take(row_, num_threads * row_stride(own_row_size_));
         take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
+        take(per_layer_, per_layer_embed_ ? rows * row_stride(per_layer_projection_->weight.n) : 0);
+        take(gated_, per_layer_embed_ ? rows * row_stride(per_layer_size_) : 0);
         take(kept_, rows * static_cast<i64>(kept_layers_.size()) * hidden_);
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);

@@ -65,11 +65,16 @@ struct Latent {
 };
 
 struct PlanLayer {
-    Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm;
-    std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;
+    Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
+    std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
     std::vector<Expert> experts;
     // What every token is given beside the experts that are chosen, times the sigmoid of shared_scale's output where there is one.
     std::shared_ptr<NativeWeight> shared_gate, shared_up, shared_down, shared_scale;
+    // What the per-layer inputs go through after the feed-forward block, see PerLayerGate; null: there are none.
+    std::shared_ptr<NativeWeight> per_layer_gate, per_layer_up;
+    Norm per_layer_norm;
+    float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be one that waits (waiting_last)
+    i32 index = 0;              // in the model
     Latent latent;  // k is then the projection to rank + rope values, v is null
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
@@ -92,7 +97,7 @@ struct PlanLayer {
     i32 first_shared_inner = 0, total_shared_inner = 0;
     KvLayer kv;
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site;
+    Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
     i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
@@ -143,6 +148,10 @@ public:
     Plan(const Kernels& table, i32 hidden, i32 vocab, bool is_bf16, int num_threads);
 
     void set_embedding(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> positions, float scale);
+    // Give every layer inputs of `size` values of each token, see PerLayerInputs: embed [any rows][layers * size], projection
+    // [layers * size][hidden]. The scales multiply embeddings, projections and in the end their sum; per_layer_norm is of the projections.
+    void set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
+                              float sum_scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
     // Keep a copy of the head, where that can be, which tells most outputs that are not the best (argmax_prefilter.h); return what it takes.
     // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
@@ -190,7 +199,7 @@ public:
     // Whether the head's results are the logits: what is done to them behind it can make different ones equal.
     bool has_plain_logits() const { return logit_scale_ == 1.0f && softcap_ == 0.0f; }
 
-    Norm final_norm, embed_norm, feature_norm;
+    Norm final_norm, embed_norm, feature_norm, per_layer_norm;
     int num_threads;
     bool is_near = false;  // the weights are expected in a cache
     bool screens = true;   // whether the head's copy is used
@@ -234,6 +243,11 @@ private:
     bool is_stage_ = false, is_first_stage_ = true, is_last_stage_ = true;
     std::shared_ptr<NativeWeight> embed_, position_embed_, head_;
     float embed_scale_ = 1.0f, logit_scale_ = 1.0f, softcap_ = 0.0f;
+    std::shared_ptr<NativeWeight> per_layer_embed_, per_layer_projection_;
+    i32 per_layer_size_ = 0;  // of one layer
+    float per_layer_embed_scale_ = 1.0f, per_layer_projection_scale_ = 1.0f, per_layer_sum_scale_ = 1.0f;
+    Site per_layer_site_;
+    float *per_layer_ = nullptr, *gated_ = nullptr;  // inputs of all layers, and what one has made of its own
     std::vector<std::shared_ptr<PlanLayer>> layers_;
     struct Angles { const float *cosine = nullptr, *sine = nullptr; i64 count = 0; i32 half = 0; };
     std::vector<Angles> angles_;

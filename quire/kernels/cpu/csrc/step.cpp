@@ -91,6 +91,43 @@ struct Stepper : StepLatent {
             embed();
         else
             enter();
+        if (plan.per_layer_embed_) make_per_layer_inputs();
+    }
+
+    // See PerLayerInputs: the inputs of all layers lie side by side.
+    void make_per_layer_inputs() {
+        const Weight& embed = plan.per_layer_embed_->weight;
+        const i32 width = plan.per_layer_projection_->weight.n, size = plan.per_layer_size_;
+        pack_all(plan.per_layer_site_, plan.x_, hidden_stride());
+        const Packed input = packed(plan.per_layer_site_, 0, num_rows);
+        const LinearJob project = job(*plan.per_layer_projection_, input, Finish::store, plan.per_layer_, row_stride(width));
+        run(&project, 1);
+        each(num_rows, [&](i64 row) {
+            float *const to = plan.per_layer_ + row * row_stride(width), *const own = own_row();
+            const i64 token = in.token_ids[row];
+            kernels.linear->unpack_row(embed, token < embed.n ? static_cast<i32>(token) : 0, own);
+            kernels.elementwise->scale_and_cap(own, width, plan.per_layer_embed_scale_, 0.0f);
+            kernels.elementwise->scale_and_cap(to, width, plan.per_layer_projection_scale_, 0.0f);
+            for (i32 at = 0; at < width; at += size) kernels.elementwise->norm(plan.per_layer_norm.job, to + at, to + at);
+            kernels.elementwise->add_scaled(to, own, 1.0f, width);
+            kernels.elementwise->scale_and_cap(to, width, plan.per_layer_sum_scale_, 0.0f);
+        });
+    }
+
+    // See PerLayerGate. has_wanted: only rows that are wanted are left.
+    void add_per_layer(const PlanLayer& l, bool has_wanted) {
+        static const Norm none;
+        const i64 size = plan.per_layer_size_, stride = row_stride(plan.per_layer_projection_->weight.n);
+        norm_and_pack(l.per_layer_site, none, waiting_mlp(l), l.residual_scale, false, -1);
+        const Packed input = packed(l.per_layer_site, 0, num_rows);
+        const LinearJob gate = job(*l.per_layer_gate, input, Finish::store, plan.gated_, row_stride(size));
+        run(&gate, 1);
+        each(num_rows, [&](i64 row) {
+            const i64 token = has_wanted ? in.wanted_rows[row] : row;
+            kernels.elementwise->activate(l.activation, plan.gated_ + row * row_stride(size), plan.per_layer_ + token * stride + l.index * size, size);
+        });
+        pack_all(l.per_layer_up_site, plan.gated_, row_stride(size));
+        run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm);
     }
 
     // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
@@ -118,21 +155,30 @@ struct Stepper : StepLatent {
     void project(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const i64 width = row_stride(qkv_size(l));
+        if (!l.k) return ask(l, has_few);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LinearJob jobs[3] = {job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width),
                                    job(*l.q, q, Finish::store, plan.qkv_, width)};
         run(jobs, has_few ? 2 : 3);
-        if (!has_few) return;
+        if (has_few) ask(l, true);
+    }
+
+    // Make the queries; has_few: of rows that are wanted only.
+    void ask(const PlanLayer& l, bool has_few) {
+        if (has_few) pack_wanted_rows(l);
+        if (num_rows == 0) return;
+        const Packed input = packed(l.attn_site, l.q_form, num_rows);
+        const LinearJob job_of_q = job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l)));
+        run(&job_of_q, 1);
+    }
+
+    void pack_wanted_rows(const PlanLayer& l) {
         // Keys and values of all rows, and questions of those that are wanted, which go on alone.
         const bool is_beside = plan.entry_ == Entry::beside;  // its input is twice as wide, and at most half of the rows are wanted
         float* const input = is_beside ? plan.beside_ : plan.normed_;
         const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
         keep_wanted_rows(input, input, is_beside ? plan.normed_ : free_rows(), input_stride);
-        if (num_rows == 0) return;
-        pack_all(l.attn_site, input, input_stride);
-        const Packed few = packed(l.attn_site, l.q_form, num_rows);
-        const LinearJob ask = job(*l.q, few, Finish::store, plan.qkv_, width);
-        run(&ask, 1);
+        if (num_rows > 0) pack_all(l.attn_site, input, input_stride);
     }
 
     void rotate_and_store(const PlanLayer& l, bool has_few) {
@@ -145,16 +191,16 @@ struct Stepper : StepLatent {
             each(in.batch.num_tokens, [&](i64 row) {
                 float* q = plan.qkv_ + row * row_stride(qkv_size(l));
                 if (row < num_rows) kernels.elementwise->norm(l.q_norm.job, q, q);
-                kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
+                if (l.k) kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
         // Fewer rows than threads could share are cut by heads.
         const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
         const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
-        each(static_cast<i64>(in.batch.num_tokens) * parts, [&](i64 item) {
+        each(static_cast<i64>(l.k ? in.batch.num_tokens : num_rows) * parts, [&](i64 item) {
             const i64 row = item / parts;
             const i32 part = static_cast<i32>(item % parts);
-            if (in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
+            if (l.k && in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
             if (row < num_rows) {
@@ -162,6 +208,8 @@ struct Stepper : StepLatent {
                 turn_heads(l, {&l.q_norm, !is_whole, l.first_head + part * heads}, q, heads, position);
                 scale_queries(l, q, heads, position);
             }
+            if (!l.k) return;
+            if (l.v_norm.is_present) kernels.elementwise->turn_heads(&l.v_norm.job, key + kv_size, kv_heads, l.head_dim, nullptr, nullptr, 0);
             turn_heads(l, {&l.k_norm, !is_whole, l.first_kv_head + part * kv_heads}, key, kv_heads, in.positions[row]);
             kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
         });
@@ -357,15 +405,16 @@ struct Stepper : StepLatent {
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else
-                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_mlp(*before) : nullptr, before ? before->residual_scale : 1.0f, false,
-                              in.layers == nullptr ? static_cast<i32>(i) : in.layers[i]);
+                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, false, l.index,
+                              before ? before->output_scale : 1.0f);
             attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
+            if (l.per_layer_gate) add_per_layer(l, i + 1 == count && !in.keeps_all);
             if (plan.group_.is_aborted) return;
         }
         const PlanLayer& last = layer(count - 1);
-        if (const Norm* waiting = waiting_mlp(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row); });
+        if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
     }
 
     // Hidden states after the final norm of `count` rows of x_.
@@ -536,7 +585,7 @@ void Plan::logits(const i32* rows, i32 count, float* out) {
 void Plan::move_tokens(const i64* from, const i64* to, i32 count) {
     const std::lock_guard<std::mutex> lock(guard_);
     for (const std::shared_ptr<PlanLayer>& layer : layers_)
-        for (i32 i = 0; i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
+        for (i32 i = 0; layer->k && i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
 }
 
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {

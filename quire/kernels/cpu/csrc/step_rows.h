@@ -111,12 +111,12 @@ struct StepRows {
     }
 
     // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_.
-    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
+    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_; output_scale: of the residual after that.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept, float output_scale = 1.0f) {
         const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr;
         if (!is_own || has_before) {
             each(num_rows, [&](i64 row) {
-                if (has_before) add_result(*before, scale, row);
+                if (has_before) add_result(*before, scale, row, output_scale);
                 if (is_own) return;
                 keep_input(kept, row);
                 norm_row(norm, row, plan.normed_ + row * hidden_stride());
@@ -166,10 +166,14 @@ struct StepRows {
     const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present || l.is_parallel ? &l.attn_out : nullptr; }
     const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
 
+    // The same of the last result of a layer.
+    const Norm* waiting_last(const PlanLayer& l) const { return l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
+
     // A block's result joins the residual. extra_ is not changed: other ranks read it.
-    void add_result(const Norm& norm, float scale, i64 row) const {
+    void add_result(const Norm& norm, float scale, i64 row, float output_scale = 1.0f) const {
         if (norm.is_present) kernels.elementwise->norm(norm.job, extra(row), own_row());
         kernels.elementwise->add_scaled(x(row), norm.is_present ? own_row() : extra(row), scale, plan.hidden_);
+        if (output_scale != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, output_scale, 0.0f);
     }
 
     void norm_row(const Norm& norm, i64 row, float* to) const {

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec
-from quire.kernels.reference.moe import ExpertBiases as BiasesOfReference
+from quire.kernels.reference.moe import ExpertExtras as BiasesOfReference
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
 from quire.kernels.triton.launching import run_all
