@@ -195,6 +195,7 @@ class MlpSpec:
     """A feed-forward block: down(act(gate(x)) * up(x)) when gated, down(act(up(x))) otherwise.
 
     clamp  stands in the place of the activation function and the product of a gated block (gpt-oss); None: neither is clamped
+    gate_scale, down_scale  multiply what the gate gives, and the output (Falcon-H1)
     """
 
     intermediate_size: int
@@ -202,6 +203,12 @@ class MlpSpec:
     is_gated: bool = True
     has_bias: bool = False
     clamp: GateClamp | None = None
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
+
+
+NO_MLP = MlpSpec(0, "relu", is_gated=False)
+"""Of layers without a feed-forward block (Nemotron-H, Mamba)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +237,8 @@ class MoeSpec:
     weighs_inputs    the weights multiply what the experts read, not what they give (Llama 4)
     shared           an expert that every token is given in addition; None: none
     has_shared_gate  it is multiplied by the sigmoid of a linear layer of one output (Qwen2-MoE)
+    latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
+                     the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
     """
 
     num_experts: int
@@ -248,6 +257,8 @@ class MoeSpec:
     weighs_inputs: bool = False
     shared: MlpSpec | None = None
     has_shared_gate: bool = False
+    latent_size: int | None = None
+    has_latent_bias: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -263,7 +274,10 @@ class LayerSpec:
     is_parallel  both blocks read the same x, and their results are added to it together; without mlp_in the feed-forward block
                  reads what attention reads
     mixer        has a recurrent state. It reads what attention reads, and its output is added to that of attention, which is
-                 NO_ATTENTION where the mixer stands in its place; None: there is none
+                 NO_ATTENTION where the mixer stands in its place; None: there is none. A layer may have neither attention nor
+                 a mixer, and its mlp may be NO_MLP: then it has the other block only
+    attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
+                 (Falcon-H1)
     """
 
     attention: AttentionSpec
@@ -275,6 +289,14 @@ class LayerSpec:
     residual_scale: float = 1.0
     is_parallel: bool = False
     mixer: MixerSpec | None = None
+    attention_in_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mixer_out_scale: float = 1.0
+
+    @property
+    def is_mlp_only(self) -> bool:
+        """Whether the layer has a feed-forward block and nothing else."""
+        return self.attention == NO_ATTENTION and self.mixer is None
 
 
 @dataclass(frozen=True, slots=True)

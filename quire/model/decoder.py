@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import (
     NO_ATTENTION,
+    NO_MLP,
     AttentionSpec,
     IndexerSpec,
     LayerSpec,
@@ -26,7 +27,7 @@ from quire.contracts.model_spec import (
 from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xielu
 from quire.kernels.reference.attention import AttentionMetadata, attend, move_kv, store_kv
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
-from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts
+from quire.kernels.reference.moe import ExpertBiases, mixture_of_experts, route, router_logits, run_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
@@ -237,10 +238,14 @@ class DecoderLayer:
         factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
         """
         spec = self.spec
+        if spec.is_mlp_only:
+            return self._add(x, self._mlp(self._norm(x, spec.mlp_in, "mlp_in")))
         normed = self._norm(x, spec.attn_in, "attn_in") if attended is None else attended
         before = x
         y = self._mix(normed, angles, step, cache, factors)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
+        if spec.mlp == NO_MLP:
+            return x
         if spec.is_parallel:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
@@ -260,6 +265,8 @@ class DecoderLayer:
         mixed = None if mixer is None else run_mixer(x, mixer, self._parameters, cache.states, step)
         if mixed is not None and attention == NO_ATTENTION:
             return mixed
+        if self.spec.attention_in_scale != 1.0:
+            x = x * self.spec.attention_in_scale
         scaling, rope = attention.query_scaling, attention.rope
         if scaling is not None and factors is None:
             raise InvariantError("a layer that scales queries by their positions is run without factors")
@@ -267,7 +274,9 @@ class DecoderLayer:
         place = LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
         run = self._attention if attention.latent is None else self._latent_attention
         y = run(x, attention, place)
-        return y if mixed is None else y + mixed
+        if mixed is None:
+            return y
+        return mixed * self.spec.mixer_out_scale + y * self.spec.attention_out_scale
 
     def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
         if spec is None:
@@ -344,9 +353,16 @@ class DecoderLayer:
         if isinstance(spec, MoeSpec):
             modules = ("router", "experts.gate_up", "experts.down")
             biases = ExpertBiases(*(self._parameters.get(f"{module}.bias") for module in (*modules, "correction")))
-            y = mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), biases)
+            router, gate_up, down = (self._parameters[f"{module}.weight"] for module in modules)
+            if spec.latent_size is None:
+                y = mixture_of_experts(x, spec, router, gate_up, down, biases)
+            else:
+                routed = route(router_logits(x, spec, router, biases.router), spec, biases.correction)
+                y = run_experts(self._linear(x, "latent_in"), spec, routed, gate_up, down, biases)
+                y = self._linear(y, "latent_out")
             return y if spec.shared is None else y + self._shared_expert(x, spec, spec.shared)
-        return self._linear(self._activate(x, spec), "down")
+        y = self._linear(self._activate(x, spec), "down")
+        return y if spec.down_scale == 1.0 else y * spec.down_scale
 
     def _shared_expert(self, x: Tensor, spec: MoeSpec, expert: MlpSpec) -> Tensor:
         y = self._linear(self._activate(x, expert, "shared."), "shared.down")
@@ -354,7 +370,9 @@ class DecoderLayer:
 
     def _activate(self, x: Tensor, spec: MlpSpec, prefix: str = "") -> Tensor:
         if spec.is_gated:
-            return apply_gate(self._linear(x, f"{prefix}gate"), self._linear(x, f"{prefix}up"), spec)
+            gate = self._linear(x, f"{prefix}gate")
+            gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
+            return apply_gate(gate, self._linear(x, f"{prefix}up"), spec)
         up = self._linear(x, f"{prefix}up")
         if spec.activation == "xielu":
             return apply_xielu(up, self._parameters["xielu_positive.weight"], self._parameters["xielu_negative.weight"])

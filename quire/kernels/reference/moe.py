@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.model_spec import MoeSpec
-from quire.kernels.reference.activation import apply_gate
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +29,30 @@ def mixture_of_experts(
 
     x        [T, N]
     router   [E, N]
-    gate_up  [E, 2 * I, N], the gate rows first
+    gate_up  [E, 2 * I, N], the gate rows first; [E, I, N] where experts have no gate
     down     [E, N, I]
     Returns  [T, N] in x's dtype; rows are independent
     """
     biases = biases or ExpertBiases()
+    weights, chosen = route(router_logits(x, spec, router, biases.router), spec, biases.correction)
+    return run_experts(x, spec, (weights, chosen), gate_up, down, biases)
+
+
+def router_logits(x: Tensor, spec: MoeSpec, router: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the router's logits [T, E] of rows x [T, N]."""
     if spec.is_router_f32:
-        logits = F.linear(x.float(), router.float(), None if biases.router is None else biases.router.float())
-    else:
-        logits = F.linear(x, router, biases.router)
-    weights, chosen = route(logits, spec, biases.correction)
+        return F.linear(x.float(), router.float(), None if bias is None else bias.float())
+    return F.linear(x, router, bias)
+
+
+def run_experts(
+    x: Tensor, spec: MoeSpec, routed: tuple[Tensor, Tensor], gate_up: Tensor, down: Tensor, biases: ExpertBiases
+) -> Tensor:
+    """Return the weighted sum of the experts' outputs for each row of x [T, N].
+
+    routed  weights and indices [T, K], as `route` returns them
+    """
+    weights, chosen = routed
     if not spec.is_weight_f32:
         weights = weights.to(x.dtype)
     out = torch.zeros_like(x)
@@ -46,8 +60,13 @@ def mixture_of_experts(
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         shares = weights[rows, slots, None]
         read = x[rows] * shares if spec.weighs_inputs else x[rows]
-        gate, up = _linear(read, gate_up, biases.gate_up, expert).chunk(2, dim=-1)
-        y = _linear(apply_gate(gate, up, spec.expert), down, biases.down, expert)
+        inner = _linear(read, gate_up, biases.gate_up, expert)
+        inner = (
+            apply_gate(*inner.chunk(2, dim=-1), spec.expert)
+            if spec.expert.is_gated
+            else ACTIVATIONS[spec.expert.activation](inner)
+        )
+        y = _linear(inner, down, biases.down, expert)
         out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
     return out
 
