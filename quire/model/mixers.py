@@ -1,4 +1,4 @@
-"""Mixers with a recurrent state, in torch and the native kernels of states: what stands in the place of attention in some layers."""
+"""Mixers with a recurrent state, which stand in the place of attention in some layers, or next to it."""
 
 from __future__ import annotations
 

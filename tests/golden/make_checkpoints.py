@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -476,7 +476,8 @@ def rewrite_as_v4(folder: Path) -> None:
     text = config.get("text_config", config)
     text.pop("dtype", None)
     _rewrite_rope(text)
-    if text["model_type"] not in ("ministral", "exaone4", "lfm2", "lfm2_moe"):
+    _rewrite_layer_kinds(text)
+    if text["model_type"] not in ("granitemoehybrid", "ministral", "exaone4", "lfm2", "lfm2_moe"):
         text.pop("layer_types", None)
     text.pop("mlp_layer_types", None)
     if "num_local_experts" in text and text["model_type"] == "qwen3_moe":
@@ -485,6 +486,25 @@ def rewrite_as_v4(folder: Path) -> None:
         text["sliding_window_pattern"] = text.pop("_sliding_window_pattern")
     config["transformers_version"] = "4.51.0"
     file.write_text(json.dumps(config, indent=1))
+
+
+def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
+    """Say which layers are recurrent, or mixtures, as the files of the models' authors do."""
+    if text["model_type"] == "granitemoehybrid":
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        text["layer_types"] = [names[name] for name in text["layer_types"]]
+    if text["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+        text["hybrid_override_pattern"] = "".join(letters[name] for name in text.pop("layers_block_type"))
+    if text["model_type"] == "kimi_linear":
+        kinds = text.pop("layer_types")
+        numbers = {kind: [index + 1 for index, name in enumerate(kinds) if name == kind] for kind in kinds}
+        text["linear_attn_config"] = {
+            **{"full_attn_layers": numbers["full_attention"], "kda_layers": numbers["linear_attention"]},
+            **{"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")},
+            "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
+        }
+        text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:

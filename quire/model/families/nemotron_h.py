@@ -1,4 +1,4 @@
-"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): each layer is Mamba 2, attention, a feed-forward block or a mixture, and no more."""
+"""Nemotron-H and Nemotron 3 (NVIDIA, 2025): a layer is Mamba 2, attention, a feed-forward block or a mixture."""
 
 from __future__ import annotations
 
