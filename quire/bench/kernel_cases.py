@@ -9,6 +9,7 @@ from quire.bench.expert_cases import expert_cases
 from quire.bench.kernel_setup import KernelCase, ModelShapes, Setup
 from quire.bench.linear_cases import best_cases, linear_cases
 from quire.bench.quantize_cases import pack_cases, quantize_cases
+from quire.bench.recurrence_cases import recurrence_cases
 from quire.bench.row_cases import norm_cases, sampler_cases, turn_cases
 
 _MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
@@ -22,6 +23,7 @@ _MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
     "norm": norm_cases,
     "turn": turn_cases,
     "sampler": sampler_cases,
+    "recurrence": recurrence_cases,
 }
 KERNELS = tuple(_MAKERS)
 
