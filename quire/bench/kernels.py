@@ -75,12 +75,12 @@ class KernelRecord:
         wide = max([len(result.shape) for result in self.results], default=0)
         lines = [
             f"{self.model}, {self.isa}, {self.num_threads} threads; {self.provenance.machine}, {self.provenance.commit}",
-            f"{'kernel':<10}{'format':<7}{'shape':<{wide}}{'time':>12}{'GB/s':>8}{'of reads':>9}{'GFLOP/s':>9}{'of peak':>9}",
+            f"{'kernel':<11}{'format':<7}{'shape':<{wide}}{'time':>12}{'GB/s':>8}{'of reads':>9}{'GFLOP/s':>9}{'of peak':>9}",
         ]
         for result in self.results:
             share = f"{result.compute_share:.0%}" if result.compute_share else "-"
             lines.append(
-                f"{result.kernel:<10}{result.number_format:<7}{result.shape:<{wide}}{result.seconds * 1e6:>9.1f} us"
+                f"{result.kernel:<11}{result.number_format:<7}{result.shape:<{wide}}{result.seconds * 1e6:>9.1f} us"
                 f"{result.bytes_per_s / 1e9:>8.1f}{result.bandwidth_share:>9.0%}"
                 f"{result.operations_per_s / 1e9:>9.1f}{share:>9}"
             )
