@@ -85,6 +85,9 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
         inner = 3 * (mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size)
         if isinstance(mlp, MoeSpec) and mlp.shared is not None:
             inner = max(inner, 3 * mlp.shared.intermediate_size)
+        if layer.mixer is not None:
+            # About six copies, in f32, of what the mixer's convolution reads.
+            inner = max(inner, 6 * layer.mixer.state_shapes[0].shape[0] * 4 // width)
         # Norms and MLP keep about six copies of the residual alive, some of them in f32.
         per_token = max(per_token, (2 * qkv + inner + 4 * spec.hidden_size) * width + 2 * spec.hidden_size * 4)
     logits = num_seqs * spec.vocab_size * (width + 3 * 4)
