@@ -10,7 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba2Spec
+from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, ModelSpec, MoeSpec
 
 MAX_OUT_BYTES = 256 << 20
 """Cases with larger results are skipped: no step computes logits of so many rows."""
@@ -32,6 +33,7 @@ class ModelShapes:
 
     linears  name -> (outputs, inputs)
     mixture  None: there is no layer of gated experts
+    mixers   gated delta nets and Mamba 2 layers, each kind once
     """
 
     linears: dict[str, tuple[int, int]]
@@ -41,6 +43,7 @@ class ModelShapes:
     num_kv_heads: int
     head_dim: int
     mixture: MixtureShape | None = None
+    mixers: tuple[GatedDeltaSpec | Mamba2Spec, ...] = ()
 
 
 QWEN3_0_6B = ModelShapes(
@@ -61,17 +64,22 @@ QWEN3_0_6B = ModelShapes(
 
 
 def shapes_of(spec: ModelSpec) -> ModelShapes:
-    """Return the shapes of a model: of its first layer, and of the first layer with experts, if there is one."""
+    """Return the shapes of a model: of its first layer with attention, the first with a feed-forward block, and the first
+    with experts, if there is one."""
     mixtures = [layer for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
-    attention = spec.layers[0].attention
+    attention = next((layer.attention for layer in spec.layers if layer.attention != NO_ATTENTION), NO_ATTENTION)
     q_size, kv_size = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
-    linears = {"q": (q_size, spec.hidden_size), "k, v": (kv_size, spec.hidden_size), "o": (spec.hidden_size, q_size)}
-    linears |= _mlp_shapes(spec.layers[0], spec.hidden_size)
+    linears: dict[str, tuple[int, int]] = {}
+    if attention != NO_ATTENTION:
+        linears = {"q": (q_size, spec.hidden_size), "k, v": (kv_size, spec.hidden_size), "o": (spec.hidden_size, q_size)}
+    with_mlp = next((layer for layer in spec.layers if layer.mlp != NO_MLP), None)
+    linears |= {} if with_mlp is None else _mlp_shapes(with_mlp, spec.hidden_size)
     if mixtures:
         linears |= _mlp_shapes(mixtures[0], spec.hidden_size)
     linears["head"] = (spec.vocab_size, spec.hidden_size)
     heads = attention.num_heads, attention.num_kv_heads, attention.head_dim
-    return ModelShapes(linears, spec.hidden_size, spec.vocab_size, *heads, _mixture_shape(mixtures))
+    mixers = dict.fromkeys(one.mixer for one in spec.layers if isinstance(one.mixer, GatedDeltaSpec | Mamba2Spec))
+    return ModelShapes(linears, spec.hidden_size, spec.vocab_size, *heads, _mixture_shape(mixtures), tuple(mixers))
 
 
 def _mixture_shape(mixtures: list[LayerSpec]) -> MixtureShape | None:

@@ -22,6 +22,7 @@ from quire.bench.expert_cases import expert_cases
 from quire.bench.kernel_setup import QWEN3_0_6B, KernelCase, ModelShapes, Setup, noise, shapes_of
 from quire.bench.linear_cases import INPUT_GROUP, best_cases, linear_cases, pack_weight
 from quire.bench.provenance import Provenance, find_provenance
+from quire.bench.recurrence_cases import recurrence_cases
 from quire.bench.row_cases import norm_cases, sampler_cases, turn_cases
 from quire.kernels.native import load_native
 from quire.model.config_reader import read_model_spec
@@ -84,6 +85,7 @@ _MAKERS: dict[str, Callable[[Setup, ModelShapes], Iterator[KernelCase]]] = {
     "norm": norm_cases,
     "turn": turn_cases,
     "sampler": sampler_cases,
+    "recurrence": recurrence_cases,
 }
 KERNELS = tuple(_MAKERS)
 
@@ -148,12 +150,12 @@ class KernelRecord:
         wide = max([len(result.shape) for result in self.results], default=0)
         lines = [
             f"{self.model}, {self.isa}, {self.num_threads} threads; {self.provenance.machine}, {self.provenance.commit}",
-            f"{'kernel':<10}{'format':<7}{'shape':<{wide}}{'time':>12}{'GB/s':>8}{'of reads':>9}{'GFLOP/s':>9}{'of peak':>9}",
+            f"{'kernel':<11}{'format':<7}{'shape':<{wide}}{'time':>12}{'GB/s':>8}{'of reads':>9}{'GFLOP/s':>9}{'of peak':>9}",
         ]
         for result in self.results:
             share = f"{result.compute_share:.0%}" if result.compute_share else "-"
             lines.append(
-                f"{result.kernel:<10}{result.number_format:<7}{result.shape:<{wide}}{result.seconds * 1e6:>9.1f} us"
+                f"{result.kernel:<11}{result.number_format:<7}{result.shape:<{wide}}{result.seconds * 1e6:>9.1f} us"
                 f"{result.bytes_per_s / 1e9:>8.1f}{result.bandwidth_share:>9.0%}"
                 f"{result.operations_per_s / 1e9:>9.1f}{share:>9}"
             )

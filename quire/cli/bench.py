@@ -174,7 +174,7 @@ def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="whose shapes: a folder, hub id or bundled model")
     parser.add_argument("--isa", help="instruction set: portable, avx2 or avx512; the best one, if not given")
     parser.add_argument("--threads", type=int, help="threads to compute with")
-    kinds = ("linear", "best", "experts", "pack", "quantize", "attention", "store", "norm", "turn", "sampler")
+    kinds = ("linear", "best", "experts", "pack", "quantize", "attention", "store", "norm", "turn", "sampler", "recurrence")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="kernels")
     parser.add_argument("--rows", nargs="+", type=int, default=(1, 4, 16, 64, 512), help="rows of a call, but of attention")
     parser.add_argument("--lengths", nargs="+", type=int, default=(128, 1024, 4096), help="tokens of a context or prompt")

@@ -47,7 +47,7 @@ class KvSpec:
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers."""
+        """Bytes of one block over all layers; 0 where none has attention."""
         return self.bytes_per_token * self.block_size
 
     @property

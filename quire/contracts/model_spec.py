@@ -207,6 +207,7 @@ class MlpSpec:
               clamped
     sparsity  the share of the gate's values that become 0 before the activation, if they are normally distributed: those
               below mean + quantile(sparsity) * deviation, which is subtracted from the others (Gemma 3n); 0: none
+    gate_scale, down_scale  multiply what the gate gives, and the output (Falcon-H1)
     """
 
     intermediate_size: int
@@ -215,6 +216,12 @@ class MlpSpec:
     has_bias: bool = False
     clamp: GateClamp | None = None
     sparsity: float = 0.0
+    gate_scale: float = 1.0
+    down_scale: float = 1.0
+
+
+NO_MLP = MlpSpec(0, "relu", is_gated=False)
+"""Of layers without a feed-forward block (Nemotron-H, Mamba)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +255,8 @@ class MoeSpec:
                      hidden_size ** -0.5, and the output of each branch is normalised before they are added; None: all read
                      the same
     has_expert_scale the weights are multiplied by a learned number of each expert in the end (Gemma 4)
+    latent_size      what the experts read and give is projected to this size and back; the router and the shared expert read
+                     the input itself (Nemotron 3). None: it is not. has_latent_bias: these projections have a bias
     """
 
     num_experts: int
@@ -268,6 +277,8 @@ class MoeSpec:
     has_shared_gate: bool = False
     branch_norm: NormSpec | None = None
     has_expert_scale: bool = False
+    latent_size: int | None = None
+    has_latent_bias: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -336,12 +347,15 @@ class LayerSpec:
     is_parallel  both blocks read the same x, and their results are added to it together; without mlp_in the feed-forward block
                  reads what attention reads
     mixer        has a recurrent state. It reads what attention reads, and its output is added to that of attention, which is
-                 NO_ATTENTION where the mixer stands in its place; None: there is none
+                 NO_ATTENTION where the mixer stands in its place; None: there is none. A layer may have neither attention nor
+                 a mixer, and its mlp may be NO_MLP: then it has the other block only
     per_layer_gate  adds the per-layer inputs after the feed-forward block: to x, with alternating updates to all streams but
                  the first; None: there are none
     has_scale    the layer's output is multiplied by a learned number (Gemma 4)
     laurel       None: nothing is added to attention
     altup        the same in all layers of a model; None: there is one residual stream
+    attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
+                 (Falcon-H1)
     """
 
     attention: AttentionSpec
@@ -357,6 +371,14 @@ class LayerSpec:
     has_scale: bool = False
     laurel: LaurelSpec | None = None
     altup: AltUpSpec | None = None
+    attention_in_scale: float = 1.0
+    attention_out_scale: float = 1.0
+    mixer_out_scale: float = 1.0
+
+    @property
+    def is_mlp_only(self) -> bool:
+        """Whether the layer has a feed-forward block and nothing else."""
+        return self.attention == NO_ATTENTION and self.mixer is None
 
 
 @dataclass(frozen=True, slots=True)

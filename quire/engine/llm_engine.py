@@ -143,7 +143,7 @@ class LLMEngine:
                 num_state_checkpoints=report.memory.num_state_checkpoints if report.spec.has_recurrent_state else None,
                 max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
                 num_host_pages=num_host_pages(config, report),
-                max_page_saves=max(1, _MAX_SAVED_BYTES // report.memory.kv.bytes_per_block),
+                max_page_saves=max(1, _MAX_SAVED_BYTES // max(1, report.memory.kv.bytes_per_block)),
                 kv_save=config.kv_save,
             )
         )

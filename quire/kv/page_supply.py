@@ -42,7 +42,8 @@ class PageSupply:
         self._num_blocks = pool.num_blocks
         bytes_per_block = max((array.nbytes // pool.num_blocks for array in self._arrays), default=_CHUNK_BYTES)
         self._chunk = max(1, _CHUNK_BYTES // bytes_per_block)
-        ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // sum(one.spec.bytes_per_block for one in pools))
+        all_bytes = max(1, sum(one.spec.bytes_per_block for one in pools))  # 0 where no layer has attention
+        ahead = min(_AHEAD_TOKENS // pool.spec.block_size, _AHEAD_BYTES // all_bytes)
         self._ahead = max(self._chunk, ahead)
         self._num_ready = 0
         self._num_wanted = min(self._ahead, self._num_blocks)

@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import (
     NO_ATTENTION,
+    NO_MLP,
     AltUpSpec,
     AttentionSpec,
     IndexerSpec,
@@ -32,7 +33,7 @@ from quire.kernels.reference.activation import ACTIVATIONS, apply_gate, apply_xi
 from quire.kernels.reference.altup import correct, join_streams, modalities, predict, split_streams
 from quire.kernels.reference.attention import AttentionMetadata, attend, store_kv
 from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed, store_index_keys
-from quire.kernels.reference.moe import ExpertExtras, mixture_of_experts
+from quire.kernels.reference.moe import ExpertExtras, mixture_of_experts, route, router_logits, run_experts
 from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
@@ -200,6 +201,8 @@ class DecoderLayer:
     ) -> Tensor:
         """Return the layer's output: as x, [T, H], or with alternating updates all streams [N, T, H]."""
         spec, inputs = self.spec, inputs or LayerInputs()
+        if spec.is_mlp_only:
+            return self._add(x, self._mlp(self._norm(x, spec.mlp_in, "mlp_in"), x))
         streams = None
         if spec.altup is not None:
             streams = predict(x, self._modalities(x[spec.altup.active], spec.altup), self._parameters["altup.predict.weight"])
@@ -210,6 +213,8 @@ class DecoderLayer:
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
         if spec.laurel is not None:
             x = (x + self._laurel(normed, spec.laurel)) / math.sqrt(2)
+        if spec.mlp == NO_MLP:
+            return x
         if spec.is_parallel:
             read = normed if spec.mlp_in is None else self._norm(before, spec.mlp_in, "mlp_in")
         else:
@@ -253,6 +258,8 @@ class DecoderLayer:
         mixed = None if mixer is None else run_mixer(x, mixer, self._parameters, cache.states, step)
         if mixed is not None and attention == NO_ATTENTION:
             return mixed
+        if self.spec.attention_in_scale != 1.0:
+            x = x * self.spec.attention_in_scale
         scaling, rope = attention.query_scaling, attention.rope
         if scaling is not None and factors is None:
             raise InvariantError("a layer that scales queries by their positions is run without factors")
@@ -260,7 +267,9 @@ class DecoderLayer:
         place = LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
         run = self._attention if attention.latent is None else self._latent_attention
         y = run(x, attention, place)
-        return y if mixed is None else y + mixed
+        if mixed is None:
+            return y
+        return mixed * self.spec.mixer_out_scale + y * self.spec.attention_out_scale
 
     def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
         if spec is None:
@@ -345,7 +354,8 @@ class DecoderLayer:
         """Return the output of the feed-forward block; x is the residual, normed."""
         spec = self.spec.mlp
         if not isinstance(spec, MoeSpec):
-            return self._linear(self._activate(x, spec), "down")
+            y = self._linear(self._activate(x, spec), "down")
+            return y if spec.down_scale == 1.0 else y * spec.down_scale
         if spec.branch_norm is not None and spec.shared is not None:
             return self._branches(x, residual, spec, spec.branch_norm, spec.shared)
         y = self._experts(x, spec)
@@ -355,7 +365,11 @@ class DecoderLayer:
         modules = ("router", "experts.gate_up", "experts.down")
         biases = [self._parameters.get(f"{module}.bias") for module in (*modules, "correction")]
         extra = ExpertExtras(*biases, scale=self._parameters.get("expert_scale.weight"), router_input=router_input)
-        return mixture_of_experts(x, spec, *(self._parameters[f"{module}.weight"] for module in modules), extra)
+        router, gate_up, down = (self._parameters[f"{module}.weight"] for module in modules)
+        if spec.latent_size is None:
+            return mixture_of_experts(x, spec, router, gate_up, down, extra)
+        routed = route(router_logits(x, spec, router, extra.router), spec, extra.correction)
+        return self._linear(run_experts(self._linear(x, "latent_in"), spec, routed, gate_up, down, extra), "latent_out")
 
     def _branches(self, x: Tensor, residual: Tensor, spec: MoeSpec, norm: NormSpec, shared: MlpSpec) -> Tensor:
         """Return the sum of the shared expert of x and the experts of the residual, each normalised; see MoeSpec."""
@@ -371,7 +385,9 @@ class DecoderLayer:
 
     def _activate(self, x: Tensor, spec: MlpSpec, prefix: str = "") -> Tensor:
         if spec.is_gated:
-            return apply_gate(self._linear(x, f"{prefix}gate"), self._linear(x, f"{prefix}up"), spec)
+            gate = self._linear(x, f"{prefix}gate")
+            gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
+            return apply_gate(gate, self._linear(x, f"{prefix}up"), spec)
         up = self._linear(x, f"{prefix}up")
         if spec.activation == "xielu":
             return apply_xielu(up, self._parameters["xielu_positive.weight"], self._parameters["xielu_negative.weight"])

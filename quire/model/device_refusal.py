@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import NO_MLP, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.model.reference_only import reference_only_layer
 
 
@@ -24,6 +24,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "multi-head latent attention"
     if layer.mixer is not None:
         return "layers with a recurrent state"
+    if layer.is_mlp_only or layer.mlp == NO_MLP:
+        return "layers without attention, or without a feed-forward block"
     if layer.attention.has_output_gate:
         return "a gate on the output of attention"
     rope = layer.attention.rope

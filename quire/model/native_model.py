@@ -15,6 +15,7 @@ from tqdm import tqdm
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
+    NO_MLP,
     AttentionSpec,
     LatentSpec,
     LayerSpec,
@@ -78,6 +79,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "an indexer of keys"
     if spec.has_recurrent_state:
         return "layers with a recurrent state"
+    if any(layer.is_mlp_only or layer.mlp == NO_MLP for layer in spec.layers):
+        return "layers without attention, or without a feed-forward block"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
     only = reference_only(spec)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from quire.contracts.mixer_spec import GatedDeltaSpec, MixerSpec
+from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
     NO_ATTENTION,
+    NO_MLP,
     AltUpSpec,
     AttentionSpec,
     IndexerSpec,
@@ -25,8 +26,9 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
     """Return name -> shape of every parameter that a spec needs, in the order of execution. Linear weights are [out, in].
 
     A tied model has no lm_head.weight. Experts lie in one tensor: experts.gate_up.weight [E, 2 * I, hidden] with the gate
-    rows first, experts.down.weight [E, hidden, I]; biases of experts are [E, 2 * I] and [E, hidden]. Sinks are [heads]. The two
-    numbers of xielu, before the softplus that makes them positive, are xielu_positive.weight and xielu_negative.weight, [1].
+    rows first, [E, I, hidden] where experts have no gate, and experts.down.weight [E, hidden, I]; biases of experts are
+    [E, 2 * I] and [E, hidden]. Sinks are [heads]. The two numbers of xielu, before the softplus that makes them positive, are
+    xielu_positive.weight and xielu_negative.weight, [1].
     What alternating updates make of the embeddings, and the reverse, are stacks: altup_split.weight, altup_join.weight.
     Multi-head latent attention has kv_a.weight, the latent rows first, and kv_b.weight, for each head those of its key first.
     """
@@ -160,18 +162,61 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
 def _mixer(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
     """Return the parameters of a mixer; weights of convolutions are [channels, 1, taps], as they are stored."""
     if isinstance(spec, GatedDeltaSpec):
-        value_size = spec.num_v_heads * spec.v_dim
-        return {
-            **_linear("delta.qkv", spec.conv_channels, hidden, False),
-            **_linear("delta.z", value_size, hidden, False),
-            **_linear("delta.b", spec.num_v_heads, hidden, False),
-            **_linear("delta.a", spec.num_v_heads, hidden, False),
-            "conv.weight": (spec.conv_channels, 1, spec.conv_size),
-            "delta.a.step": (spec.num_v_heads,),
-            "delta.a.log": (spec.num_v_heads,),
-            "delta.norm.weight": (spec.v_dim,),
-            **_linear("delta.o", hidden, value_size, False),
-        }
+        return _gated_delta(spec, hidden)
+    if isinstance(spec, Mamba2Spec):
+        return _mamba2(spec, hidden)
+    if isinstance(spec, Mamba1Spec):
+        return _mamba1(spec, hidden)
+    return _short_conv(spec, hidden)
+
+
+def _gated_delta(spec: GatedDeltaSpec, hidden: int) -> dict[str, Shape]:
+    value_size, rank = spec.num_v_heads * spec.v_dim, spec.gate_rank
+    num_decays = spec.num_v_heads * (1 if rank is None else spec.k_dim)
+    low = {} if rank is None else {f"delta.{name}_in.weight": (rank, hidden) for name in ("z", "a")}
+    return {
+        **_linear("delta.qkv", spec.conv_channels, hidden, False),
+        **low,
+        **_linear("delta.z", value_size, rank or hidden, False),
+        **_linear("delta.b", spec.num_v_heads, hidden, False),
+        **_linear("delta.a", num_decays, rank or hidden, False),
+        "conv.weight": (spec.conv_channels, 1, spec.conv_size),
+        "delta.a.step": (num_decays,),
+        "delta.a.log": (spec.num_v_heads,) if rank is None else (1, 1, spec.num_v_heads, 1),  # as they are stored
+        "delta.norm.weight": (spec.v_dim,),
+        **_linear("delta.o", hidden, value_size, False),
+    }
+
+
+def _mamba2(spec: Mamba2Spec, hidden: int) -> dict[str, Shape]:
+    return {
+        **_linear("mamba.in", spec.channels + spec.conv_channels + spec.num_heads, hidden, spec.has_in_bias),
+        "conv.weight": (spec.conv_channels, 1, spec.conv_size),
+        **({"conv.bias": (spec.conv_channels,)} if spec.has_conv_bias else {}),
+        "mamba.step": (spec.num_heads,),
+        "mamba.log": (spec.num_heads,),
+        "mamba.skip": (spec.num_heads,),
+        **({} if spec.norm is None else {"mamba.norm.weight": (spec.channels,)}),
+        **_linear("mamba.out", hidden, spec.channels, spec.has_out_bias),
+    }
+
+
+def _mamba1(spec: Mamba1Spec, hidden: int) -> dict[str, Shape]:
+    sizes = {"step": spec.step_rank, "b": spec.state_size, "c": spec.state_size} if spec.has_norm_weight else {}
+    return {
+        **_linear("mamba.in", 2 * spec.channels, hidden, spec.has_bias),
+        "conv.weight": (spec.channels, 1, spec.conv_size),
+        **({"conv.bias": (spec.channels,)} if spec.has_conv_bias else {}),
+        **_linear("mamba.x", spec.step_rank + 2 * spec.state_size, spec.channels, False),
+        **{f"mamba.{name}_norm.weight": (size,) for name, size in sizes.items()},
+        **_linear("mamba.step", spec.channels, spec.step_rank, True),
+        "mamba.log": (spec.channels, spec.state_size),
+        "mamba.skip": (spec.channels,),
+        **_linear("mamba.out", hidden, spec.channels, spec.has_bias),
+    }
+
+
+def _short_conv(spec: ShortConvSpec, hidden: int) -> dict[str, Shape]:
     return {
         **_linear("conv.in", 3 * spec.channels, hidden, spec.has_bias),
         "conv.weight": (spec.channels, 1, spec.conv_size),
@@ -190,6 +235,8 @@ def _indexer(spec: IndexerSpec, query_size: int, hidden: int) -> dict[str, Shape
 
 
 def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
+    if spec == NO_MLP:
+        return {}
     gate = _linear("gate", spec.intermediate_size, hidden, spec.has_bias) if spec.is_gated else {}
     up = _linear("up", spec.intermediate_size, hidden, spec.has_bias)
     is_learned = spec.activation == "xielu"
@@ -198,14 +245,18 @@ def _mlp(spec: MlpSpec, hidden: int) -> dict[str, Shape]:
 
 
 def _moe(spec: MoeSpec, hidden: int) -> dict[str, Shape]:
-    inner, has_bias = spec.expert.intermediate_size, spec.expert.has_bias
+    inner, has_bias, read = spec.expert.intermediate_size, spec.expert.has_bias, spec.latent_size or hidden
+    up_rows = (2 if spec.expert.is_gated else 1) * inner
+    latent = spec.latent_size
     return {
         **_linear("router", spec.num_experts, hidden, spec.has_router_bias),
         **({"correction.bias": (spec.num_experts,)} if spec.has_correction else {}),
-        "experts.gate_up.weight": (spec.num_experts, 2 * inner, hidden),
-        **({"experts.gate_up.bias": (spec.num_experts, 2 * inner)} if has_bias else {}),
-        "experts.down.weight": (spec.num_experts, hidden, inner),
-        **({"experts.down.bias": (spec.num_experts, hidden)} if has_bias else {}),
+        **({} if latent is None else _linear("latent_in", latent, hidden, spec.has_latent_bias)),
+        "experts.gate_up.weight": (spec.num_experts, up_rows, read),
+        **({"experts.gate_up.bias": (spec.num_experts, up_rows)} if has_bias else {}),
+        "experts.down.weight": (spec.num_experts, read, inner),
+        **({"experts.down.bias": (spec.num_experts, read)} if has_bias else {}),
+        **({} if latent is None else _linear("latent_out", hidden, latent, spec.has_latent_bias)),
         **({} if spec.shared is None else {f"shared.{name}": shape for name, shape in _mlp(spec.shared, hidden).items()}),
         **(_linear("shared_scale", 1, hidden, False) if spec.has_shared_gate else {}),
         **({} if spec.branch_norm is None else {"router_in.weight": (hidden,)}),

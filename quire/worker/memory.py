@@ -85,6 +85,9 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
         inner = 3 * (mlp.expert.intermediate_size if isinstance(mlp, MoeSpec) else mlp.intermediate_size)
         if isinstance(mlp, MoeSpec) and mlp.shared is not None:
             inner = max(inner, 3 * mlp.shared.intermediate_size)
+        if layer.mixer is not None:
+            # About six copies, in f32, of what the mixer's convolution reads.
+            inner = max(inner, 6 * layer.mixer.state_shapes[0].shape[0] * 4 // width)
         # Norms and MLP keep about six copies of the residual alive, some of them in f32.
         per_token = max(per_token, (2 * qkv + inner + 4 * spec.hidden_size) * width + 2 * spec.hidden_size * 4)
     if spec.per_layer_inputs is not None:  # two of them are there while they are made
@@ -146,6 +149,7 @@ def plan_memory(
     weights and activations leave.
     """
     kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec))
+    block_bytes = max(1, kv.bytes_per_block)  # 0 where no layer has attention
     available = available_memory_bytes() if gpu is None else _gpu_bytes(config, gpu)
     share = _KV_SHARE if gpu is None else 1.0
     if gpu is None and config.host_memory_bytes is not None:
@@ -156,12 +160,12 @@ def plan_memory(
     num_weight_and_state_bytes = num_weight_bytes + num_states * kv.bytes_per_state
     given = given_blocks(config, kv)
     wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    most = max(1, min(wanted, int(available * share) // kv.bytes_per_block, MAX_DEFAULT_BLOCKS)) if given is None else given
+    most = max(1, min(wanted, int(available * share) // block_bytes, MAX_DEFAULT_BLOCKS)) if given is None else given
     # No sequence is longer than the pool.
     longest = min(max_model_len, most * kv.block_size)
     activations = activation_bytes(config, spec, longest, num_batched_tokens)
     room = available - num_weight_and_state_bytes - activations
-    num_blocks = max(1, min(most, int(room * share) // kv.bytes_per_block)) if given is None else given
+    num_blocks = max(1, min(most, int(room * share) // block_bytes)) if given is None else given
     return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len, num_states, num_checkpoints)
 
 
@@ -193,7 +197,7 @@ def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> Me
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return plan
     room = plan.available_bytes - plan.weight_bytes - plan.activation_bytes - plan.state_bytes - drafts.weights - drafts.work
-    bytes_per_block = plan.kv.bytes_per_block + -(-drafts.kv // plan.num_kv_blocks)
+    bytes_per_block = max(1, plan.kv.bytes_per_block + -(-drafts.kv // plan.num_kv_blocks))
     return replace(plan, num_kv_blocks=max(1, min(plan.num_kv_blocks, int(room * _KV_SHARE) // bytes_per_block)))
 
 
@@ -201,7 +205,7 @@ def given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
     """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one."""
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is None:
         return config.num_kv_blocks
-    num_blocks = config.kv_cache_memory_bytes // kv.bytes_per_block
+    num_blocks = config.kv_cache_memory_bytes // max(1, kv.bytes_per_block)
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {kv.block_size} tokens "

@@ -55,7 +55,7 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 def num_host_pages(config: EngineConfig, report: ModelReport) -> int:
     """Return how many pages the host tier has, over all ranks together; 0: there is none."""
-    return config.host_tier_bytes // report.memory.kv.bytes_per_block
+    return config.host_tier_bytes // max(1, report.memory.kv.bytes_per_block)
 
 
 def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -496,7 +496,9 @@ def rewrite_as_v4(folder: Path) -> None:
     _rewrite_rope(text)
     if text["model_type"].startswith("gemma4"):
         _rewrite_sizes(text)
+    _rewrite_layer_kinds(text)
     if text["model_type"] not in (
+        "granitemoehybrid",
         "ministral",
         "exaone4",
         "lfm2",
@@ -520,6 +522,25 @@ def _rewrite_sizes(text: dict[str, object]) -> None:
     full = next(iter(text.pop("per_layer_config").values()))
     text["global_head_dim"] = full["head_dim"]
     text["num_global_key_value_heads"] = full.get("num_key_value_heads")
+
+
+def _rewrite_layer_kinds(text: dict[str, Any]) -> None:
+    """Say which layers are recurrent, or mixtures, as the files of the models' authors do."""
+    if text["model_type"] == "granitemoehybrid":
+        names = {"linear_attention": "mamba", "full_attention": "attention"}
+        text["layer_types"] = [names[name] for name in text["layer_types"]]
+    if text["model_type"] == "nemotron_h":
+        letters = {"linear_attention": "M", "moe": "E", "full_attention": "*", "mlp": "-"}
+        text["hybrid_override_pattern"] = "".join(letters[name] for name in text.pop("layers_block_type"))
+    if text["model_type"] == "kimi_linear":
+        kinds = text.pop("layer_types")
+        numbers = {kind: [index + 1 for index, name in enumerate(kinds) if name == kind] for kind in kinds}
+        text["linear_attn_config"] = {
+            **{"full_attn_layers": numbers["full_attention"], "kda_layers": numbers["linear_attention"]},
+            **{"head_dim": text.pop("linear_head_dim"), "num_heads": text.pop("linear_num_heads")},
+            "short_conv_kernel_size": text.pop("linear_conv_kernel_dim"),
+        }
+        text["first_k_dense_replace"] = text["mlp_layer_types"].count("dense")
 
 
 def _rewrite_rope(text: dict[str, object]) -> None:

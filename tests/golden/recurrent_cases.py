@@ -13,6 +13,38 @@ _EXPERTS: Options = {
 }
 _LFM2_LAYERS = ["conv", "full_attention", "conv", "conv"]
 _LFM2: Options = {"num_hidden_layers": 4, "layer_types": _LFM2_LAYERS, "block_multiple_of": 16}
+_MAMBA2: Options = {
+    **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 20, "mamba_expand": 2, "mamba_n_groups": 2},
+    **{"mamba_chunk_size": 16, "num_hidden_layers": 4},
+}
+_NEMOTRON: Options = {
+    **{"mamba_num_heads": 6, "mamba_head_dim": 12, "ssm_state_size": 20, "n_groups": 2, "chunk_size": 16, "head_dim": 16},
+    **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    **{"moe_shared_expert_intermediate_size": 40, "layer_norm_epsilon": 1e-5},
+}
+_NEMOTRON_LAYERS = ["linear_attention", "mlp", "linear_attention", "full_attention", "moe"]
+_GRANITE: Options = {
+    **{**_MAMBA2, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+    **{"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 40, "attention_multiplier": 0.2},
+    **{"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 4.0},
+}
+_FALCON: Options = {
+    **{**_MAMBA2, "mamba_d_ssm": 96, "num_hidden_layers": 2, "head_dim": 16, "key_multiplier": 0.6},
+    **{"embedding_multiplier": 2.5, "lm_head_multiplier": 0.4, "attention_in_multiplier": 1.3, "attention_out_multiplier": 0.7},
+    **{"ssm_in_multiplier": 0.8, "ssm_out_multiplier": 1.2, "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.7]},
+    **{"mlp_multipliers": [0.9, 1.4]},
+}
+_JAMBA: Options = {
+    **{"num_hidden_layers": 4, "attn_layer_period": 3, "attn_layer_offset": 1, "mamba_d_state": 10, "mamba_dt_rank": 5},
+    **{"num_experts": 6, "num_experts_per_tok": 3, "use_mamba_kernels": False},
+}
+_MAMBA1: Options = {"state_size": 10, "time_step_rank": 5, "expand": 2, "num_hidden_layers": 3}
+_KIMI: Options = {
+    **{"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
+    **{"linear_num_heads": 3, "linear_head_dim": 20, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 12, "v_head_dim": 14, "num_experts_per_tok": 3, "num_local_experts": 8},
+    **{"moe_intermediate_size": 24},
+}
 
 CASES: dict[str, tuple[str, Options]] = {
     "qwen3-next": ("qwen3_next", {**_DELTA, **_EXPERTS}),
@@ -29,6 +61,59 @@ CASES: dict[str, tuple[str, Options]] = {
     "lfm2-plain": ("lfm2", {**_LFM2, "block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 4}),
     "lfm2-moe": ("lfm2_moe", {**_LFM2, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.5}),
     "lfm2-moe-plain": ("lfm2_moe", {**_LFM2, **_EXPERTS, "use_expert_bias": False, "norm_topk_prob": False}),
+    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [1]}),
+    "bamba-options": (
+        "bamba",
+        {
+            **{**_MAMBA2, "attn_layer_indices": [0, 3], "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True},
+            **{"mamba_conv_bias": False, "mamba_d_conv": 3, "time_step_limit": [0.01, 0.6], "tie_word_embeddings": True},
+        },
+    ),
+    "nemotron-h": ("nemotron_h", {**_NEMOTRON, "layers_block_type": _NEMOTRON_LAYERS}),
+    "nemotron-h-options": (
+        "nemotron_h",
+        {
+            **{**_NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention", "mlp"], "n_group": 4},
+            **{"topk_group": 2, "moe_latent_size": 20, "mlp_bias": True, "use_bias": True, "use_conv_bias": False},
+            **{"time_step_min": 0.3, "routed_scaling_factor": 2.5, "norm_topk_prob": False, "conv_kernel": 3},
+        },
+    ),
+    "granite-hybrid": ("granitemoehybrid", _GRANITE),
+    "granite-hybrid-dense": (
+        "granitemoehybrid",
+        {
+            **_GRANITE,
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_proj_bias": True,
+        },
+    ),
+    "falcon-h1": ("falcon_h1", _FALCON),
+    "falcon-h1-norm": (
+        "falcon_h1",
+        {
+            **{**_FALCON, "mamba_rms_norm": True, "attention_bias": True, "mlp_bias": True, "projectors_bias": True},
+            **{"mamba_proj_bias": True, "mamba_d_ssm": None, "mamba_conv_bias": False, "tie_word_embeddings": True},
+        },
+    ),
+    "falcon-h1-gate": ("falcon_h1", {**_FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "jamba": ("jamba", _JAMBA),
+    "jamba-dense": (
+        "jamba",
+        {**_JAMBA, "num_experts": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3},
+    ),
+    "mamba": ("mamba", _MAMBA1),
+    "mamba-options": (
+        "mamba",
+        {**_MAMBA1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
+    ),
+    "falcon-mamba": ("falcon_mamba", _MAMBA1),
+    "kimi-linear": ("kimi_linear", _KIMI),
+    "kimi-linear-latent": (
+        "kimi_linear",
+        {**_KIMI, "q_lora_rank": 24, "attention_bias": True, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse"] * 4},
+    ),
 }
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
 

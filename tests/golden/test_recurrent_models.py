@@ -19,7 +19,12 @@ pytestmark = pytest.mark.golden
 
 VOCAB_SIZE, NUM_TOKENS = 131, 64
 TOLERANCE = 1e-4
-GENERATED_CASES = ("qwen3-next", "lfm2", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-5", "lfm2-moe")))
+FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
+SLOW_GENERATED = (
+    *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "kimi-linear"),
+    *("falcon-h1-norm", "nemotron-h-options"),
+)
+GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 1, 16, 50)]
 OPTIONS = {

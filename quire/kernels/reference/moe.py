@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.model_spec import MoeSpec
-from quire.kernels.reference.activation import apply_gate
+from quire.kernels.reference.activation import ACTIVATIONS, apply_gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,33 @@ def mixture_of_experts(
 
     x        [T, N]
     router   [E, N]
-    gate_up  [E, 2 * I, N], the gate rows first
+    gate_up  [E, 2 * I, N], the gate rows first; [E, I, N] where experts have no gate
     down     [E, N, I]
     Returns  [T, N] in x's dtype; rows are independent
     """
     extra = extra or ExpertExtras()
     read = x if extra.router_input is None else extra.router_input
-    if spec.is_router_f32:
-        logits = F.linear(read.float(), router.float(), None if extra.router is None else extra.router.float())
-    else:
-        logits = F.linear(read, router, extra.router)
-    weights, chosen = route(logits, spec, extra.correction)
+    weights, chosen = route(router_logits(read, spec, router, extra.router), spec, extra.correction)
     if extra.scale is not None:
         weights = weights * extra.scale.float()[chosen]
+    return run_experts(x, spec, (weights, chosen), gate_up, down, extra)
+
+
+def router_logits(x: Tensor, spec: MoeSpec, router: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the router's logits [T, E] of rows x [T, N]."""
+    if spec.is_router_f32:
+        return F.linear(x.float(), router.float(), None if bias is None else bias.float())
+    return F.linear(x, router, bias)
+
+
+def run_experts(
+    x: Tensor, spec: MoeSpec, routed: tuple[Tensor, Tensor], gate_up: Tensor, down: Tensor, extra: ExpertExtras
+) -> Tensor:
+    """Return the weighted sum of the experts' outputs for each row of x [T, N].
+
+    routed  weights and indices [T, K], as `route` returns them
+    """
+    weights, chosen = routed
     if not spec.is_weight_f32:
         weights = weights.to(x.dtype)
     out = torch.zeros_like(x)
@@ -57,8 +71,13 @@ def mixture_of_experts(
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         shares = weights[rows, slots, None]
         read = x[rows] * shares if spec.weighs_inputs else x[rows]
-        gate, up = _linear(read, gate_up, extra.gate_up, expert).chunk(2, dim=-1)
-        y = _linear(apply_gate(gate, up, spec.expert), down, extra.down, expert)
+        inner = _linear(read, gate_up, extra.gate_up, expert)
+        inner = (
+            apply_gate(*inner.chunk(2, dim=-1), spec.expert)
+            if spec.expert.is_gated
+            else ACTIVATIONS[spec.expert.activation](inner)
+        )
+        y = _linear(inner, down, extra.down, expert)
         out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
     return out
 

@@ -1,4 +1,4 @@
-"""Recurrent mixers of tokens: causal convolutions and the gated delta rule, over runs of several sequences in one call.
+"""Recurrent mixers of tokens: causal convolutions and states with decay, over runs of several sequences in one call.
 
 The state of a sequence is a row of a pool [rows, ...]. A run starts from one row and writes others, after given numbers of its
 tokens, so that a state can be kept at a block border, and before each draft that may be rejected.
@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _L2_EPS = 1e-6
@@ -41,7 +40,7 @@ class StateRows:
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, starts: list[int], rows: StateRows) -> Tensor:
-    """Convolve each channel over the tokens of each sequence.
+    """Convolve each channel over the tokens of each sequence. Taps are summed in f32, in order: runs may be cut anywhere.
 
     x        [T, C]
     weight   [C, K], the last tap is that of the token itself; bias [C]
@@ -51,12 +50,17 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, st
     """
     out = torch.empty_like(x)
     before, width = rows.initial(pool), weight.shape[1] - 1
+    taps, base = weight.float().T, None if bias is None else bias.float()
     for index in range(len(starts) - 1):
         run = slice(starts[index], starts[index + 1])
-        inputs = torch.cat((before[index], x[run].T), 1)  # [C, K - 1 + tokens]
-        out[run] = F.conv1d(inputs[None], weight[:, None], bias, groups=len(weight))[0].T
-        for count, row in rows.saves[index]:
-            pool[row] = inputs[:, count : count + width]
+        inputs = torch.cat((before[index].T, x[run]))  # [K - 1 + tokens, C]
+        wide, count = inputs.float(), run.stop - run.start
+        total = wide[:count] * taps[0]
+        for tap in range(1, width + 1):
+            total += wide[tap : tap + count] * taps[tap]
+        out[run] = total if base is None else total + base
+        for saved, row in rows.saves[index]:
+            pool[row] = inputs[saved : saved + width].T
     return out
 
 
@@ -84,31 +88,69 @@ def scan(update: Callable[[Tensor, Tensor], Tensor], pool: Tensor, starts: list[
             pool[row] = states[place]
 
 
-def gated_delta_rule(
-    qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor, pool: Tensor, starts: list[int], rows: StateRows
-) -> Tensor:
-    """Compute S = exp(decay) * S + k (beta * (v - exp(decay) * S^T k))^T and S^T q for each token, in f32.
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """What takes the state S [Hv, Dk, Dv] of a sequence from token to token, all f32.
 
-    qkv          q and k [T, Hk, Dk], which are normalised here, and v [T, Hv, Dv]; Hv is a multiple of Hk
-    decay, beta  [T, Hv]; decay is f32, and at most 0
-    pool         [rows, Hv, Dk, Dv] f32
-    Returns      [T, Hv, Dv] in the dtype of v
+    S = decay * S, then S += k v'^T, and the token's output is S^T q, where v' is v, or beta * (v - S^T k) with a beta.
+
+    q, k   [T, Hk, Dk]; Hv is a multiple of Hk, and heads of equal groups share them
+    v      [T, Hv, Dv]
+    decay  [T, Hv]: of all of S; [T, Hv, Dk]: of each row; with rates [T, Hv, Dv]: S is multiplied by exp(rates * decay)
+    beta   [T, Hv] or None
+    rates  [Hv, Dk, Dv] or None; not together with beta
     """
-    q, k, v = (part.float() for part in qkv)
-    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _L2_EPS) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    num_repeats = v.shape[1] // q.shape[1]
-    q, k = (x.repeat_interleave(num_repeats, 1) for x in (q, k))
-    factors, beta = decay.exp(), beta.float()
-    out = torch.empty_like(v)
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor
+    beta: Tensor | None = None
+    rates: Tensor | None = None
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """The shape of the state of one sequence: Hv, Dk, Dv."""
+        return self.v.shape[1], self.k.shape[2], self.v.shape[2]
+
+    def factors(self, tokens: Tensor) -> Tensor:
+        """Return what the states of N sequences are multiplied with at these tokens, to be broadcast to [N, Hv, Dk, Dv]."""
+        decay = self.decay[tokens]
+        if self.rates is not None:
+            return (self.rates * decay[:, :, None]).exp()
+        return decay[..., None, None] if decay.ndim == 2 else decay[..., None]
+
+
+def recur(inputs: Recurrence, pool: Tensor, starts: list[int], rows: StateRows) -> Tensor:
+    """Take the states of sequences through their tokens.
+
+    pool     [rows, Hv, Dk, Dv] f32
+    Returns  the output of each token [T, Hv, Dv] f32
+    """
+    num_repeats = inputs.v.shape[1] // inputs.q.shape[1]
+    q, k = (part.repeat_interleave(num_repeats, 1) for part in (inputs.q, inputs.k))
+    out = torch.empty_like(inputs.v)
 
     def update(states: Tensor, tokens: Tensor) -> Tensor:
-        states = states * factors[tokens][..., None, None]
-        key = k[tokens]
-        delta = (v[tokens] - torch.einsum("nhkv,nhk->nhv", states, key)) * beta[tokens][..., None]
-        states = states + key[..., None] * delta[..., None, :]
+        states = states * inputs.factors(tokens)
+        key, value = k[tokens], inputs.v[tokens]
+        if inputs.beta is not None:
+            value = (value - torch.einsum("nhkv,nhk->nhv", states, key)) * inputs.beta[tokens][..., None]
+        states = states + key[..., None] * value[..., None, :]
         out[tokens] = torch.einsum("nhkv,nhk->nhv", states, q[tokens])
         return states
 
     scan(update, pool, starts, rows)
-    return out.to(qkv[2].dtype)
+    return out
+
+
+def gated_delta_inputs(qkv: tuple[Tensor, Tensor, Tensor], decay: Tensor, beta: Tensor) -> Recurrence:
+    """Return what computes S = exp(decay) * S + k (beta * (v - exp(decay) * S^T k))^T and S^T q for each token.
+
+    qkv    q and k [T, Hk, Dk], which are normalised here, and v [T, Hv, Dv]; Hv is a multiple of Hk
+    decay  [T, Hv] or, of each row of S, [T, Hv, Dk], f32 and at most 0
+    beta   [T, Hv]
+    """
+    q, k, v = (part.float() for part in qkv)
+    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _L2_EPS) for x in (q, k))
+    return Recurrence(q * q.shape[-1] ** -0.5, k, v, decay.exp(), beta.float())

@@ -37,6 +37,21 @@ class ConfigView:
         self._file = file
         self._seen = {"model_type"}
 
+    def renamed(self, names: Mapping[str, str]) -> ConfigView:
+        """Return a view that has values of the file under further names: old name -> the name that is read."""
+        values = {**self._values}
+        for old, name in names.items():
+            if old in values and values.get(name, values[old]) != values[old]:
+                raise ModelFormatError(
+                    f"{self._file}: {old} and {name} name one value but differ: {values[old]!r}, {values[name]!r}"
+                )
+            if old in values:
+                values[name] = values.pop(old)
+        view = ConfigView(self.model_type, values, self._file)
+        view._seen = self._seen
+        self._seen.update(names)
+        return view
+
     def has(self, key: str) -> bool:
         """Return whether the key is in the file with a value other than null."""
         return self._values.get(key) is not None

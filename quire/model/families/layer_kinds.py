@@ -8,6 +8,7 @@ from quire.base.errors import UnsupportedError
 from quire.model.families.config_view import ConfigView
 
 _ATTENTION = ("full_attention", "attention")
+_OLD_NAMES = {"mamba": "linear_attention"}
 
 
 def read_layer_kinds(config: ConfigView, recurrent: str, default: Callable[[int], bool]) -> list[bool]:
@@ -18,6 +19,7 @@ def read_layer_kinds(config: ConfigView, recurrent: str, default: Callable[[int]
     num_layers, types = config.integer("num_hidden_layers"), config.strings("layer_types")
     if types is None:
         return [default(index) for index in range(num_layers)]
+    types = [recurrent if _OLD_NAMES.get(name) == recurrent else name for name in types]
     known = (recurrent, *_ATTENTION)
     unknown = sorted({name for name in types if name not in known})
     if unknown:

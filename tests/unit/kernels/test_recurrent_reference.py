@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_rule
+from quire.kernels.reference.recurrent import StateRows, causal_conv, gated_delta_inputs, recur
 
 LENGTHS = (9, 1, 5)
 
@@ -17,7 +17,8 @@ def convolve(inputs, pool, starts, rows):
 
 
 def apply_delta(inputs, pool, starts, rows):
-    return gated_delta_rule((inputs["q"], inputs["k"], inputs["v"]), inputs["decay"], inputs["beta"], pool, starts, rows)
+    qkv = (inputs["q"], inputs["k"], inputs["v"])
+    return recur(gated_delta_inputs(qkv, inputs["decay"], inputs["beta"]), pool, starts, rows)
 
 
 def conv_inputs(num_tokens):

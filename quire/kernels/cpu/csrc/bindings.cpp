@@ -17,6 +17,7 @@ void bind_elementwise(nb::module_& m);
 void bind_sampler(nb::module_& m);
 void bind_quantize(nb::module_& m);
 void bind_peak(nb::module_& m);
+void bind_recurrence(nb::module_& m);
 void bind_process_barrier(nb::module_& m);
 void bind_process_collectives(nb::module_& m);
 
@@ -41,6 +42,7 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     bind_quantize(m);
     bind_peak(m);
+    bind_recurrence(m);
     bind_process_barrier(m);
     bind_process_collectives(m);
 }

@@ -52,7 +52,8 @@ Level best_level() {
 }
 
 #define KERNELS(isa) \
-    {#isa, &isa::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, &isa::peak_table}
+    {#isa, &isa::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, &isa::peak_table, \
+     &isa::recurrence_table}
 
 const Kernels all_kernels[] = {
     KERNELS(portable),

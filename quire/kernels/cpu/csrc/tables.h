@@ -4,6 +4,7 @@
 #include "elementwise.h"
 #include "quantize.h"
 #include "peak.h"
+#include "recurrence.h"
 #include "sampler.h"
 #include "team.h"
 #include "weight.h"
@@ -38,6 +39,7 @@ struct Kernels {
     const SamplerTable* sampler;
     const QuantizeTable* quantize;
     const PeakTable* peak;
+    const RecurrenceTable* recurrence;
 };
 
 // The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
@@ -53,6 +55,7 @@ const Kernels* kernels_named(const char* name);
     extern const SamplerTable sampler_table;     \
     extern const QuantizeTable quantize_table;   \
     extern const PeakTable peak_table;           \
+    extern const RecurrenceTable recurrence_table; \
     }
 QUIRE_DECLARE(portable)
 QUIRE_DECLARE(avx2)
