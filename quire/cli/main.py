@@ -28,6 +28,7 @@ from quire.cli import (
     train_draft,
     tune,
 )
+from quire.cli.settings import AppliedSettings, SettingsError, config_path_of, read_settings
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -38,13 +39,39 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return what was parsed. Ends the program where something is left over."""
-        found, left = super().parse_known_args(args, namespace)
+        """Return what was parsed, with what the environment and --config set. Ends the program where something is left over."""
+        words = list(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        applied = None if self._has_commands() or {"-h", "--help"} & set(words) else self._settings(words)
+        if applied is not None:
+            applied.prepare(namespace)
+        found, left = super().parse_known_args(words, namespace)
+        if applied is not None:
+            applied.finish(found)
         if left:
             known = list(self._option_string_actions)
             close = [match for one in left for match in difflib.get_close_matches(one.split("=")[0], known, 1)]
             self.error(f"unrecognized arguments: {' '.join(left)}{did_you_mean(close)}")
         return found, left
+
+    def _has_commands(self) -> bool:
+        return any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+
+    def _settings(self, words: list[str]) -> AppliedSettings:
+        try:
+            return AppliedSettings(self, read_settings(self, config_path_of(words)))
+        except SettingsError as error:
+            self.error(str(error))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        close = difflib.get_close_matches(str(value), known, 1)
+        what = "command" if isinstance(action, argparse._SubParsersAction) else "choice"
+        raise argparse.ArgumentError(
+            action, f"invalid {what} {value!r}{did_you_mean(close)}; choose from {', '.join(map(repr, known))}"
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
