@@ -65,6 +65,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; their names and defaults are those of EngineConfig."""
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
+    group.add_argument(
+        "--chat-template", metavar="FILE|NAME", help="Jinja file, or a name: of a template of the checkpoint's, or chatml"
+    )
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     group.add_argument(

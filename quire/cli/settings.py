@@ -1,4 +1,4 @@
-"""Options from a configuration file and from environment variables: the command line wins over both, the environment over the file."""
+"""Options from a file and from the environment. The command line wins over both, the environment over the file."""
 
 from __future__ import annotations
 

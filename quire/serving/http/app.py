@@ -238,6 +238,7 @@ class Shell:
         for path in {path for _, path in self._plain}:
             methods = [method for method, other in self._plain if other == path]
             self._allowed[path] = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
+        self._root_path, self._root_path_slash = parts.config.root_path, f"{parts.config.root_path}/"
         keys = parts.config.api_keys
         self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
@@ -246,6 +247,8 @@ class Shell:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
+        if self._root_path and scope["path"].startswith(self._root_path_slash):
+            scope = {**scope, "path": scope["path"][len(self._root_path) :]}
         if scope["method"] == "HEAD":  # is answered like GET; the server below leaves the body out
             scope = {**scope, "method": "GET", "quire.is_head": True}
         scope["quire.send"] = send
@@ -308,6 +311,8 @@ class Shell:
         error: ApiError | None = scope.pop("quire.error", None)
         if error is not None and status != CLIENT_GONE:
             self._parts.metrics.rejected(error)
+        if not self._parts.config.access_log:
+            return
         owner: Any = scope.get("quire.owner")
         client_id = client_id_of(headers_of(scope))
         method = "HEAD" if scope.get("quire.is_head") else scope["method"]

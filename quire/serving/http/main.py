@@ -35,7 +35,7 @@ from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet, open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.http.app import ShellParts, make_app
-from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, listen
+from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, check_tls, listen
 from quire.serving.http.system import SystemParts, make_endpoints
 from quire.serving.log_format import setup_log_format
 from quire.serving.metrics.engine_metrics import EngineSource
@@ -186,6 +186,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
     setup_log_format(config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_data_dir(config.data_dir)
+    check_tls(config)
     sock = listen(config)
 
     async def run() -> int:
@@ -210,3 +211,5 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
             return runner.run(run())
     finally:
         sock.close()
+        if config.uds is not None:
+            config.uds.unlink(missing_ok=True)

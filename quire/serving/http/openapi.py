@@ -96,9 +96,16 @@ def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[
 
 
 def document(
-    title: str, version: str, endpoints: Iterable[Endpoint[Any]], maxima: Mapping[str, int] = MappingProxyType({})
+    title: str,
+    version: str,
+    endpoints: Iterable[Endpoint[Any]],
+    maxima: Mapping[str, int] = MappingProxyType({}),
+    root_path: str = "",
 ) -> dict[str, Any]:
-    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured."""
+    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured.
+
+    root_path  where all paths are, at a proxy in front
+    """
     listed = list(endpoints)
     schemas, components = schemas_of(listed)
     for name in {endpoint.body.__name__ for endpoint in listed if endpoint.body is not None}:
@@ -116,6 +123,7 @@ def document(
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {**components, "OpenAIError": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR},
