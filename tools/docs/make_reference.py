@@ -209,10 +209,11 @@ def make_routes_page() -> str:
     from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC
     from quire.serving.batch.endpoints import ENDPOINTS as BATCH
     from quire.serving.http.system import make_endpoints
+    from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA
     from quire.serving.openai.endpoints import ENDPOINTS as OPENAI
     from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES
 
-    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *BATCH)
+    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH)
     found = (*found, *make_endpoints(found, True))
     rows = [
         (

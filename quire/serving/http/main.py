@@ -43,6 +43,7 @@ from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
+from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA_ENDPOINTS
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
 from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
@@ -146,6 +147,7 @@ class Server:
             *bind(OPENAI_ENDPOINTS, self.context),
             *bind(RESPONSES_ENDPOINTS, self.responses),
             *bind(ANTHROPIC_ENDPOINTS, self.context),
+            *bind(OLLAMA_ENDPOINTS, self.context),
             *bind(BATCH_API_ENDPOINTS, self.batches),
         )
         described = make_endpoints(tuple(route.endpoint for route in found), self.config.enable_metrics)
