@@ -18,7 +18,6 @@ from quire.api.ollama.answers import (
 from quire.serving.core.events import (
     ChoiceEnd,
     GenerationEvent,
-    GenerationStart,
     ReasoningDelta,
     TextDelta,
     ToolCallArguments,
@@ -51,16 +50,12 @@ class AnswerReader:
     _name: str = ""
     _arguments: list[str] = field(default_factory=list[str])
     _reason: DoneReason = "stop"
-    _start_s: float | None = None
     _first_s: float | None = None
 
     def read(self, events: Sequence[GenerationEvent]) -> tuple[AnswerPieces, UsageEnd | None]:
         """Return what the events bring, and the last of them once it is there."""
         pieces, usage = AnswerPieces(), None
         for event in events:
-            if isinstance(event, GenerationStart):
-                self._start_s = time.monotonic()
-                continue
             if self._first_s is None:
                 self._first_s = time.monotonic()
             if isinstance(event, TextDelta):
@@ -90,14 +85,13 @@ class AnswerReader:
     def counts(self, usage: UsageEnd) -> dict[str, int | str]:
         """Return the fields that only the last line has."""
         now_s = time.monotonic()
-        start_s = self.received_s if self._start_s is None else self._start_s
         first_s = now_s if self._first_s is None else self._first_s
         return {
             "done_reason": self._reason,
             "total_duration": _nanoseconds(now_s - self.received_s),
             "load_duration": 0,
             "prompt_eval_count": usage.num_prompt,
-            "prompt_eval_duration": _nanoseconds(first_s - start_s),
+            "prompt_eval_duration": _nanoseconds(first_s - self.received_s),
             "eval_count": usage.num_completion,
             "eval_duration": _nanoseconds(now_s - first_s),
         }
