@@ -22,6 +22,7 @@ from quire.cli import (
     calibrate_tree,
     chat,
     generate,
+    hub,
     inspect,
     quantize,
     serve,
@@ -79,7 +80,20 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, tune, bench):
+    for module in (
+        serve,
+        generate,
+        chat,
+        batch,
+        hub,
+        inspect,
+        quantize,
+        calibrate_layers,
+        calibrate_tree,
+        train_draft,
+        tune,
+        bench,
+    ):
         module.add_parser(commands)
     return parser
 
