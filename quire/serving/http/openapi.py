@@ -59,7 +59,7 @@ def describe(endpoint: Endpoint[Any], schemas: Mapping[Any, dict[str, Any]]) -> 
         "parameters": [*_path_parameters(endpoint.path), *endpoint.query, *endpoint.headers, _REQUEST_ID],
     }
     if not endpoint.is_open:
-        operation["security"] = [{"bearer": []}, {"key": []}]
+        operation["security"] = [{"bearer": []}, {"key": []}, {"azure": []}]
     if endpoint.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[endpoint.body]}}}
     elif endpoint.request_body is not None:
@@ -136,6 +136,7 @@ def document(
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "azure": {"type": "apiKey", "in": "header", "name": "api-key"},
             },
         },
     }

@@ -239,6 +239,8 @@ def test_body_is_refused_when_its_chunks_go_over_the_limit():
     [
         ("authorization: Bearer right", 200, "ann"),
         ("x-api-key: right", 200, "ann"),
+        ("api-key: right", 200, "ann"),
+        ("api-key: wrong", 401, None),
         ("authorization: Bearer wrong", 401, None),
         ("authorization: Basic right", 401, None),
         ("x-none: 1", 401, None),
