@@ -68,11 +68,9 @@ class CommandParser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         known = [str(choice) for choice in action.choices]
-        close = difflib.get_close_matches(str(value), known, 1)
+        close = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(str(value), known, 1))
         what = "command" if isinstance(action, argparse._SubParsersAction) else "choice"
-        raise argparse.ArgumentError(
-            action, f"invalid {what} {value!r}{did_you_mean(close)}; choose from {', '.join(map(repr, known))}"
-        )
+        raise argparse.ArgumentError(action, f"invalid {what}: {value!r} (choose from {', '.join(map(repr, known))}{close})")
 
 
 def make_parser() -> argparse.ArgumentParser:

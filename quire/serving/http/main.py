@@ -133,6 +133,7 @@ class Server:
 
     async def close_stores(self) -> None:
         """Close what `on_loaded` has opened."""
+        await self.responses.background.close()
         for part in (self.batches.opened, self.responses.opened):
             if part is not None:
                 await part.close()

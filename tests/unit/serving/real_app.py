@@ -83,6 +83,7 @@ async def running_app(
         yield App(gateway, responses, parts, httpx2.ASGITransport(make_app(parts, routes)))  # type: ignore[arg-type]
     finally:
         assert responses.opened is not None
+        await responses.background.close()
         await responses.opened.close()
 
 
