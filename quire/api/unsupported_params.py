@@ -23,6 +23,7 @@ _OF_ROUTES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("auto", "none")),
     "logit_bias": ({}, []),
+    "background": (False,),
     "chat_template_kwargs": ({},),
     "top_k": (0, -1),
     **dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty", "min_tokens", "top_logprobs"), _ZERO),

@@ -22,6 +22,7 @@ from quire.cli import (
     calibrate_tree,
     chat,
     generate,
+    hub,
     inspect,
     plan,
     quantize,
@@ -31,6 +32,7 @@ from quire.cli import (
     train_draft,
     tune,
 )
+from quire.cli.settings import AppliedSettings, SettingsError, config_path_of, read_settings
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -41,13 +43,37 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n`{self.prog} --help` lists the options\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Return what was parsed. Ends the program where something is left over."""
-        found, left = super().parse_known_args(args, namespace)
+        """Return what was parsed, with what the environment and --config set. Ends the program where something is left over."""
+        words = list(sys.argv[1:] if args is None else args)
+        namespace = argparse.Namespace() if namespace is None else namespace
+        applied = None if self._has_commands() or {"-h", "--help"} & set(words) else self._settings(words)
+        if applied is not None:
+            applied.prepare(namespace)
+        found, left = super().parse_known_args(words, namespace)
+        if applied is not None:
+            applied.finish(found)
         if left:
             known = list(self._option_string_actions)
             close = [match for one in left for match in difflib.get_close_matches(one.split("=")[0], known, 1)]
             self.error(f"unrecognized arguments: {' '.join(left)}{did_you_mean(close)}")
         return found, left
+
+    def _has_commands(self) -> bool:
+        return any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
+
+    def _settings(self, words: list[str]) -> AppliedSettings:
+        try:
+            return AppliedSettings(self, read_settings(self, config_path_of(words)))
+        except SettingsError as error:
+            self.error(str(error))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(choice) for choice in action.choices]
+        close = "".join(f"; did you mean {one}?" for one in difflib.get_close_matches(str(value), known, 1))
+        what = "command" if isinstance(action, argparse._SubParsersAction) else "choice"
+        raise argparse.ArgumentError(action, f"invalid {what}: {value!r} (choose from {', '.join(map(repr, known))}{close})")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -56,7 +82,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(serve, router, generate, chat, batch, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree),
+        *(serve, router, generate, chat, batch, hub, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree),
         *(train_draft, tune, bench),
     ):
         module.add_parser(commands)

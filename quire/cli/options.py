@@ -15,7 +15,17 @@ from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.parallel import EXECUTOR_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
 
-PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, and keeps the lines of a text that has examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if "\n  " not in text:
+            return super()._fill_text(text, width, indent)
+        return "\n".join(f"{indent}{line}" for line in text.splitlines())
+
+
+PARSER: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
 """How every subcommand parses: whole option names, and defaults in the help."""
 
 _ENGINE_DEFAULTS = {
@@ -41,6 +51,12 @@ class _OldSwitch(argparse.BooleanOptionalAction):
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Add what every command has."""
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="YAML file with options, NAME: VALUE; the command line and the environment (QUIRE_SERVE_PORT for --port of serve) "
+        "win over it",
+    )
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to report")
 
@@ -49,6 +65,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; their names and defaults are those of EngineConfig."""
     group = parser.add_argument_group("engine")
     group.add_argument("--tokenizer", help="folder or hub id of the tokenizer, when it is not with the model")
+    group.add_argument(
+        "--chat-template", metavar="FILE|NAME", help="Jinja file, or a name: of a template of the checkpoint's, or chatml"
+    )
     group.add_argument("--revision", help="branch, tag or commit of a hub id")
     group.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="auto: the checkpoint's")
     group.add_argument(

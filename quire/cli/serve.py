@@ -16,11 +16,23 @@ if TYPE_CHECKING:
     from quire.serving.config import ServerConfig
 
 KEY_VARIABLE = "QUIRE_API_KEY"
+EXAMPLES = """examples:
+  quire serve                                       the bundled demo model at http://127.0.0.1:8000
+  quire serve Qwen/Qwen3-0.6B --port 9000           a model of the Hugging Face hub
+  quire serve ./model --host 0.0.0.0 --api-key KEY  for other machines, who need the key
+  quire serve --config serve.yaml --port 9000       options from a file; the command line wins
+  QUIRE_SERVE_PORT=9000 quire serve                 every option has such a variable
+  quire serve ./model --uds /run/quire/http.sock    on a Unix socket
+  quire serve ./model --ssl-keyfile key.pem --ssl-certfile cert.pem
+  quire serve ./model --root-path /llm              after nginx, which has it at /llm
+"""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the subcommand."""
-    parser = commands.add_parser("serve", **options.PARSER, help="serve the OpenAI API over HTTP", description=__doc__)
+    parser = commands.add_parser(
+        "serve", **options.PARSER, help="serve the OpenAI API over HTTP", description=__doc__, epilog=EXAMPLES
+    )
     options.add_model_argument(parser)
     _add_http_options(parser)
     _add_load_options(parser)
@@ -38,6 +50,12 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
         help="address to listen on; with any other than this machine's own, give a key: without one everybody may ask",
     )
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is logged")
+    group.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on, instead of --host and --port")
+    group.add_argument("--ssl-keyfile", type=Path, metavar="FILE", help="private key (PEM): serve HTTPS instead of HTTP")
+    group.add_argument("--ssl-certfile", type=Path, metavar="FILE", help="certificate and its chain (PEM), for --ssl-keyfile")
+    group.add_argument(
+        "--root-path", default="", metavar="PREFIX", help="prefix of the paths at a proxy in front, such as /llm for nginx"
+    )
     group.add_argument(
         "--api-key", action="append", default=None, help=f"key that clients must send; may be repeated; also {KEY_VARIABLE}"
     )
@@ -112,6 +130,9 @@ def _add_watching_options(parser: argparse.ArgumentParser) -> None:
         help="prefix of the metrics; vllm: the names that endpoint pickers and dashboards for vLLM read",
     )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
+    group.add_argument(
+        "--access-log", action=argparse.BooleanOptionalAction, default=True, help="log a line for each HTTP request"
+    )
     group.add_argument("--otlp-endpoint", "--otlp-traces-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
     group.add_argument(
         "--goodput", nargs="+", default=(), metavar="KEY:MS", help="objectives, like ttft:500 tpot:50 e2el:10000"
@@ -166,6 +187,11 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return ServerConfig(
         host=args.host,
         port=args.port,
+        uds=args.uds,
+        ssl_keyfile=args.ssl_keyfile,
+        ssl_certfile=args.ssl_certfile,
+        root_path=args.root_path.rstrip("/"),
+        access_log=args.access_log,
         api_keys=_read_keys(args.api_key, args.api_key_file),
         served_model_names=tuple(args.served_model_name),
         allowed_origins=tuple(args.allowed_origins),

@@ -118,6 +118,7 @@ class EngineConfig:
 
     model                   a local folder, a hub id, or the name of a bundled model (demo, demo-draft, demo-moe)
     tokenizer               where the tokenizer is, when it is not with the model
+    chat_template           a file with a Jinja template, or a name: of one of the checkpoint's, or "chatml"; None: its default
     skip_tokenizer_init     load no tokenizer: prompts are token ids then, and outputs have no text
     revision                branch, tag or commit of a hub id
     dtype                   of weights and activations; "auto" takes the checkpoint's
@@ -185,6 +186,7 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    chat_template: str | None = None
     skip_tokenizer_init: bool = False
     revision: str | None = None
     dtype: str = "auto"
@@ -269,7 +271,7 @@ class EngineConfig:
         self._check_replicas()
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         self._check_tiers()
-        for name in ("tokenizer", "revision", "tile_table", "kv_disk_dir"):
+        for name in ("tokenizer", "chat_template", "revision", "tile_table", "kv_disk_dir"):
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold

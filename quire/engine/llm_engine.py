@@ -111,12 +111,13 @@ class LLMEngine:
         config = settle_drafts(replica_setups(config)[0].config)
         with shared_reads():
             # One of its own may be anything: it is read before the weights, which take long.
-            has_own = config.tokenizer is not None and not config.skip_tokenizer_init
-            tokenizer = load_tokenizer(inspect_model(config).tokenizer_folder) if has_own else None
+            has_own = (config.tokenizer or config.chat_template) is not None and not config.skip_tokenizer_init
+            template = config.chat_template
+            tokenizer = load_tokenizer(inspect_model(config).tokenizer_folder, template) if has_own else None
             runner, report = build_runner(config)
             try:
                 if tokenizer is None and not config.skip_tokenizer_init:
-                    tokenizer = load_tokenizer(report.tokenizer_folder)
+                    tokenizer = load_tokenizer(report.tokenizer_folder, template)
             except BaseException:
                 # Its threads would go on beside the end of the process.
                 runner.close()

@@ -106,7 +106,8 @@ class ReplicaEngine:
             loaded = [self._wait_loaded(index) for index in range(len(setups))]
             self.report, self._limits = loaded[0].report, loaded[0].limits
             has_tokenizer = not config.skip_tokenizer_init
-            self.tokenizer: Tokenizer | None = load_tokenizer(self.report.tokenizer_folder) if has_tokenizer else None
+            folder, template = self.report.tokenizer_folder, config.chat_template
+            self.tokenizer: Tokenizer | None = load_tokenizer(folder, template) if has_tokenizer else None
         except BaseException:
             self._close_replicas()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from difflib import get_close_matches
 from glob import escape
 from pathlib import Path, PurePosixPath
@@ -27,20 +28,38 @@ _MAX_LISTED = 20
 _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 
 
-def resolve_model(model: str, revision: str | None = None) -> Path:
+def resolve_model(model: str, revision: str | None = None, token: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file; downloads it where it is a hub id that is not in the local cache.
 
     model     one of BUNDLED_MODELS or BUNDLED_HEADS, else an existing folder or .gguf file, else a hub id, or one with a file
               ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for the file
     revision  branch, tag or commit, for a hub id only
+    token     of the hub; None: that of the environment, or the one that is stored
     Raises ConfigError.
     """
     folder = _bundled_folder(model) or _local_folder(model)
     if folder is None:
-        return _download(model, revision)
+        return _download(model, _Source(revision, token))
     if revision is not None:
         raise ConfigError(f"revision {revision!r} is for models on the hub, but {model!r} is {folder}; leave it out")
     return folder
+
+
+def is_on_this_machine(model: str) -> bool:
+    """Whether a model is bundled, or a folder or file. Raises ConfigError as `resolve_model` does."""
+    return (_bundled_folder(model) or _local_folder(model)) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Which revision of a repository is downloaded, and with which token."""
+
+    revision: str | None
+    token: str | None
+
+    def options(self) -> dict[str, str | None]:
+        """Return the arguments of the hub's functions."""
+        return {"revision": self.revision, **({} if self.token is None else {"token": self.token})}
 
 
 def _bundled_folder(model: str) -> Path | None:
@@ -77,15 +96,15 @@ def _gguf_inside(folder: Path) -> Path | None:
     return files[0] if files else None
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, source: _Source) -> Path:
     repository, _, file = model.partition(":")
     is_file = file.lower().endswith(".gguf")
     if is_file and not _is_inside(file):
         raise ConfigError(f"{file!r} is no file of a repository; give one as owner/name:FILE.gguf")
     try:
         if is_file:
-            return _download_gguf(repository, revision, file)
-        folder = _download_folder(model, revision)
+            return _download_gguf(repository, source, file)
+        folder = _download_folder(model, source)
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         hint = did_you_mean(get_close_matches(model, (*BUNDLED_MODELS, *BUNDLED_HEADS), 1))
@@ -93,7 +112,7 @@ def _download(model: str, revision: str | None) -> Path:
             f"{model!r}{hint} is not a folder, not a bundled model ({', '.join(BUNDLED_MODELS)}; heads: "
             f"{', '.join(BUNDLED_HEADS)}), and not found on, or no access to, the Hugging Face hub: {reason}"
         ) from error
-    names = [] if _has_weights(folder) else _gguf_on_the_hub(model, revision)
+    names = [] if _has_weights(folder) else _gguf_on_the_hub(model, source)
     if len(names) > 1:
         raise ConfigError(
             f"{model!r} holds {len(names)} GGUF files; give one of them as the model, as in {model}:{names[0]}: "
@@ -101,21 +120,21 @@ def _download(model: str, revision: str | None) -> Path:
             + (f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else "")
         )
     if names:
-        return _download_gguf(model, revision, names[0])
+        return _download_gguf(model, source, names[0])
     return (folder.is_dir() and _gguf_inside(folder)) or folder
 
 
-def _download_folder(model: str, revision: str | None) -> Path:
+def _download_folder(model: str, source: _Source) -> Path:
     """Return the folder of a repository, with its safetensors; where it has none, with pickled weights, or a Medusa head."""
     from huggingface_hub import snapshot_download
 
     def fetch(weights: str) -> Path:
         patterns = [*_CONFIGURATION_FILES, weights]
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
+        return Path(snapshot_download(model, **source.options(), allow_patterns=patterns, ignore_patterns=_NOT_NEEDED))
 
     folder = fetch("*.safetensors")
     if (folder / "modules.json").is_file():  # of sentence-transformers: 1_Pooling and so on
-        snapshot_download(model, revision=revision, allow_patterns=_MODULE_FILES)
+        snapshot_download(model, **source.options(), allow_patterns=_MODULE_FILES)
     if any(folder.glob("*.safetensors")):
         return folder
     folder = fetch("*.bin")
@@ -126,12 +145,12 @@ def _has_weights(folder: Path) -> bool:
     return any(path.suffix in (".safetensors", ".bin", ".pt") for path in folder.glob("*"))
 
 
-def _gguf_on_the_hub(model: str, revision: str | None) -> list[str]:
+def _gguf_on_the_hub(model: str, source: _Source) -> list[str]:
     """Return the GGUF files of a repository that are models, of split ones the first part; none where the hub does not say."""
     from huggingface_hub import list_repo_files
 
     try:
-        names = sorted(list_repo_files(model, revision=revision))
+        names = sorted(list_repo_files(model, **source.options()))
     except Exception as error:  # noqa: BLE001 - the repository may be in the cache alone
         logger.info("the files of %s cannot be listed: %s", model, " ".join(str(error).split())[:200])
         return []
@@ -139,14 +158,14 @@ def _gguf_on_the_hub(model: str, revision: str | None) -> list[str]:
     return [path.as_posix() for path in paths if (shard_number(path) or 1) == 1 and not path.name.startswith("mmproj")]
 
 
-def _download_gguf(repository: str, revision: str | None, file: str) -> Path:
+def _download_gguf(repository: str, source: _Source, file: str) -> Path:
     """Return a GGUF file of a repository, downloaded with what it is split into."""
     from huggingface_hub import snapshot_download
 
     pattern = escape(file)
     if shard_number(Path(file)) is not None:
         pattern = pattern.replace("-00001-of-", "-*-of-")
-    folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[pattern], ignore_patterns=None))
+    folder = Path(snapshot_download(repository, **source.options(), allow_patterns=[pattern], ignore_patterns=None))
     if not is_gguf(folder / file):
         raise ConfigError(f"there is no file {file!r} in it")
     return folder / file

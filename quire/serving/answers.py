@@ -64,7 +64,9 @@ class DirectSink:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Server-sent events: each item of `frames` is one or more whole events, "data: ...\\n\\n", sent as they come.
+    """A stream: each item of `frames` is one or more whole events, "data: ...\\n\\n", sent as they come.
+
+    With is_lines the items are lines of JSON, and no comment is sent in a silence, as such a line may not be one.
 
     The status is sent with the first frame: an ApiError before it becomes an ordinary error answer, one after it the event that
     encode_error makes. When the client goes, `frames` is closed (its `aclose` runs, so that `async with` inside is left).
@@ -74,6 +76,7 @@ class Stream:
     encode_error: Callable[[ApiError], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     bypass: DirectSink | None = None
+    is_lines: bool = False
 
 
 @dataclass(frozen=True, slots=True)

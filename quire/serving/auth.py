@@ -115,7 +115,7 @@ def _presented_key(headers: Mapping[str, str]) -> str | None:
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
-    return headers.get("x-api-key") or None
+    return headers.get("x-api-key") or headers.get("api-key") or None  # of Anthropic's clients, and of Azure's
 
 
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,6 +13,7 @@ from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 MIB = 1 << 20
 MAX_NAME_LENGTH = 512  # of a model in a request
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
     *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
@@ -69,6 +70,10 @@ class ApiKey:
 class ServerConfig:
     """Options of `quire serve`. Raises ConfigError, naming the option, when one is invalid.
 
+    uds                   path of a Unix socket to listen on, instead of host and port
+    root_path             prefix of all paths at the proxy in front, such as /llm; requests may come with it or without
+    ssl_keyfile           private key and ssl_certfile certificate chain, both PEM: with them the server speaks HTTPS only
+    access_log            a log line for each request
     api_keys              none: everybody may ask; the server then only answers to known Host names
     served_model_names    what clients may call the model; the first is what answers say; empty: the name of the checkpoint
     allowed_origins       origins that browsers may call from; none by default
@@ -101,6 +106,11 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: Path | None = None
+    root_path: str = ""
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    access_log: bool = True
     api_keys: tuple[ApiKey, ...] = ()
     served_model_names: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
@@ -202,6 +212,11 @@ class ServerConfig:
     def _check_names(self) -> None:
         if not self.host.strip():
             raise ConfigError(f"host must not be empty, got {self.host!r}; 0.0.0.0 is every address of this machine")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ConfigError(f"root_path must be like /llm, without a slash at the end, got {self.root_path[:100]!r}")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            missing = "ssl_keyfile" if self.ssl_keyfile is None else "ssl_certfile"
+            raise ConfigError(f"ssl_keyfile and ssl_certfile belong together, and {missing} is not given")
         for name in self.served_model_names:
             if not name.strip() or not name.isprintable() or len(name) > MAX_NAME_LENGTH:
                 raise ConfigError(

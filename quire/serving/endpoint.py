@@ -19,7 +19,7 @@ from quire.base.errors import RequestError
 from quire.serving.answers import Answer
 from quire.serving.body_room import BodyShare
 from quire.serving.config import ServerConfig
-from quire.serving.errors import ApiError, from_quire_error, invalid, unknown_parameters
+from quire.serving.errors import ApiError, ErrorStyle, from_quire_error, invalid, unknown_parameters
 from quire.serving.interfaces import Tenant
 
 D = TypeVar("D")
@@ -86,13 +86,15 @@ class Call:
         kind: type[Body],
         check_fields: Callable[[Mapping[str, msgspec.Raw]], None] | None = None,
         max_bytes: int | None = None,
+        any_media_type: bool = False,
     ) -> Body:
         """Return the JSON body as a `kind`. Raises ApiError: 400, 408, 413, 415 or 503, naming the field.
 
         check_fields  may refuse the fields with a RequestError before they are decoded
         max_bytes     of the body, where that is less than of any
+        any_media_type  take it as JSON whatever its content-type says
         """
-        parts = await self.json_parts(max_bytes)
+        parts = await self.json_parts(max_bytes, any_media_type)
         num_bytes = sum(map(len, parts))
 
         def decode() -> tuple[Body, tuple[str, ...]]:
@@ -128,10 +130,10 @@ class Call:
         stated = self.headers.get("content-length", "")
         return int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
 
-    async def json_parts(self, max_bytes: int | None = None) -> list[bytes]:
-        """Return the bytes of a body that says it is JSON, in the parts in which they came."""
+    async def json_parts(self, max_bytes: int | None = None, any_media_type: bool = False) -> list[bytes]:
+        """Return the bytes of a body that says it is JSON, with any_media_type of any, in the parts in which they came."""
         kind = self.headers.get("content-type", "").split(";")[0].strip().lower()
-        if kind != "application/json":
+        if kind != "application/json" and not any_media_type:
             raise ApiError(415, f"content-type must be application/json, got {kind[:100]!r}", code="unsupported_media_type")
         limit = self.config.max_body_bytes
         return await self._parts(limit if max_bytes is None else min(max_bytes, limit))
@@ -217,7 +219,7 @@ class Endpoint(Generic[D]):
     query          OpenAPI parameters
     headers        likewise
     is_open        needs no API key
-    is_anthropic   its errors have the shape of the Anthropic API
+    error_style    the API whose shape its errors have
     success_media_type  of an answer that is neither JSON nor events
     """
 
@@ -234,7 +236,7 @@ class Endpoint(Generic[D]):
     query: tuple[Mapping[str, Any], ...] = ()
     headers: tuple[Mapping[str, Any], ...] = ()
     is_open: bool = False
-    is_anthropic: bool = False
+    error_style: ErrorStyle = "openai"
     success_media_type: str | None = None
 
 

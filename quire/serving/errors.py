@@ -1,11 +1,11 @@
-"""ApiError: what a client is told when a request cannot be served, in the shape of either API."""
+"""ApiError: what a client is told when a request cannot be served, in the shape of each API."""
 
 from __future__ import annotations
 
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -14,6 +14,7 @@ from quire.base.logging import get_logger
 
 logger = get_logger(__name__)
 
+ErrorStyle = Literal["openai", "anthropic", "ollama"]
 OVERLOADED_STATUS = 529  # of the Anthropic API: what 503 is elsewhere
 
 # status -> (OpenAI type, Anthropic type)
@@ -91,6 +92,21 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, ("server_error", "api_error"))[1]
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+    def ollama_body(self) -> dict[str, str]:
+        """Return {"error": "..."} as the Ollama API has it; the field at fault goes into the message."""
+        is_named = self.param is None or self.param in self.message
+        return {"error": self.message if is_named else f"{self.param}: {self.message}"}
+
+    def body(self, style: ErrorStyle, request_id: str | None = None) -> dict[str, Any]:
+        """Return the error in the shape of an API."""
+        if style == "openai":
+            return self.openai_body()
+        return self.anthropic_body(request_id) if style == "anthropic" else self.ollama_body()
+
+    def ollama_line(self) -> bytes:
+        """Return the error as a line of a stream."""
+        return msgspec.json.encode(self.ollama_body()) + b"\n"
 
     def openai_event(self) -> bytes:
         """Return the error as an event of a stream, [DONE] after it."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
+from quire.text.template_choice import read_template
 from quire.text.template_hiding import RenderedChat, matches
 from quire.text.token_streams import TokenStream, Utf8Stream
 from quire.text.tokenizer_files import read_tokenizer_files
@@ -268,13 +269,21 @@ def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str], tokens: Iterabl
     return [*parts, (chat.text[begin:], False)]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
     """Read the tokenizer of a checkpoint folder: tokenizer.json, else tokenizer.model, else vocab.json and merges.txt.
 
-    `folder` may be a GGUF file, which holds its own.
-    Raises ModelFormatError for missing or damaged files, UnsupportedError where an optional library is missing.
+    `folder` may be a GGUF file, which holds its own. chat_template: a file or a name, see `read_template`; None: the default.
+    Raises ModelFormatError for missing or damaged files, UnsupportedError where an optional library is missing, ConfigError for
+    a chat template that is not there.
     """
-    folder = Path(folder)
+    tokenizer = _load_tokenizer(Path(folder))
+    if chat_template is not None:
+        source, file = read_template(Path(folder), chat_template)
+        tokenizer.chat_template = ChatTemplate(source, tokenizer.named_tokens, file)
+    return tokenizer
+
+
+def _load_tokenizer(folder: Path) -> Tokenizer:
     if is_gguf(folder):
         from quire.text.gguf_tokenizer import load_gguf_tokenizer
 

@@ -48,12 +48,13 @@ SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import 
     "endpoint": {"interfaces"},
     "openai": {"engine_client", "interfaces", "core", "context", "endpoint"},
     "anthropic": {"core", "context", "endpoint", "openai"},
+    "ollama": {"core", "context", "endpoint", "openai"},
     "responses": {"interfaces", "core", "context", "endpoint", "openai"},
     "batch": {"auth", "admission", "core", "context", "endpoint", "openai", "responses"},
     "page": {"engine_client", "metrics", "request_queue", "context", "endpoint"},
     "http": {
         *("engine_client", "interfaces", "auth", "admission", "metrics", "request_queue", "core", "context", "endpoint"),
-        *("openai", "anthropic", "responses", "batch", "page"),
+        *("openai", "anthropic", "ollama", "responses", "batch", "page"),
     },
 }
 WITHOUT_TORCH = {

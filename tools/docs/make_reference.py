@@ -25,7 +25,7 @@ _NOTE = "<!-- Written by tools/docs/make_reference.py; do not edit. -->"
 _ENGINE_GROUP = "engine"
 _OWN_GROUPS = ("positional arguments", "options", "optional arguments")
 _OPTION_HEADS = ("option", "default", "meaning")
-_COMMON = ("--debug", "--log-level", "--help", "-h")
+_COMMON = ("--debug", "--log-level", "--config", "--help", "-h")
 
 
 def _cell(text: object) -> str:
@@ -120,7 +120,8 @@ def make_cli_page() -> str:
             lines += ["", f"**{str(group.title).capitalize()}**", "", *_table(_OPTION_HEADS, rows)]
         sections.append(lines)
     text = (
-        "Every command also takes `--help`, `--debug` (show tracebacks) and `--log-level debug|info|warning|error`. The exit "
+        "Every command also takes `--help`, `--config FILE` (options from a YAML file), `--debug` (show tracebacks) and "
+        "`--log-level debug|info|warning|error`. The exit "
         "status is 0, 1 after an error, 2 for wrong usage and 130 after Ctrl-C."
     )
     return _page("Command line", text, *sections)
@@ -209,10 +210,11 @@ def make_routes_page() -> str:
     from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC
     from quire.serving.batch.endpoints import ENDPOINTS as BATCH
     from quire.serving.http.system import make_endpoints
+    from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA
     from quire.serving.openai.endpoints import ENDPOINTS as OPENAI
     from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES
 
-    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *BATCH)
+    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH)
     found = (*found, *make_endpoints(found, True))
     rows = [
         (

@@ -219,6 +219,18 @@ class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(msgspec.Struct, kw_only=True):
+    """The special tokens by their spelling, None for those that the checkpoint has not, and the chat template."""
+
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    vocab_size: int
+    model_max_length: int
+    chat_template: str | None
+
+
 class DetokenizeAnswer(msgspec.Struct):
     """The text of tokens."""
 

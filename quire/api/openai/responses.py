@@ -298,6 +298,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     stop: Stop | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     cache_salt: Annotated[Salt, Meta(description="Keeps the prefix cache of these requests apart.")] | None = None
+    background: Annotated[bool, Meta(description="Answer at once; the response is asked for by its id.")] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Metadata | None = None
@@ -312,7 +313,6 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
         return {
             **refusals_of_others(cls.__struct_encode_fields__),
             **ResponsePrompt.refusals(),
-            "background": unless(False, reason="responses are not made in the background; leave it out"),
             "service_tier": SERVICE_TIERS,
             "context_management": unless([], reason="is not supported; leave it out"),
             "moderation": always("is not supported; leave it out"),
@@ -323,6 +323,10 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
         super().check()
         if self.stream_options is not None and not self.stream:
             raise BodyError("stream_options: can only be used with stream true", "stream_options")
+        if self.background and self.stream:
+            raise BodyError("stream: a response in the background is not streamed; ask for it by its id", "stream")
+        if self.background and not self.is_stored:
+            raise BodyError("background: needs a response that is stored; leave store out", "background")
         check_limits(self, "max_output_tokens")
         for position, name in enumerate(self.include or ()):
             if name not in (*_INCLUDES, *_INCLUDES_WITHOUT_EFFECT):

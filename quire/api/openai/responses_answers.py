@@ -9,7 +9,7 @@ import msgspec
 from quire.api.openai.answers import ChatLogprob, ReasoningTokens
 from quire.api.openai.responses_items import OutputItem, OutputText, ReasoningText
 
-ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 
 
 class InputTokens(msgspec.Struct):

@@ -74,7 +74,7 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         answer=Message,
         is_streaming=True,
         headers=JOB_HEADERS,
-        is_anthropic=True,
+        error_style="anthropic",
     ),
     Endpoint(
         method="POST",
@@ -84,7 +84,7 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         tag="anthropic",
         body=CountTokensRequest,
         answer=TokenCount,
-        is_anthropic=True,
+        error_style="anthropic",
     ),
 )
 

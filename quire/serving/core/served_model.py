@@ -107,7 +107,7 @@ def load_served_model(info: EngineInfo, config: ServerConfig) -> ServedModel:
 
     Raises ModelFormatError for a damaged tokenizer, ConfigError for an unknown parser.
     """
-    tokenizer = None if info.tokenizer_folder is None else load_tokenizer(Path(info.tokenizer_folder))
+    tokenizer = None if info.tokenizer_folder is None else load_tokenizer(Path(info.tokenizer_folder), info.chat_template)
     return make_served_model(info, config, tokenizer)
 
 

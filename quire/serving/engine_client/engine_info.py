@@ -35,6 +35,7 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         eos_token_ids=sorted(report.spec.eos_token_ids),
         generation_defaults=dict(report.generation_defaults),
         tokenizer_folder=None if engine.tokenizer is None else str(report.tokenizer_folder),
+        chat_template=config.chat_template,
         max_logprobs=config.max_logprobs,
         scheduling_policy=limits.policy,
         enable_prefix_caching=limits.enable_prefix_caching,

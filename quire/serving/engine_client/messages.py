@@ -219,6 +219,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     generation_defaults      SamplingParams fields recommended by the checkpoint
     tokenizer_folder         what quire.text.tokenizer.load_tokenizer takes; None without a tokenizer
+    chat_template            likewise; None for the checkpoint's default one
     num_parameters           all weights; num_active_parameters those that one token uses
     weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
@@ -258,6 +259,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     peak_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
+    chat_template: str | None = None
     pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
     protocol_version: int = PROTOCOL_VERSION
 

@@ -24,7 +24,7 @@ from quire.serving.auth import Authenticator
 from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
 from quire.serving.endpoint import Call, Endpoint, Route, headers_of
-from quire.serving.errors import BODY_ROOM_CODE, ApiError, as_api_error
+from quire.serving.errors import BODY_ROOM_CODE, ApiError, ErrorStyle, as_api_error
 from quire.serving.http.sending import ClientGoneError, Sender, encode_headers, error_answer, send_ready
 from quire.serving.ignored import IGNORED_HEADER, header_of
 from quire.serving.interfaces import Gateway, Tenant
@@ -60,12 +60,12 @@ def make_app(parts: ShellParts, routes: Sequence[Route]) -> ASGIApp:
     """Return the whole application for a list of routes."""
     endpoints = [route.endpoint for route in routes]
     app = FastAPI(title="quire", version=quire.__version__, docs_url=None, redoc_url=None, openapi_url=None)
-    is_anthropic = _anthropic_test(endpoints)
+    style_of = _style_finder(endpoints)
 
     path_patterns = [compile_path(path)[0] for path in sorted({endpoint.path for endpoint in endpoints})]
 
     async def framework_error(request: Request, error: Exception) -> Response:
-        return _framework_error(request, error, is_anthropic(request.url.path), path_patterns)
+        return _framework_error(request, error, style_of(request.url.path), path_patterns)
 
     app.add_exception_handler(HTTPException, framework_error)
     for route in routes:
@@ -105,21 +105,26 @@ def _run_route(parts: ShellParts, route: Route) -> Callable[[Request], Awaitable
     return run
 
 
-def _anthropic_test(endpoints: Sequence[Endpoint[Any]]) -> Callable[[str], bool]:
-    """Return what says of a path whether its errors have the shape of the Anthropic API: one of its own, or one below them."""
-    paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_anthropic)
-    folders = tuple(f"{path}/" for path in paths)
-    return lambda path: path in paths or path.startswith(folders)
+def _style_finder(endpoints: Sequence[Endpoint[Any]]) -> Callable[[str], ErrorStyle]:
+    """Return what says of a path which API's shape its errors have: that of an endpoint with the path, or with one above it."""
+    styles = {endpoint.path: endpoint.error_style for endpoint in endpoints if endpoint.error_style != "openai"}
+    folders = [(f"{path}/", style) for path, style in styles.items()]
+
+    def style_of(path: str) -> ErrorStyle:
+        found = styles.get(path)
+        return found or next((style for folder, style in folders if path.startswith(folder)), "openai")
+
+    return style_of
 
 
 def _framework_error(
-    request: Request, error: Exception, is_anthropic: bool, path_patterns: Collection[re.Pattern[str]]
+    request: Request, error: Exception, style: ErrorStyle, path_patterns: Collection[re.Pattern[str]]
 ) -> Response:
     """Answer what no route takes: an unknown path, a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     stated = error.headers if isinstance(error, HTTPException) and error.headers else {}
     allowed = next((value for name, value in stated.items() if name.lower() == "allow"), None)
-    answer = _refusal(request.scope, status, is_anthropic, allowed, _near_path(request.scope["path"], path_patterns))
+    answer = _refusal(request.scope, status, style, allowed, _near_path(request.scope["path"], path_patterns))
     return Response(answer.body, answer.status, dict(answer.headers), "application/json")
 
 
@@ -137,7 +142,7 @@ def _near_path(path: str, path_patterns: Collection[re.Pattern[str]]) -> str | N
     return next((near for near in candidates if any(pattern.match(near) for pattern in path_patterns)), None)
 
 
-def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None = None, near: str | None = None) -> Ready:
+def _refusal(scope: Scope, status: int, style: ErrorStyle, allowed: str | None = None, near: str | None = None) -> Ready:
     """Return the answer to what no route takes, and note its error.
 
     allowed  the methods of a 405
@@ -147,7 +152,7 @@ def _refusal(scope: Scope, status: int, is_anthropic: bool, allowed: str | None 
     text = {404: f"there is no {scope['path'][:200]!r} here{hint}", 405: f"{scope['method'][:20]} is not allowed here"}
     code = {404: "not_found", 405: "method_not_allowed"}.get(status, "bad_request")
     scope["quire.error"] = api = ApiError(status, text.get(status, "bad request"), code=code)
-    answer = error_answer(api, api.anthropic_body(scope.get("quire.request_id")) if is_anthropic else api.openai_body())
+    answer = error_answer(api, api.body(style, scope.get("quire.request_id")))
     return answer if allowed is None else replace(answer, headers={**answer.headers, "allow": allowed})
 
 
@@ -184,7 +189,7 @@ class _Answering:
         headers: dict[str, str] = {}
 
         def error_body(error: ApiError) -> object:
-            return error.anthropic_body(call.request_id) if endpoint.is_anthropic else error.openai_body()
+            return error.body(endpoint.error_style, call.request_id)
 
         def on_error(error: ApiError) -> None:
             scope["quire.error"] = error
@@ -228,7 +233,7 @@ class Shell:
         self._parts = parts
         self._app = app
         self._open_paths = frozenset(endpoint.path for endpoint in endpoints if endpoint.is_open and "{" not in endpoint.path)
-        self._is_anthropic = _anthropic_test(endpoints)
+        self._style_of = _style_finder(endpoints)
         self._plain = {
             (route.endpoint.method, route.endpoint.path): _Answering(parts, route)
             for route in reversed(routes)  # of two for one path the first counts, as in the router
@@ -238,6 +243,7 @@ class Shell:
         for path in {path for _, path in self._plain}:
             methods = [method for method, other in self._plain if other == path]
             self._allowed[path] = ", ".join(sorted([*methods, *(["HEAD"] if "GET" in methods else [])]))
+        self._root_path, self._root_path_slash = parts.config.root_path, f"{parts.config.root_path}/"
         keys = parts.config.api_keys
         self._rated_owners = frozenset(key.name for key in keys if key.requests_per_minute or key.tokens_per_minute)
 
@@ -246,6 +252,8 @@ class Shell:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
+        if self._root_path and scope["path"].startswith(self._root_path_slash):
+            scope = {**scope, "path": scope["path"][len(self._root_path) :]}
         if scope["method"] == "HEAD":  # is answered like GET; the server below leaves the body out
             scope = {**scope, "method": "GET", "quire.is_head": True}
         scope["quire.send"] = send
@@ -266,7 +274,7 @@ class Shell:
             await self._route(scope, receive, send_with_ids)
         except ApiError as error:
             scope["quire.error"] = error
-            body = error.anthropic_body(request_id) if self._is_anthropic(scope["path"]) else error.openai_body()
+            body = error.body(self._style_of(scope["path"]), request_id)
             await send_ready(send_with_ids, error_answer(error, body))
         except ClientGoneError:
             status = CLIENT_GONE
@@ -279,7 +287,7 @@ class Shell:
         if plain is not None:
             await plain(scope, receive, send)
         elif not scope.get("root_path") and path in self._allowed:  # no route with parameters is to take it for one of its own
-            await send_ready(send, _refusal(scope, 405, self._is_anthropic(path), self._allowed[path]))
+            await send_ready(send, _refusal(scope, 405, self._style_of(path), self._allowed[path]))
         else:
             await self._app(scope, receive, send)
 
@@ -308,6 +316,8 @@ class Shell:
         error: ApiError | None = scope.pop("quire.error", None)
         if error is not None and status != CLIENT_GONE:
             self._parts.metrics.rejected(error)
+        if not self._parts.config.access_log:
+            return
         owner: Any = scope.get("quire.owner")
         client_id = client_id_of(headers_of(scope))
         method = "HEAD" if scope.get("quire.is_head") else scope["method"]

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -42,8 +43,46 @@ class _Server(uvicorn.Server):
         yield
 
 
+def check_tls(config: ServerConfig) -> None:
+    """Read the key and the certificate. Raises ConfigError where they cannot be used."""
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    import ssl
+
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password="")
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        raise ConfigError(
+            f"ssl_keyfile {config.ssl_keyfile} and ssl_certfile {config.ssl_certfile} cannot be used: {error}; give a private "
+            "key without a password and its certificate, both as PEM"
+        ) from None
+
+
+def _listen_at_path(path: Path) -> socket.socket:
+    """Return a listening Unix socket, whose file replaces one that nobody listens on. Raises ConfigError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(str(path)) == 0:
+                    raise ConfigError(f"uds: another server listens on {path}; end it, or give another path")
+            path.unlink()
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"uds: cannot listen on {path}: {error.strerror or error}; give another path") from None
+    except ConfigError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
 def listen(config: ServerConfig) -> socket.socket:
     """Return the listening socket. Raises ConfigError when the address cannot be had."""
+    if config.uds is not None:
+        return _listen_at_path(config.uds)
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -111,6 +150,8 @@ class Lifecycle:
                 proxy_headers=False,  # nobody asks from where a request comes
                 log_config=None,
                 timeout_keep_alive=KEEP_ALIVE_S,
+                ssl_keyfile=config.ssl_keyfile,
+                ssl_certfile=config.ssl_certfile,
                 server_header=False,
             )
         )
@@ -131,9 +172,13 @@ class Lifecycle:
         return 1 if self._state.failure is not None else 0
 
     def _announce(self) -> None:
+        if self.parts.config.uds is not None:
+            logger.info("listening on the Unix socket %s", self.parts.config.uds)
+            return
         host, port = self.sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        logger.info("listening on http://%s:%d", shown, port)
+        scheme = "http" if self.parts.config.ssl_certfile is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, shown, port)
         if not self.parts.config.api_keys and not is_loopback(self.parts.config.host):
             logger.warning(
                 "anyone who reaches %s can use this server: give --api-key, or --host 127.0.0.1", self.parts.config.host

@@ -35,7 +35,7 @@ from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet, open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.http.app import ShellParts, make_app
-from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, listen
+from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, check_tls, listen
 from quire.serving.http.system import SystemParts, make_endpoints
 from quire.serving.log_format import setup_log_format
 from quire.serving.metrics.engine_metrics import EngineSource
@@ -43,6 +43,7 @@ from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tracing import RequestTracing
+from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA_ENDPOINTS
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
 from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
@@ -132,6 +133,7 @@ class Server:
 
     async def close_stores(self) -> None:
         """Close what `on_loaded` has opened."""
+        await self.responses.background.close()
         for part in (self.batches.opened, self.responses.opened):
             if part is not None:
                 await part.close()
@@ -146,6 +148,7 @@ class Server:
             *bind(OPENAI_ENDPOINTS, self.context),
             *bind(RESPONSES_ENDPOINTS, self.responses),
             *bind(ANTHROPIC_ENDPOINTS, self.context),
+            *bind(OLLAMA_ENDPOINTS, self.context),
             *bind(BATCH_API_ENDPOINTS, self.batches),
         )
         described = make_endpoints(tuple(route.endpoint for route in found), self.config.enable_metrics)
@@ -186,6 +189,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
     setup_log_format(config.log_format)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     check_data_dir(config.data_dir)
+    check_tls(config)
     sock = listen(config)
 
     async def run() -> int:
@@ -210,3 +214,5 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
             return runner.run(run())
     finally:
         sock.close()
+        if config.uds is not None:
+            config.uds.unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from quire.serving.endpoint import Endpoint, header
-from quire.serving.errors import MAX_RETRY_AFTER_S, OVERLOADED_STATUS
+from quire.serving.errors import MAX_RETRY_AFTER_S, OVERLOADED_STATUS, ErrorStyle
 
+_ERROR_NAMES: Mapping[ErrorStyle, str] = {"openai": "OpenAIError", "anthropic": "AnthropicError", "ollama": "OllamaError"}
 _REF = "#/components/schemas/{name}"
 _ERROR_STATUSES = (400, 401, 403, 404, 408, 429, 431, 500, 503, 504)
 _BODY_STATUSES = (413, 415)
@@ -48,7 +49,7 @@ def describe(endpoint: Endpoint[Any], schemas: Mapping[Any, dict[str, Any]]) -> 
     statuses = [
         *_ERROR_STATUSES,
         *(_BODY_STATUSES if has_body else ()),
-        *((OVERLOADED_STATUS,) if endpoint.is_anthropic else ()),
+        *((OVERLOADED_STATUS,) if endpoint.error_style == "anthropic" else ()),
     ]
     responses = {str(status): _error(endpoint, status) for status in sorted(statuses)}
     for status, kind in endpoint.other_answers.items():
@@ -58,7 +59,7 @@ def describe(endpoint: Endpoint[Any], schemas: Mapping[Any, dict[str, Any]]) -> 
         "parameters": [*_path_parameters(endpoint.path), *endpoint.query, *endpoint.headers, _REQUEST_ID],
     }
     if not endpoint.is_open:
-        operation["security"] = [{"bearer": []}, {"key": []}]
+        operation["security"] = [{"bearer": []}, {"key": []}, {"azure": []}]
     if endpoint.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schemas[endpoint.body]}}}
     elif endpoint.request_body is not None:
@@ -96,9 +97,16 @@ def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[
 
 
 def document(
-    title: str, version: str, endpoints: Iterable[Endpoint[Any]], maxima: Mapping[str, int] = MappingProxyType({})
+    title: str,
+    version: str,
+    endpoints: Iterable[Endpoint[Any]],
+    maxima: Mapping[str, int] = MappingProxyType({}),
+    root_path: str = "",
 ) -> dict[str, Any]:
-    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured."""
+    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured.
+
+    root_path  where all paths are, at a proxy in front
+    """
     listed = list(endpoints)
     schemas, components = schemas_of(listed)
     for name in {endpoint.body.__name__ for endpoint in listed if endpoint.body is not None}:
@@ -116,12 +124,19 @@ def document(
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": version},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
-            "schemas": {**components, "OpenAIError": _OPENAI_ERROR, "AnthropicError": _ANTHROPIC_ERROR},
+            "schemas": {
+                **components,
+                "OpenAIError": _OPENAI_ERROR,
+                "AnthropicError": _ANTHROPIC_ERROR,
+                "OllamaError": _OLLAMA_ERROR,
+            },
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+                "azure": {"type": "apiKey", "in": "header", "name": "api-key"},
             },
         },
     }
@@ -141,7 +156,7 @@ def _path_parameters(path: str) -> list[dict[str, Any]]:
 
 
 def _error_schema(endpoint: Endpoint[Any]) -> dict[str, str]:
-    return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
+    return {"$ref": _REF.format(name=_ERROR_NAMES[endpoint.error_style])}
 
 
 # Of one event, as its lines come: tools for OpenAPI take the schema of a stream so.
@@ -188,3 +203,4 @@ _ANTHROPIC_ERROR = {
         "request_id": _NULLABLE,
     },
 }
+_OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}

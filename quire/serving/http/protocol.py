@@ -378,7 +378,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_lingering = self._is_refused = True
         self._stop_waiting()
         self._timer = self.loop.call_later(LINGER_S, self.transport.close)
-        self.transport.write_eof()  # after what was written
+        if self.transport.can_write_eof():  # not with TLS, where the lingering ends by its time
+            self.transport.write_eof()  # after what was written
         self.flow.resume_reading()
 
     def _drop(self, data: bytes) -> None:

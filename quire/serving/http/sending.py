@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
+LINES_HEADERS = {**STREAM_HEADERS, "content-type": "application/x-ndjson"}
 FRAMES_PER_TURN = 16  # then others get their turn
 
 
@@ -172,9 +174,8 @@ class Sender:
         await self._send_ready(ready)
 
     async def _run_stream(self, answer: Stream) -> None:
-        frames = _StreamWriter(
-            self.send, self.send_frame, {**STREAM_HEADERS, **self.headers, **answer.headers}, self.comment_interval_s
-        )
+        base, interval_s = (LINES_HEADERS, math.inf) if answer.is_lines else (STREAM_HEADERS, self.comment_interval_s)
+        frames = _StreamWriter(self.send, self.send_frame, {**base, **self.headers, **answer.headers}, interval_s)
         if answer.bypass is not None and self.direct_body is not None:
             answer.bypass.sink = frames.sink = self.direct_body
         try:
@@ -227,7 +228,8 @@ class _StreamWriter:
 
     async def write_all(self, frames: AsyncIterator[bytes]) -> None:
         """Send every frame as it comes."""
-        self._schedule(self._interval_s)
+        if math.isfinite(self._interval_s):
+            self._schedule(self._interval_s)
         num_frames = 0
         async for frame in frames:
             await self.write(frame)

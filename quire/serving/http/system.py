@@ -230,9 +230,12 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
 
     async def openapi(parts: SystemParts, call: Call) -> Answer:
         if not description:
+            root_path = parts.server.config.root_path
             maxima = {"n": parts.server.config.max_n, "best_of": parts.server.config.max_n}
             description.append(
-                await asyncio.to_thread(lambda: msgspec.json.encode(document("quire", quire.__version__, listed, maxima)))
+                await asyncio.to_thread(
+                    lambda: msgspec.json.encode(document("quire", quire.__version__, listed, maxima, root_path))
+                )
             )
         return Ready(description[0])
 

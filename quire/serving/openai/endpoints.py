@@ -10,6 +10,7 @@ from quire.api.openai.answers import (
     ModelCard,
     ModelList,
     TokenizeAnswer,
+    TokenizerInfo,
 )
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
@@ -25,7 +26,7 @@ from quire.serving.openai.completions import post_completion
 from quire.serving.openai.embeddings import post_embeddings
 from quire.serving.openai.models import get_model, list_models
 from quire.serving.openai.scoring import post_rerank, post_score
-from quire.serving.openai.tokenize import post_detokenize, post_tokenize
+from quire.serving.openai.tokenize import get_tokenizer_info, post_detokenize, post_tokenize
 
 ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
     Endpoint(
@@ -123,6 +124,14 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         tag="tokens",
         body=TokenizeRequest,
         answer=TokenizeAnswer,
+    ),
+    Endpoint(
+        method="GET",
+        path="/tokenizer_info",
+        handler=get_tokenizer_info,
+        summary="Describe the tokenizer",
+        tag="tokens",
+        answer=TokenizerInfo,
     ),
     Endpoint(
         method="POST",

@@ -89,6 +89,12 @@ def stream_answer(
     return Stream(_frames(gateway, jobs, encoder, bypass), encode_error, bypass=bypass)
 
 
+def lines_answer(gateway: Gateway, jobs: Jobs, encoder: StreamEncoder, encode_error: Callable[[ApiError], bytes]) -> Answer:
+    """Return an answer that is streamed as lines of JSON."""
+    bypass = DirectSink()
+    return Stream(_frames(gateway, jobs, encoder, bypass), encode_error, bypass=bypass, is_lines=True)
+
+
 def whole_answer(gateway: Gateway, jobs: Jobs, fold: Fold) -> Answer:
     """Return an answer that is sent when it is complete."""
 

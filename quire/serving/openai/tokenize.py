@@ -1,8 +1,8 @@
-"""POST /tokenize and /detokenize."""
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
 
 from __future__ import annotations
 
-from quire.api.openai.answers import DetokenizeAnswer, TokenizeAnswer
+from quire.api.openai.answers import DetokenizeAnswer, TokenizeAnswer, TokenizerInfo
 from quire.api.openai.tokenize import DetokenizeRequest, TokenizeRequest
 from quire.base.errors import RequestError
 from quire.serving.answers import Answer, Ready
@@ -18,6 +18,7 @@ from quire.text.detokenizer import IncrementalDetokenizer
 MAX_CHARACTERS = 1 << 20
 MAX_TOKENIZE_BYTES = 8 << 20
 PIECE_TOKENS = 4096
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 async def post_tokenize(context: ServerContext, call: Call) -> Answer:
@@ -33,6 +34,20 @@ async def post_detokenize(context: ServerContext, call: Call) -> Answer:
     body = await call.body(DetokenizeRequest)
     served = context.check_model(body.model)
     return Ready(await context.prepare(call.owner, call.request_id, body.tokens, lambda: encode_json(detokenize(served, body))))
+
+
+async def get_tokenizer_info(context: ServerContext, call: Call) -> Answer:
+    """Tell what clients that tokenise here have to know: the special tokens and the chat template."""
+    served = context.model
+    tokenizer = need_tokenizer(served)
+    named = {**dict.fromkeys(NAMED_TOKENS), **tokenizer.named_tokens}
+    info = TokenizerInfo(
+        vocab_size=tokenizer.vocab_size,
+        model_max_length=served.info.max_model_len,
+        chat_template=served.template_source or None,
+        **{name: named[name] for name in NAMED_TOKENS},
+    )
+    return Ready(encode_json(info))
 
 
 def _check_size(num_characters: int, param: str) -> None:

@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
+
+import msgspec
 
 from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import Event, Response, TextDone
@@ -26,6 +28,7 @@ from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import Jobs, caller_of
 from quire.serving.openai.logprobs import LogprobWriter
 from quire.serving.openai.requests import make_id, priority_of, tier_of
+from quire.serving.responses.background import BackgroundResponses, refuse_unfinished
 from quire.serving.responses.machine import ResponseMachine
 from quire.serving.responses.requests import (
     chat_input,
@@ -49,6 +52,7 @@ class ResponseRoutes:
     server: ServerContext
     opened: ResponseStore | None = None
     keeps_responses: bool = True
+    background: BackgroundResponses = field(default_factory=BackgroundResponses)
 
     @property
     def store(self) -> ResponseStore:
@@ -92,6 +96,11 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     response_id = make_id("resp_")
 
     is_kept = body.is_stored and routes.keeps_responses
+    if body.background:
+        if caller.call_id is None:
+            raise invalid("background: a batch is in the background already; leave it out", "background")
+        # Nobody waits on a connection: what its client says about that does not count.
+        caller = replace(caller, deadline_s=time.monotonic() + context.config.default_timeout_s)
 
     def prepare() -> tuple[GenerationPlan, bytes]:
         chat = chat_input(served, body, history)
@@ -108,7 +117,10 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     custom_tools = frozenset(tool.name or "" for tool in body.shown_tools if tool.is_custom)
     machine = ResponseMachine(response, logprobs, custom_tools=custom_tools)
     keeper = _Keeper(store, owner, items)
+    response.background = bool(body.background)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
+    if body.background:
+        return Ready(await _begin_in_background(routes, jobs, machine, response, keeper))
     if body.stream:
         bypass = DirectSink()
         frames = _frames(context.gateway, jobs, machine, keeper, bypass)
@@ -126,12 +138,26 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     return Unary(work)
 
 
+async def _begin_in_background(
+    routes: ResponseRoutes, jobs: Jobs, machine: ResponseMachine, response: Response, keeper: _Keeper
+) -> bytes:
+    """Store a response as queued and begin to make it; return it. Raises ApiError."""
+    await keeper.keep(response, encode_json(msgspec.structs.replace(response, status="queued")))
+
+    async def keep(body: bytes) -> None:
+        await routes.store.replace(keeper.owner, response.id, body)
+
+    return routes.background.start(routes.server.gateway, jobs, machine, response, keeper.owner, keep)
+
+
 async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
     """Return the responses that a request goes on from, the first one first. Raises ApiError."""
     if body.previous_response_id is None:
         return []
     if not routes.keeps_responses:
         raise invalid("previous_response_id: no responses are stored here; send their items as input", "previous_response_id")
+    if routes.background.current(owner, body.previous_response_id) is not None:
+        raise refuse_unfinished(body.previous_response_id)
     return await routes.store.history(owner, body.previous_response_id)
 
 

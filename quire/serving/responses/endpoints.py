@@ -13,6 +13,7 @@ from quire.serving.core.prepare import count_chat_tokens
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
+from quire.serving.responses.background import ended_with_server
 from quire.serving.responses.create import ResponseRoutes, post_response, stored_history
 from quire.serving.responses.requests import chat_input, ignored_by_model
 from quire.serving.responses.store import StoredResponse
@@ -36,6 +37,10 @@ async def post_input_tokens(routes: ResponseRoutes, call: Call) -> Answer:
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 
+class _Status(msgspec.Struct):
+    status: str
+
+
 async def _stored(routes: ResponseRoutes, call: Call) -> StoredResponse:
     return await routes.store.get(call.owner.name, str(call.path_params["response_id"]))
 
@@ -44,21 +49,36 @@ async def get_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Return a stored response."""
     if call.query.get("stream", "false") != "false":
         raise unsupported("stream", "a stored response is not streamed again; leave stream out")
-    return Ready((await _stored(routes, call)).body)
+    response_id = str(call.path_params["response_id"])
+    current = routes.background.current(call.owner.name, response_id)
+    if current is not None:
+        return Ready(current)
+    body = (await _stored(routes, call)).body
+    failed = ended_with_server(body)
+    if failed is not None:
+        await routes.store.replace(call.owner.name, response_id, failed)
+    return Ready(failed or body)
 
 
 async def delete_response(routes: ResponseRoutes, call: Call) -> Answer:
     """Forget a stored response; conversations that went on from it cannot be continued."""
     response_id = str(call.path_params["response_id"])
+    await routes.background.cancel(call.owner.name, response_id)
     await routes.store.delete(call.owner.name, response_id)
     return Ready(encode_json(DeletedResponse(response_id)))
 
 
 async def cancel_response(routes: ResponseRoutes, call: Call) -> Answer:
-    """Refuse: only a response that is made in the background could be cancelled, and there are none."""
+    """End a response that is made in the background; one that was cancelled before is returned again."""
     record = await _stored(routes, call)
+    cancelled = await routes.background.cancel(call.owner.name, record.id)
+    if cancelled is not None:
+        return Ready(cancelled)
+    record = await _stored(routes, call)  # it may have ended meanwhile
+    if msgspec.json.decode(record.body, type=_Status).status == "cancelled":
+        return Ready(record.body)
     raise invalid(
-        f"the response {record.id!r} was not made in the background and has ended; to cancel one, close its connection",
+        f"the response {record.id!r} has ended; one that is not made in the background is cancelled by closing its connection",
         "response_id",
         "response_not_cancellable",
     )

@@ -116,6 +116,17 @@ class ResponseTable:
                 num_dropped += 1
         return num_dropped > 0
 
+    def replace(self, owner: str, response_id: str, body: bytes) -> bool:
+        """Replace the body of a response; return whether it was still there."""
+        with transaction(self._db):
+            row = self._db.execute("SELECT length(body) FROM response WHERE id=? AND owner=?", (response_id, owner)).fetchone()
+            if row is None:
+                return False
+            self._db.execute("UPDATE response SET body=? WHERE id=? AND owner=?", (body, response_id, owner))
+        self._num_bytes[owner] += len(body) - row[0]
+        self._trim(owner, self._limit_of(owner), response_id)
+        return True
+
     def get(self, owner: str, response_id: str, now: float) -> StoredResponse | None:
         """Return a response of an owner; None if there is none of this id."""
         row = self._db.execute(
@@ -175,6 +186,10 @@ class ResponseStore:
     async def put(self, owner: str, record: StoredResponse) -> None:
         """Store a response. Raises ApiError 503 where the disk is full or broken."""
         await self._call(ResponseTable.put, owner, record, self._clock())
+
+    async def replace(self, owner: str, response_id: str, body: bytes) -> bool:
+        """Replace the body of a response; return whether it was still there. Raises ApiError 503."""
+        return await self._call(ResponseTable.replace, owner, response_id, body)
 
     async def get(self, owner: str, response_id: str) -> StoredResponse:
         """Return a response. Raises ApiError 404."""

@@ -21,7 +21,9 @@ OPTIONS = (
     "--drain-grace 1 --drain-timeout 1 --watchdog-timeout 1 --start-timeout 1 --max-restarts 1 --restart-window 1 "
     "--tool-call-parser hermes --reasoning-parser qwen3 --max-n 1 --strict --max-stored-files 1 --max-stored-batches 3 "
     "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1 "
-    "--metrics-names both --kv-events-endpoint tcp://*:5557 --kv-events-replay-endpoint tcp://*:5558"
+    "--metrics-names both --kv-events-endpoint tcp://*:5557 --kv-events-replay-endpoint tcp://*:5558 "
+    "--uds u --ssl-keyfile k --ssl-certfile c "
+    "--root-path /p/ --no-access-log"
 )
 
 

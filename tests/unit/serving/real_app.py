@@ -21,6 +21,7 @@ from quire.serving.core.served_model import ServedModel
 from quire.serving.endpoint import bind
 from quire.serving.errors import ApiError
 from quire.serving.http.app import ShellParts, make_app
+from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA_ENDPOINTS
 from quire.serving.responses.create import ResponseRoutes
 from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES_ENDPOINTS
 from quire.serving.responses.store import ResponseStore
@@ -73,11 +74,16 @@ async def running_app(
     responses = ResponseRoutes(context, ResponseStore(folder))
     bodies = BodyRoom(config.max_held_body_bytes)
     parts = ShellParts(config, gateway, Authenticator(config), Metrics(), bodies)  # type: ignore[arg-type]
-    routes = (*bind(ANTHROPIC_ENDPOINTS, context), *bind(RESPONSES_ENDPOINTS, responses))
+    routes = (
+        *bind(ANTHROPIC_ENDPOINTS, context),
+        *bind(OLLAMA_ENDPOINTS, context),
+        *bind(RESPONSES_ENDPOINTS, responses),
+    )
     try:
         yield App(gateway, responses, parts, httpx2.ASGITransport(make_app(parts, routes)))  # type: ignore[arg-type]
     finally:
         assert responses.opened is not None
+        await responses.background.close()
         await responses.opened.close()
 
 

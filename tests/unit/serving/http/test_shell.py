@@ -111,7 +111,7 @@ def test_path_with_a_parameter_that_is_meant_is_suggested(path, near):
 
 
 def test_path_that_is_meant_is_suggested_for_messages():
-    _, _, body, _ = ask(post("/messages"), [endpoint("/v1/messages", echo, is_anthropic=True)])
+    _, _, body, _ = ask(post("/messages"), [endpoint("/v1/messages", echo, error_style="anthropic")])
     assert "did you mean /v1/messages?" in json.dumps(body)
 
 
@@ -213,7 +213,7 @@ def test_methods_of_a_path_are_told_when_another_is_asked_for():
 
 @pytest.mark.parametrize(("path", "is_anthropic"), [("/v1/a/batches", True), ("/v1/ab", False), ("/v1", False)])
 def test_unknown_path_has_the_shape_of_the_api_that_it_is_below(path, is_anthropic):
-    status, headers, body, _ = ask(post(path), [endpoint("/v1/a", echo, is_anthropic=True), endpoint("/v1/b", echo)])
+    status, headers, body, _ = ask(post(path), [endpoint("/v1/a", echo, error_style="anthropic"), endpoint("/v1/b", echo)])
     assert status == 404
     if is_anthropic:
         assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "not_found_error", headers["request-id"])
@@ -239,6 +239,8 @@ def test_body_is_refused_when_its_chunks_go_over_the_limit():
     [
         ("authorization: Bearer right", 200, "ann"),
         ("x-api-key: right", 200, "ann"),
+        ("api-key: right", 200, "ann"),
+        ("api-key: wrong", 401, None),
         ("authorization: Bearer wrong", 401, None),
         ("authorization: Basic right", 401, None),
         ("x-none: 1", 401, None),
@@ -325,7 +327,7 @@ def test_error_has_the_other_shape_when_the_endpoint_is_of_the_other_api():
     async def refuse(context, call):
         raise RequestError("temperature must be ...", "temperature")
 
-    status, headers, body, _ = ask(post("/m"), [endpoint("/m", refuse, is_anthropic=True)])
+    status, headers, body, _ = ask(post("/m"), [endpoint("/m", refuse, error_style="anthropic")])
     assert status == 400
     assert body["type"] == "error"
     assert body["error"]["type"] == "invalid_request_error"

@@ -23,7 +23,7 @@ from quire.serving.openai import tokenize as tokenize_route
 from quire.serving.openai.embeddings import embed
 from quire.serving.openai.endpoints import ENDPOINTS
 from quire.serving.openai.models import get_model, list_models
-from quire.serving.openai.tokenize import detokenize, tokenize
+from quire.serving.openai.tokenize import detokenize, get_tokenizer_info, tokenize
 from tests.unit.serving.fakes import TOOL_TEMPLATE, FakeGateway, make_context, make_served
 from tests.unit.serving.openai.asking import CALLER, finish
 
@@ -33,6 +33,13 @@ TOKENIZER = SERVED.tokenizer
 
 def body_of(kind, **fields):
     return decode_body(json.dumps(fields).encode(), kind)[0]
+
+
+def test_tokenizer_tells_its_special_tokens_and_template():
+    found = json.loads(asyncio.run(get_tokenizer_info(make_context(FakeGateway(lambda job: []), SERVED), None)).body)
+    assert (found["chat_template"], found["model_max_length"]) == (TOOL_TEMPLATE, 1024)
+    assert found["eos_token"] == TOKENIZER.named_tokens["eos_token"]
+    assert (found["vocab_size"], "bos_token" in found) == (TOKENIZER.vocab_size, True)
 
 
 def test_models_are_listed_by_every_name():

@@ -1,0 +1,1 @@
+"""The Ollama API: bodies to conversations, events to lines of JSON."""
