@@ -18,6 +18,7 @@ from quire.base.threads import prefer_short_spins
 from quire.cli import (
     batch,
     bench,
+    cache,
     calibrate_layers,
     calibrate_tree,
     chat,
@@ -52,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="quire", description="An LLM inference engine.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (serve, generate, chat, batch, inspect, quantize, calibrate_layers, calibrate_tree, train_draft, tune, bench):
+    trained = (quantize, calibrate_layers, calibrate_tree, train_draft, tune)
+    for module in (serve, generate, chat, batch, inspect, *trained, cache, bench):
         module.add_parser(commands)
     return parser
 

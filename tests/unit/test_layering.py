@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "api": {"base", "contracts"},
     "serving": {"base", "contracts", "text", "api", "engine"},
     "bench": {"base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine"},
-    "cli": {"base", "contracts", "model", "training", "engine", "serving", "bench"},
+    "cli": {"base", "contracts", "kv", "model", "training", "engine", "serving", "bench"},
 }
 SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
 SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other
