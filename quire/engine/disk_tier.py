@@ -22,6 +22,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.request import Request
 from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.tier_stats import TierStats
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.kv.tiers.disk_store import DiskStore
@@ -71,10 +72,16 @@ class DiskTierStats:
     num_not_written  pages that were saved to the host tier, but not written, because writing fell behind or has failed
     num_declined     requests whose pages were there, but slower to read than to compute
     num_late         requests that were handed over before all their pages were read
+    read_s, write_s  seconds of reading and writing
+    num_pages        pages of this fingerprint, and num_bytes the bytes of all slots, when pages were last written
     """
 
     num_read: int = 0
     num_written: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    num_pages: int = 0
+    num_bytes: int = 0
     num_not_written: int = 0
     num_declined: int = 0
     num_late: int = 0
@@ -97,6 +104,7 @@ class DiskTier:
         self._bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
+        self.stats.num_pages, self.stats.num_bytes = store.usage()
         self._thread = threading.Thread(target=self._run, name="kv-disk-tier", daemon=True)
         self._thread.start()
 
@@ -150,6 +158,27 @@ class DiskTier:
             return False
         self._let_go(load, 0)
         return True
+
+    def tier_stats(self) -> TierStats:
+        """Return what the tier holds and has done."""
+        stats, page_bytes = self.stats, self._slab.page_bytes
+        return TierStats(
+            tier="disk",
+            num_pages=stats.num_pages,
+            num_bytes=stats.num_bytes,
+            max_bytes=self._store.max_bytes,
+            num_hits=self._tier.stats.num_disk_hits,
+            num_saved=stats.num_written,
+            num_loaded=stats.num_read,
+            saved_bytes=stats.num_written * page_bytes,
+            loaded_bytes=stats.num_read * page_bytes,
+            save_s=stats.write_s,
+            load_s=stats.read_s,
+            num_dropped=stats.num_not_written,
+            num_damaged=self._store.num_damaged,
+            num_declined=stats.num_declined,
+            num_late=stats.num_late,
+        )
 
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
         """Write the pages that a step has saved, and take in how fast it computed."""
@@ -272,21 +301,25 @@ class DiskTier:
             self._break(error)
         finally:
             duration_s = time.monotonic() - started_s
+            self.stats.read_s += duration_s
             if load.done and duration_s > 0:
                 self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
     def _write(self, pages: list[tuple[int, int]]) -> None:
+        started_s = time.monotonic()
         try:
             if time.monotonic() < self._paused_until_s or self._is_broken:
                 self.stats.num_not_written += len(pages)
             else:
                 self.stats.num_written += self._store.write([(key, self._slab.page(slot)) for key, slot in pages])
+                self.stats.num_pages, self.stats.num_bytes = self._store.usage()
         except (OSError, sqlite3.Error) as error:
             self._paused_until_s = time.monotonic() + _PAUSE_S
             self.stats.num_not_written += len(pages)
             logger.warning("the disk tier %s is not written for %d s: %s", self._store.folder, _PAUSE_S, error)
         finally:
+            self.stats.write_s += time.monotonic() - started_s
             self._written.append([slot for _, slot in pages])
 
     def _break(self, error: Exception) -> None:
@@ -307,6 +340,28 @@ def open_disk_tier(config: EngineConfig, report: ModelReport, slab: HostSlab | N
         logger.warning("the engine runs without the disk tier: %s", error)
         return None
     return DiskTier(store, slab, scheduler, tier)
+
+
+def host_tier_stats(tier: HostTier, slab: HostSlab | None, page_bytes: int) -> TierStats:
+    """Return what the host tier holds and has done; the seconds are those of this process.
+
+    page_bytes  of all ranks together
+    """
+    stats = tier.stats
+    return TierStats(
+        tier="host",
+        num_pages=len(tier),
+        num_bytes=len(tier) * page_bytes,
+        max_bytes=tier.num_slots * page_bytes,
+        num_hits=stats.num_host_hits,
+        num_saved=stats.num_saved,
+        num_loaded=stats.num_loaded,
+        saved_bytes=stats.num_saved * page_bytes,
+        loaded_bytes=stats.num_loaded * page_bytes,
+        save_s=0.0 if slab is None else slab.save_s,
+        load_s=0.0 if slab is None else slab.load_s,
+        num_dropped=stats.num_not_saved,
+    )
 
 
 def _blend(before: float | None, value: float) -> float:

@@ -32,6 +32,7 @@ _OWN_LABELS = (
         "source",
         "stage",
         "state",
+        "tier",
     ),
 )
 

@@ -92,6 +92,11 @@ class DiskStore:
         num_pages = self._db.execute("SELECT count(*) FROM slots WHERE file=? AND key IS NOT NULL", (self._file,)).fetchone()[0]
         return num_pages, self._db.execute("SELECT coalesce(sum(slot_bytes * num_slots), 0) FROM files").fetchone()[0]
 
+    @property
+    def max_bytes(self) -> int:
+        """The most that the slots of all fingerprints may take."""
+        return self._max_slot_bytes
+
     def find(self, keys: Sequence[int]) -> list[int]:
         """Return the keys, from the first on, whose pages the index has."""
         found: list[int] = []

@@ -22,6 +22,7 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.tier_stats import TierStats
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
@@ -284,6 +285,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_steps     steps since the start: progress while num_unfinished > 0
     num_commands  one more than the sequence number of the last command that had come by then
     ranks         of a model on several processes
+    tiers         of the KV cache
     """
 
     time_s: float
@@ -291,6 +293,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_unfinished: int
     num_commands: int
     ranks: list[RankStats] = []
+    tiers: list[TierStats] = []
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):

@@ -17,6 +17,7 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.admission import AdmissionControl
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
 from quire.serving.auth import Authenticator
@@ -42,6 +43,7 @@ from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
+from quire.serving.metrics.tier_metrics import TierMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
 from quire.serving.page.endpoints import page_endpoints
@@ -81,7 +83,8 @@ class Server:
         for index, replica in enumerate(client.replicas):
             labels = (str(index),) if len(client.replicas) > 1 else ()
             ranks = RankMetrics(metrics.defined, functools.partial(_ranks_of, replica), labels)
-            metrics.on_collect.append(ranks.write)
+            tiers = TierMetrics(metrics.defined, functools.partial(_tiers_of, replica), labels)
+            metrics.on_collect += [ranks.write, tiers.write]
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(config=config, gateway=gateway)
@@ -164,6 +167,10 @@ class Server:
 
 def _ranks_of(client: EngineClient) -> list[RankStats]:
     return client.ranks
+
+
+def _tiers_of(client: EngineClient) -> list[TierStats]:
+    return client.tiers
 
 
 def _source_of(replica: EngineClient) -> EngineSource:

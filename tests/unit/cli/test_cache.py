@@ -22,10 +22,13 @@ def test_stats_verify_and_clear_while_a_store_is_open(tmp_path, capsys):
     store.write([(key, bytes([key]) * 5000) for key in range(6)])
     assert main(["cache", "stats", str(folder)]) == 0
     shown = capsys.readouterr().out
-    assert "6 pages" in shown and "in use by an engine" in shown and "demo" in shown
+    assert "6 pages" in shown
+    assert "in use by an engine" in shown
+    assert "demo" in shown
     assert main(["cache", "stats", "--json", str(folder)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["is_in_use"] and found["files"][0]["num_pages"] == 6
+    assert found["is_in_use"]
+    assert found["files"][0]["num_pages"] == 6
     assert main(["cache", "verify", str(folder)]) == 0
     damage(folder, 1000)
     assert main(["cache", "verify", "--keep", str(folder)]) == 1
