@@ -20,7 +20,7 @@ from quire.contracts.rank_stats import RankStats
 from quire.contracts.tier_stats import TierStats
 from quire.serving.admission import AdmissionControl
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
-from quire.serving.auth import Authenticator
+from quire.serving.auth import Authenticator, cache_secret
 from quire.serving.batch.endpoints import ENDPOINTS as BATCH_API_ENDPOINTS
 from quire.serving.batch.endpoints import BatchRoutes
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
@@ -77,6 +77,7 @@ class Server:
     @classmethod
     def of(cls, config: ServerConfig, engine_config: EngineConfig) -> Server:
         """Put the parts together; nothing is started."""
+        secret = cache_secret(config, engine_config.kv_disk_dir)
         client = open_engine(engine_config, LinkOptions.of(config))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
         metrics = ServerMetrics(config, name, engines=[_source_of(replica) for replica in client.replicas])
@@ -93,7 +94,7 @@ class Server:
             config=config,
             client=client,
             gateway=gateway,
-            authenticator=Authenticator(config),
+            authenticator=Authenticator(config, secret),
             metrics=metrics,
             bodies=BodyRoom(config.max_held_body_bytes),
             context=context,

@@ -20,7 +20,7 @@ OPTIONS = (
     "--goodput ttft:1 tpot:1 e2el:1 --max-queued-requests 1 --max-queued-tokens 1 --max-queue-wait 1 --request-timeout 1 "
     "--drain-grace 1 --drain-timeout 1 --watchdog-timeout 1 --start-timeout 1 --max-restarts 1 --restart-window 1 "
     "--tool-call-parser hermes --reasoning-parser qwen3 --max-n 1 --strict --max-stored-files 1 --max-stored-batches 3 "
-    "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1"
+    "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1 --cache-secret-file s"
 )
 
 
