@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,7 +41,10 @@ _PAUSE_S = 60.0
 """After a failed write nothing is written for so long."""
 _RETRY = 1.05
 """Each refused load lets the expected rate rise by this much, so that a disk that was slow once is tried again."""
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
+"""How long `close` waits for the thread, which may be in the middle of a read or a write."""
+_WRITE_BYTES = 4 << 20
+"""Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -97,9 +100,9 @@ class DiskTier:
         self._written: deque[Sequence[int]] = deque()  # slots to unpin
         self._num_writing = 0
         self._jobs: deque[Callable[[], None]] = deque()  # look-ups and reads, which come before writes
-        self._writes: deque[list[tuple[int, int]]] = deque()
+        self._writes: deque[list[tuple[int, int, float]]] = deque()  # key, slot, and how much longer the page is to be kept
         self._wake, self._is_news = threading.Condition(), threading.Event()
-        self._is_closing = self._is_broken = False
+        self._is_closing = self._is_broken = self._is_warned = False
         self._paused_until_s = 0.0
         self._bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
@@ -127,7 +130,7 @@ class DiskTier:
         keys = self._scheduler.missing_keys(request)
         if not keys:
             return False
-        load = _Load(request, keys)
+        load = _Load(request, keys, deadline_s=time.monotonic() + _MIN_WAIT_S)
         self._loads[request.request_id] = load
         self._submit(lambda: self._find(load))
         return True
@@ -185,6 +188,9 @@ class DiskTier:
         block_size = self._scheduler.config.block_size
         if plan.num_tokens >= 2 * block_size and duration_s > 0 and not result.is_failed:
             self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
+        retained = self._tier.take_retained()
+        if retained and not self._is_broken:
+            self._submit(lambda: self._touch(retained, retained))
         if result.is_failed or not plan.page_saves:
             return
         pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]
@@ -194,8 +200,12 @@ class DiskTier:
         if pages:
             self._tier.pin([slot for _, slot in pages])
             self._num_writing += len(pages)
+            num_at_once = max(1, _WRITE_BYTES // self._slab.page_bytes)
             with self._wake:
-                self._writes.append(pages)
+                for first in range(0, len(pages), num_at_once):
+                    self._writes.append(
+                        [(key, slot, self._tier.keep_s(slot)) for key, slot in pages[first : first + num_at_once]]
+                    )
                 self._wake.notify()
 
     def wait_written(self) -> bool:
@@ -216,7 +226,11 @@ class DiskTier:
     def _is_ready(self, load: _Load, now: float) -> bool:
         """Move a load on; return whether its request need not wait for it any more."""
         if load.found is None:
-            return False
+            if now < load.deadline_s:
+                return False
+            self.stats.num_late += 1
+            self._let_go(load, 0)
+            return True
         if not load.slots:
             if not load.found or not self._pays(len(load.found)):
                 return True
@@ -293,10 +307,10 @@ class DiskTier:
         slots, keys = load.slots, load.found or []
         try:
             for slot, key in zip(slots, keys, strict=False):
-                if load.is_cancelled or not self._store.read(key, self._slab.page(slot)):
+                if load.is_cancelled or self._is_closing or not self._store.read(key, self._slab.page(slot)):
                     break
                 load.done += 1
-            self._store.touch(keys[: load.done])
+            self._touch(keys[: load.done])
         except (OSError, sqlite3.Error) as error:
             self._break(error)
         finally:
@@ -306,21 +320,40 @@ class DiskTier:
                 self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
-    def _write(self, pages: list[tuple[int, int]]) -> None:
+    def _touch(self, keys: Iterable[int], keep_s: dict[int, float] | None = None) -> None:
+        if time.monotonic() < self._paused_until_s:
+            return
+        try:
+            self._store.touch(keys, keep_s)
+        except (OSError, sqlite3.Error) as error:
+            self._pause(error)
+
+    def _write(self, pages: list[tuple[int, int, float]]) -> None:
         started_s = time.monotonic()
         try:
             if time.monotonic() < self._paused_until_s or self._is_broken:
                 self.stats.num_not_written += len(pages)
             else:
-                self.stats.num_written += self._store.write([(key, self._slab.page(slot)) for key, slot in pages])
+                self.stats.num_written += self._store.write(
+                    [(key, self._slab.page(slot)) for key, slot, _ in pages], {key: keep_s for key, _, keep_s in pages}
+                )
                 self.stats.num_pages, self.stats.num_bytes = self._store.usage()
+                self._is_warned = False
         except (OSError, sqlite3.Error) as error:
-            self._paused_until_s = time.monotonic() + _PAUSE_S
             self.stats.num_not_written += len(pages)
-            logger.warning("the disk tier %s is not written for %d s: %s", self._store.folder, _PAUSE_S, error)
+            self._pause(error)
         finally:
             self.stats.write_s += time.monotonic() - started_s
-            self._written.append([slot for _, slot in pages])
+            self._written.append([slot for _, slot, _ in pages])
+
+    def _pause(self, error: Exception) -> None:
+        """Write nothing for a while. That is told once, until something could be written again."""
+        self._paused_until_s = time.monotonic() + _PAUSE_S
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the disk tier %s cannot be written, which is tried again every %d s: %s", self._store.folder, _PAUSE_S, error
+            )
 
     def _break(self, error: Exception) -> None:
         if not self._is_broken:

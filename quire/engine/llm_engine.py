@@ -50,6 +50,9 @@ logger = get_logger(__name__)
 _COMPILE_WAIT_S = 0.005
 """How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
 
+_CLOSE_SAVE_S = 5.0
+"""How long `close` goes on saving cached blocks to the disk tier; what is not written by then is dropped."""
+
 _MAX_SAVED_BYTES = 64 << 20
 """What one step copies to the host tier at most."""
 
@@ -448,7 +451,8 @@ class LLMEngine:
             self.abort_request(request_id)
         self._undelivered.clear()
         if not self._is_closed and self._disk is not None:
-            while self.save_pages() or self._disk.wait_written():
+            deadline_s = time.monotonic() + _CLOSE_SAVE_S
+            while time.monotonic() < deadline_s and (self.save_pages() or self._disk.wait_written()):
                 pass
         if not self._is_closed:
             self._is_closed = True

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
 from quire.contracts.config import KvSave
+from quire.engine.scheduling.prefix_index import PrefixEntry
 
 _MAX_SEEN_KEYS = 1 << 16
 """Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
+_SPARED_TURNS = 4
+"""Pages that are to be retained stay until the tier could have been filled so many times with others."""
 
 
 @dataclass(slots=True)
@@ -53,6 +56,10 @@ class HostTier:
         self._keys: list[int | None] = [None] * num_slots
         self._num_pins = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._keep_s = [0.0] * num_slots  # asked for by `retain`
+        self._spared: dict[int, int] = {}  # slots of such pages, which are passed over until so many slots were taken
+        self._num_taken = 0
+        self._retained: dict[int, float] = {}  # keys of such pages that were there already, for the disk tier
         self._from_disk: set[int] = set()  # slots whose page was read from the disk tier and not used yet
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
@@ -100,6 +107,29 @@ class HostTier:
         self._saves[slot] = block_id
         self._enter(key, slot)
         return True
+
+    def retain(self, entry: PrefixEntry, keep_s: float) -> None:
+        """Save the page of a published block in the next plan, whatever else is saved, and keep it longer than others."""
+        if self._kv_save == "none":
+            return
+        key = entry.content.key
+        if key in self._slots:
+            self._retained[key] = max(keep_s, self._retained.get(key, 0.0))
+        elif not self.save(entry.block_id, key):
+            entry.is_reused = True  # it is worth saving when it leaves the pool
+            return
+        slot = self._slots[key]
+        self._keep_s[slot] = max(keep_s, self._keep_s[slot])
+        self._spared[slot] = self._num_taken + _SPARED_TURNS * self.num_slots
+
+    def keep_s(self, slot: int) -> float:
+        """Return how much longer than others the page in a slot is to be kept."""
+        return self._keep_s[slot]
+
+    def take_retained(self) -> dict[int, float]:
+        """Return the keys that `retain` found saved already, with the seconds, and forget them."""
+        retained, self._retained = self._retained, {}
+        return retained
 
     def _comes_again(self, key: int) -> bool:
         if key in self._seen:
@@ -202,14 +232,25 @@ class HostTier:
 
     def _take_slot(self) -> int | None:
         """Return a slot without a page: a free one, or that of the page which was not used for the longest time."""
+        self._num_taken += 1
         if self._free:
             return self._free.pop()
+        # A slot that the next plan saves into may be taken again: then it has the later page only.
+        spared: list[int] = []
         for key, slot in self._slots.items():
-            # A slot that the next plan saves into may be taken again: then it has the later page only.
             if self._num_pins[slot] == 0:
-                self._forget(key, slot)
-                return slot
-        return None
+                if self._spared.get(slot, 0) < self._num_taken:
+                    break
+                spared.append(key)
+        else:
+            if not spared:
+                return None
+            key = spared[0]
+        for other in spared:
+            self._slots.move_to_end(other)
+        slot = self._slots[key]
+        self._forget(key, slot)
+        return slot
 
     def _enter(self, key: int, slot: int) -> None:
         self._slots[key] = slot
@@ -219,4 +260,7 @@ class HostTier:
         del self._slots[key]
         self._keys[slot] = None
         self._from_disk.discard(slot)
+        self._spared.pop(slot, None)
+        self._retained.pop(key, None)
+        self._keep_s[slot] = 0.0
         self._saves.pop(slot, None)

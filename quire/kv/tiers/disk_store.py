@@ -19,7 +19,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -122,16 +122,19 @@ class DiskStore:
         memoryview(into).cast("B")[:] = memoryview(data)[_HEADER.size :]
         return True
 
-    def touch(self, keys: Sequence[int]) -> None:
-        """Count pages as used now."""
-        now = time.time()
+    def touch(self, keys: Iterable[int], keep_s: Mapping[int, float] | None = None) -> None:
+        """Count pages as used now, or so many seconds later as keep_s has for their keys."""
+        now, query = time.time(), "UPDATE slots SET used_s=max(used_s, ?) WHERE file=? AND key=?"
+        keep_s = {} if keep_s is None else keep_s
         with transaction(self._db):
             self._db.execute("UPDATE files SET used_s=? WHERE id=?", (now, self._file))
             for key in keys:
-                self._db.execute("UPDATE slots SET used_s=? WHERE file=? AND key=?", (now, self._file, _key_bytes(key)))
+                self._db.execute(query, (now + keep_s.get(key, 0.0), self._file, _key_bytes(key)))
 
-    def write(self, pages: Sequence[tuple[int, Any]]) -> int:
+    def write(self, pages: Sequence[tuple[int, Any]], keep_s: Mapping[int, float] | None = None) -> int:
         """Write pages, (key, buffer), in place of those that were not used for the longest time; return how many.
+
+        keep_s  counts pages with these keys as used so many seconds later
 
         Raises OSError, for example where the disk is full: the pages are not entered then.
         """
@@ -146,12 +149,12 @@ class DiskStore:
             with transaction(self._db):
                 self._free(slots)
             raise
-        now, num_written = time.time(), 0
+        now, num_written, keep_s = time.time(), 0, {} if keep_s is None else keep_s
         with transaction(self._db):
             for slot, (key, _) in zip(slots, new, strict=False):
                 cursor = self._db.execute(
                     "UPDATE OR IGNORE slots SET key=?, writer=NULL, used_s=? WHERE file=? AND slot=? AND writer=?",
-                    (_key_bytes(key), now, self._file, slot, self._writer),
+                    (_key_bytes(key), now + keep_s.get(key, 0.0), self._file, slot, self._writer),
                 )
                 num_written += cursor.rowcount
                 if cursor.rowcount == 0:  # another process was faster

@@ -74,6 +74,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     cache_salt: str
     pooling: dict[str, Any] | None = None
     is_background: bool = False
+    cache_retention_s: float = 0.0
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -95,6 +96,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             cache_salt=request.cache_salt,
             pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
             is_background=request.is_background,
+            cache_retention_s=request.cache_retention_s,
         )
 
     def request(self) -> Request:
@@ -117,6 +119,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             cache_salt=self.cache_salt,
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
             is_background=self.is_background,
+            cache_retention_s=self.cache_retention_s,
         )
 
     def _constraint(self) -> dict[str, Constraint]:

@@ -123,6 +123,16 @@ def test_least_recently_used_pages_go_first_when_the_bound_is_reached(tmp_path):
     assert num_pages == len([key for key in range(700) if read(store, key) is not None])
 
 
+def test_retained_pages_outlive_those_that_were_used_later(tmp_path):
+    store = make_store(tmp_path / "tier")
+    store.write([(key, page_of(key)) for key in range(20)], dict.fromkeys(range(10), 3600.0))
+    store.touch([10], {10: 3600.0})
+    store.touch([0])  # does not shorten
+    for first in range(1000, 1800, 50):
+        store.write([(key, page_of(key)) for key in range(first, first + 50)])
+    assert [key for key in range(20) if read(store, key) == page_of(key)] == list(range(11))
+
+
 WRITER = """
 import random, sys
 from pathlib import Path
