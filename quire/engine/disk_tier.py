@@ -108,6 +108,7 @@ class DiskTier:
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
         self.stats.num_pages, self.stats.num_bytes = store.usage()
+        tier.tracks_uses = True
         self._thread = threading.Thread(target=self._run, name="kv-disk-tier", daemon=True)
         self._thread.start()
 
@@ -188,9 +189,9 @@ class DiskTier:
         block_size = self._scheduler.config.block_size
         if plan.num_tokens >= 2 * block_size and duration_s > 0 and not result.is_failed:
             self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
-        retained = self._tier.take_retained()
-        if retained and not self._is_broken:
-            self._submit(lambda: self._touch(retained, retained))
+        uses = self._tier.take_uses()
+        if uses and not self._is_broken:
+            self._submit(lambda: self._touch(uses, uses))
         if result.is_failed or not plan.page_saves:
             return
         pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]

@@ -48,6 +48,7 @@ class HostTier:
     num_slots  pages that fit
     max_saves  pages that one step saves at most
     kv_save    see EngineConfig
+    tracks_uses  set by a disk tier, which takes them
     """
 
     def __init__(self, num_slots: int, max_saves: int, kv_save: KvSave) -> None:
@@ -59,7 +60,8 @@ class HostTier:
         self._keep_s = [0.0] * num_slots  # asked for by `retain`
         self._spared: dict[int, int] = {}  # slots of such pages, which are passed over until so many slots were taken
         self._num_taken = 0
-        self._retained: dict[int, float] = {}  # keys of such pages that were there already, for the disk tier
+        self._uses: dict[int, float] = {}  # keys that were hit or retained, with their keep_s, for the disk tier
+        self.tracks_uses = False
         self._from_disk: set[int] = set()  # slots whose page was read from the disk tier and not used yet
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
@@ -114,7 +116,7 @@ class HostTier:
             return
         key = entry.content.key
         if key in self._slots:
-            self._retained[key] = max(keep_s, self._retained.get(key, 0.0))
+            self.note_use(key, keep_s)
         elif not self.save(entry.block_id, key):
             entry.is_reused = True  # it is worth saving when it leaves the pool
             return
@@ -126,10 +128,15 @@ class HostTier:
         """Return how much longer than others the page in a slot is to be kept."""
         return self._keep_s[slot]
 
-    def take_retained(self) -> dict[int, float]:
-        """Return the keys that `retain` found saved already, with the seconds, and forget them."""
-        retained, self._retained = self._retained, {}
-        return retained
+    def note_use(self, key: int, keep_s: float = 0.0) -> None:
+        """Note that a page was hit in the pool or here, so that it stays in the disk tier, too."""
+        if self.tracks_uses:
+            self._uses[key] = max(keep_s, self._uses.get(key, 0.0))
+
+    def take_uses(self) -> dict[int, float]:
+        """Return the keys of `note_use` with how much longer each is to be kept, and forget them."""
+        uses, self._uses = self._uses, {}
+        return uses
 
     def _comes_again(self, key: int) -> bool:
         if key in self._seen:
@@ -165,6 +172,8 @@ class HostTier:
             self.stats.num_disk_hits += 1
         else:
             self.stats.num_host_hits += 1
+            if key is not None:
+                self.note_use(key)
         self.pin([slot])
 
     def take_moves(self) -> tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
@@ -261,6 +270,5 @@ class HostTier:
         self._keys[slot] = None
         self._from_disk.discard(slot)
         self._spared.pop(slot, None)
-        self._retained.pop(key, None)
         self._keep_s[slot] = 0.0
         self._saves.pop(slot, None)

@@ -122,6 +122,7 @@ class KvAllocator:
         """
         for entry in hits:
             entry.is_reused = True
+            tier.note_use(entry.content.key)
         slots = tier.match(content.key for content in contents)
         tier.pin(slots)  # before allocate, which saves what it replaces
         new_ids = self._allocate(num_new)

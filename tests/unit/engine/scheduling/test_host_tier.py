@@ -106,15 +106,19 @@ def test_nothing_is_retained_when_kv_save_is_none():
     assert len(driver.scheduler.kv.host_tier) == 0
 
 
-def test_pages_that_are_retained_again_are_told_to_the_disk_tier():
+def test_pages_that_are_hit_or_retained_again_are_told_to_the_disk_tier():
     driver = Driver(tier_config())
     tier = driver.scheduler.kv.host_tier
+    tier.tracks_uses = True
     run_one(driver, 0, range(22))
-    run_one(driver, 1, range(50, 78))
-    assert tier.take_retained() == {}
-    run_one(driver, 2, range(22), keep_s=60.0)
-    assert list(tier.take_retained().values()) == [60.0] * 5
-    assert tier.take_retained() == {}
+    assert tier.take_uses() == {}
+    run_one(driver, 1, range(22))  # hits in the pool
+    assert list(tier.take_uses().values()) == [0.0] * 5
+    run_one(driver, 2, range(50, 78))
+    assert tier.take_uses() == {}
+    run_one(driver, 3, range(22), keep_s=60.0)
+    assert list(tier.take_uses().values()) == [60.0] * 5
+    assert tier.take_uses() == {}
 
 
 def test_step_saves_no_more_than_max_page_saves():
