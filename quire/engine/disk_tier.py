@@ -131,7 +131,7 @@ class DiskTier:
         keys = self._scheduler.missing_keys(request)
         if not keys:
             return False
-        load = _Load(request, keys, deadline_s=time.monotonic() + _MIN_WAIT_S)
+        load = _Load(request, keys, deadline_s=time.monotonic() + max(_MIN_WAIT_S, self._computing_s(len(keys))))
         self._loads[request.request_id] = load
         self._submit(lambda: self._find(load))
         return True
@@ -253,6 +253,11 @@ class DiskTier:
         self._let_go(load, done)
         return True
 
+    def _computing_s(self, num_pages: int) -> float:
+        """Return how long the tokens of pages are expected to take to compute; a second while nothing was measured."""
+        num_tokens = num_pages * self._scheduler.config.block_size
+        return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
+
     def _let_go(self, load: _Load, first: int) -> None:
         """Give back the slots of a load from `first` on, when nothing is read into them any more."""
         load.is_cancelled = True
@@ -268,7 +273,7 @@ class DiskTier:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
         read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
-        if read_s < _MAX_SHARE * num_pages * self._scheduler.config.block_size / self._tokens_per_s:
+        if read_s < _MAX_SHARE * self._computing_s(num_pages):
             return True
         self._bytes_per_s *= _RETRY
         self.stats.num_declined += 1
