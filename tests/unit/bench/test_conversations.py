@@ -35,8 +35,8 @@ def test_options_that_make_no_sense_are_refused(capsys):
         ConversationOptions(num_turns=1)
     with pytest.raises(ConfigError, match="working_set must be above 0"):
         ConversationOptions(working_set=0.0)
+    long = EngineConfig(**{**ENGINE, "max_model_len": 64, "kv_host_bytes": 64 << 20})
     with pytest.raises(ConfigError, match="a conversation has 104 tokens, but only 64 fit"):
-        long = {**ENGINE, "max_model_len": 64, "kv_host_bytes": 64 << 20}
-        measure_conversations(EngineConfig(**long), ConversationOptions(num_turns=2, first_tokens=64, turn_tokens=8))
+        measure_conversations(long, ConversationOptions(num_turns=2, first_tokens=64, turn_tokens=8))
     assert main(["bench", "conversations"]) == 1
     assert "--kv-host-bytes" in capsys.readouterr().err
