@@ -133,6 +133,8 @@ def measure_conversations(config: EngineConfig, options: ConversationOptions) ->
     """
     if not config.host_tier_bytes:
         raise ConfigError("quire bench conversations compares KV tiers: give --kv-host-bytes, or --kv-disk-dir")
+    if config.data_parallel_size > 1:
+        raise ConfigError(f"quire bench conversations measures one engine, got data_parallel_size {config.data_parallel_size}")
     config = replace(config, skip_tokenizer_init=True)
     plain = replace(config, kv_host_bytes=None, kv_disk_dir=None, kv_disk_bytes=None)
     users: list[list[list[int]]] = []

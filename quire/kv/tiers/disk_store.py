@@ -62,9 +62,10 @@ class DiskStore:
         self._writer = own_incarnation()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_folder(folder)
-        self._lock = lock_folder(folder, is_exclusive=False, timeout_s=_LOCK_S)
-        if self._lock is None:
+        lock = lock_folder(folder, is_exclusive=False, timeout_s=_LOCK_S)
+        if lock is None:
             raise ConfigError(f"kv_disk_dir {folder} is locked by `quire cache clear` for more than {_LOCK_S:g} s: try again")
+        self._lock = lock
         try:
             self._db = open_index(folder)
         except BaseException:
@@ -125,11 +126,11 @@ class DiskStore:
     def touch(self, keys: Iterable[int], keep_s: Mapping[int, float] | None = None) -> None:
         """Count pages as used now, or so many seconds later as keep_s has for their keys."""
         now, query = time.time(), "UPDATE slots SET used_s=max(used_s, ?) WHERE file=? AND key=?"
-        keep_s = {} if keep_s is None else keep_s
+        kept: Mapping[int, float] = keep_s or {}
         with transaction(self._db):
             self._db.execute("UPDATE files SET used_s=? WHERE id=?", (now, self._file))
             for key in keys:
-                self._db.execute(query, (now + keep_s.get(key, 0.0), self._file, _key_bytes(key)))
+                self._db.execute(query, (now + kept.get(key, 0.0), self._file, _key_bytes(key)))
 
     def write(self, pages: Sequence[tuple[int, Any]], keep_s: Mapping[int, float] | None = None) -> int:
         """Write pages, (key, buffer), in place of those that were not used for the longest time; return how many.
@@ -149,12 +150,13 @@ class DiskStore:
             with transaction(self._db):
                 self._free(slots)
             raise
-        now, num_written, keep_s = time.time(), 0, {} if keep_s is None else keep_s
+        now, num_written = time.time(), 0
+        kept: Mapping[int, float] = keep_s or {}
         with transaction(self._db):
             for slot, (key, _) in zip(slots, new, strict=False):
                 cursor = self._db.execute(
                     "UPDATE OR IGNORE slots SET key=?, writer=NULL, used_s=? WHERE file=? AND slot=? AND writer=?",
-                    (_key_bytes(key), now + keep_s.get(key, 0.0), self._file, slot, self._writer),
+                    (_key_bytes(key), now + kept.get(key, 0.0), self._file, slot, self._writer),
                 )
                 num_written += cursor.rowcount
                 if cursor.rowcount == 0:  # another process was faster

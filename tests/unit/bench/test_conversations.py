@@ -38,5 +38,7 @@ def test_options_that_make_no_sense_are_refused(capsys):
     long = EngineConfig(**{**ENGINE, "max_model_len": 64, "kv_host_bytes": 64 << 20})
     with pytest.raises(ConfigError, match="a conversation has 104 tokens, but only 64 fit"):
         measure_conversations(long, ConversationOptions(num_turns=2, first_tokens=64, turn_tokens=8))
+    with pytest.raises(ConfigError, match="measures one engine, got data_parallel_size 2"):
+        measure_conversations(EngineConfig(**ENGINE, kv_host_bytes=64 << 20, data_parallel_size=2), OPTIONS)
     assert main(["bench", "conversations"]) == 1
     assert "--kv-host-bytes" in capsys.readouterr().err
