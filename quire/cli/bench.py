@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli import bench_overhead, bench_parallel, bench_serve, bench_steps, options
+from quire.cli import bench_conversations, bench_overhead, bench_parallel, bench_serve, bench_steps, options
 from quire.cli.figures import add_output_option, check_output, report
 
 
@@ -32,6 +32,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
     bench_serve.add_parser(kinds)
+    bench_conversations.add_parser(kinds)
     bench_overhead.add_parser(kinds)
     bench_parallel.add_parser(kinds)
     bench_steps.add_parser(kinds)

@@ -18,6 +18,7 @@ from quire.base.threads import prefer_short_spins
 from quire.cli import (
     batch,
     bench,
+    cache,
     calibrate_layers,
     calibrate_tree,
     chat,
@@ -83,7 +84,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
         *(serve, router, generate, chat, batch, hub, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree),
-        *(train_draft, tune, bench),
+        *(train_draft, tune, cache, bench),
     ):
         module.add_parser(commands)
     return parser

@@ -61,6 +61,12 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--api-key-file", type=Path, help="JSON list of keys with names and limits")
     group.add_argument(
+        "--cache-secret-file",
+        type=Path,
+        help="secret that keeps the cached prompts of keys apart, made if absent; without: in --kv-disk-dir, or a "
+        "new one at each start",
+    )
+    group.add_argument(
         "--served-model-name", nargs="+", default=(), help="names of the model for clients; *: any name is taken"
     )
     group.add_argument("--allowed-origins", nargs="+", default=(), help="web origins that may call (CORS)")
@@ -197,6 +203,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         allowed_origins=tuple(args.allowed_origins),
         allowed_hosts=tuple(args.allowed_hosts),
         data_dir=args.data_dir,
+        cache_secret_file=args.cache_secret_file,
         max_body_bytes=args.max_body_bytes,
         max_prompt_characters=args.max_prompt_characters,
         max_held_body_bytes=args.max_held_body_bytes,

@@ -29,6 +29,8 @@ class Request:
     lists_allowed        of the most likely tokens, list those alone that the grammar allows; their log probabilities are those
                          among all
     cache_salt           requests share cached prefixes only with requests of the same salt
+    cache_retention_s    above 0: KV tiers save the full blocks of the prompt as soon as they are computed, also of one that
+                         comes once, and keep them as if they were last used so many seconds later
     is_background        runs behind all that are not, whatever the policy, and gives them its seat and blocks when they come
     """
 
@@ -44,6 +46,7 @@ class Request:
     grammar: Grammar | None = field(default=None, compare=False, repr=False)
     lists_allowed: bool = False
     is_background: bool = False
+    cache_retention_s: float = 0.0
 
     @property
     def priority(self) -> int:

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.request import Request
 from quire.contracts.step import StepPlan, StepResult
+from quire.contracts.tier_stats import TierStats
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.kv.tiers.disk_store import DiskStore
@@ -40,7 +41,10 @@ _PAUSE_S = 60.0
 """After a failed write nothing is written for so long."""
 _RETRY = 1.05
 """Each refused load lets the expected rate rise by this much, so that a disk that was slow once is tried again."""
-_CLOSE_S = 10.0
+_CLOSE_S = 5.0
+"""How long `close` waits for the thread, which may be in the middle of a read or a write."""
+_WRITE_BYTES = 4 << 20
+"""Pages are written in pieces of this size, so that a look-up waits for no more than that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,10 +75,16 @@ class DiskTierStats:
     num_not_written  pages that were saved to the host tier, but not written, because writing fell behind or has failed
     num_declined     requests whose pages were there, but slower to read than to compute
     num_late         requests that were handed over before all their pages were read
+    read_s, write_s  seconds of reading and writing
+    num_pages        pages of this fingerprint, and num_bytes the bytes of all slots, when pages were last written
     """
 
     num_read: int = 0
     num_written: int = 0
+    read_s: float = 0.0
+    write_s: float = 0.0
+    num_pages: int = 0
+    num_bytes: int = 0
     num_not_written: int = 0
     num_declined: int = 0
     num_late: int = 0
@@ -90,13 +100,15 @@ class DiskTier:
         self._written: deque[Sequence[int]] = deque()  # slots to unpin
         self._num_writing = 0
         self._jobs: deque[Callable[[], None]] = deque()  # look-ups and reads, which come before writes
-        self._writes: deque[list[tuple[int, int]]] = deque()
+        self._writes: deque[list[tuple[int, int, float]]] = deque()  # key, slot, and how much longer the page is to be kept
         self._wake, self._is_news = threading.Condition(), threading.Event()
-        self._is_closing = self._is_broken = False
+        self._is_closing = self._is_broken = self._is_warned = False
         self._paused_until_s = 0.0
         self._bytes_per_s: float | None = None
         self._tokens_per_s: float | None = None
         self.stats = DiskTierStats()
+        self.stats.num_pages, self.stats.num_bytes = store.usage()
+        tier.tracks_uses = True
         self._thread = threading.Thread(target=self._run, name="kv-disk-tier", daemon=True)
         self._thread.start()
 
@@ -119,7 +131,7 @@ class DiskTier:
         keys = self._scheduler.missing_keys(request)
         if not keys:
             return False
-        load = _Load(request, keys)
+        load = _Load(request, keys, deadline_s=time.monotonic() + max(_MIN_WAIT_S, self._computing_s(len(keys))))
         self._loads[request.request_id] = load
         self._submit(lambda: self._find(load))
         return True
@@ -151,11 +163,35 @@ class DiskTier:
         self._let_go(load, 0)
         return True
 
+    def tier_stats(self) -> TierStats:
+        """Return what the tier holds and has done."""
+        stats, page_bytes = self.stats, self._slab.page_bytes
+        return TierStats(
+            tier="disk",
+            num_pages=stats.num_pages,
+            num_bytes=stats.num_bytes,
+            max_bytes=self._store.max_bytes,
+            num_hits=self._tier.stats.num_disk_hits,
+            num_saved=stats.num_written,
+            num_loaded=stats.num_read,
+            saved_bytes=stats.num_written * page_bytes,
+            loaded_bytes=stats.num_read * page_bytes,
+            save_s=stats.write_s,
+            load_s=stats.read_s,
+            num_dropped=stats.num_not_written,
+            num_damaged=self._store.num_damaged,
+            num_declined=stats.num_declined,
+            num_late=stats.num_late,
+        )
+
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
         """Write the pages that a step has saved, and take in how fast it computed."""
         block_size = self._scheduler.config.block_size
         if plan.num_tokens >= 2 * block_size and duration_s > 0 and not result.is_failed:
             self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
+        uses = self._tier.take_uses()
+        if uses and not self._is_broken:
+            self._submit(lambda: self._touch(uses, uses))
         if result.is_failed or not plan.page_saves:
             return
         pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]
@@ -165,8 +201,12 @@ class DiskTier:
         if pages:
             self._tier.pin([slot for _, slot in pages])
             self._num_writing += len(pages)
+            num_at_once = max(1, _WRITE_BYTES // self._slab.page_bytes)
             with self._wake:
-                self._writes.append(pages)
+                for first in range(0, len(pages), num_at_once):
+                    self._writes.append(
+                        [(key, slot, self._tier.keep_s(slot)) for key, slot in pages[first : first + num_at_once]]
+                    )
                 self._wake.notify()
 
     def wait_written(self) -> bool:
@@ -187,7 +227,11 @@ class DiskTier:
     def _is_ready(self, load: _Load, now: float) -> bool:
         """Move a load on; return whether its request need not wait for it any more."""
         if load.found is None:
-            return False
+            if now < load.deadline_s:
+                return False
+            self.stats.num_late += 1
+            self._let_go(load, 0)
+            return True
         if not load.slots:
             if not load.found or not self._pays(len(load.found)):
                 return True
@@ -209,6 +253,11 @@ class DiskTier:
         self._let_go(load, done)
         return True
 
+    def _computing_s(self, num_pages: int) -> float:
+        """Return how long the tokens of pages are expected to take to compute; a second while nothing was measured."""
+        num_tokens = num_pages * self._scheduler.config.block_size
+        return 1.0 if self._tokens_per_s is None else num_tokens / self._tokens_per_s
+
     def _let_go(self, load: _Load, first: int) -> None:
         """Give back the slots of a load from `first` on, when nothing is read into them any more."""
         load.is_cancelled = True
@@ -224,7 +273,7 @@ class DiskTier:
             return True
         num_waiting = sum(len(load.slots) - load.done for load in self._loads.values())
         read_s = (num_waiting + num_pages) * self._slab.page_bytes / self._bytes_per_s
-        if read_s < _MAX_SHARE * num_pages * self._scheduler.config.block_size / self._tokens_per_s:
+        if read_s < _MAX_SHARE * self._computing_s(num_pages):
             return True
         self._bytes_per_s *= _RETRY
         self.stats.num_declined += 1
@@ -264,30 +313,53 @@ class DiskTier:
         slots, keys = load.slots, load.found or []
         try:
             for slot, key in zip(slots, keys, strict=False):
-                if load.is_cancelled or not self._store.read(key, self._slab.page(slot)):
+                if load.is_cancelled or self._is_closing or not self._store.read(key, self._slab.page(slot)):
                     break
                 load.done += 1
-            self._store.touch(keys[: load.done])
+            self._touch(keys[: load.done])
         except (OSError, sqlite3.Error) as error:
             self._break(error)
         finally:
             duration_s = time.monotonic() - started_s
+            self.stats.read_s += duration_s
             if load.done and duration_s > 0:
                 self._bytes_per_s = _blend(self._bytes_per_s, load.done * self._slab.page_bytes / duration_s)
             load.is_read = True
 
-    def _write(self, pages: list[tuple[int, int]]) -> None:
+    def _touch(self, keys: Iterable[int], keep_s: dict[int, float] | None = None) -> None:
+        if time.monotonic() < self._paused_until_s:
+            return
+        try:
+            self._store.touch(keys, keep_s)
+        except (OSError, sqlite3.Error) as error:
+            self._pause(error)
+
+    def _write(self, pages: list[tuple[int, int, float]]) -> None:
+        started_s = time.monotonic()
         try:
             if time.monotonic() < self._paused_until_s or self._is_broken:
                 self.stats.num_not_written += len(pages)
             else:
-                self.stats.num_written += self._store.write([(key, self._slab.page(slot)) for key, slot in pages])
+                self.stats.num_written += self._store.write(
+                    [(key, self._slab.page(slot)) for key, slot, _ in pages], {key: keep_s for key, _, keep_s in pages}
+                )
+                self.stats.num_pages, self.stats.num_bytes = self._store.usage()
+                self._is_warned = False
         except (OSError, sqlite3.Error) as error:
-            self._paused_until_s = time.monotonic() + _PAUSE_S
             self.stats.num_not_written += len(pages)
-            logger.warning("the disk tier %s is not written for %d s: %s", self._store.folder, _PAUSE_S, error)
+            self._pause(error)
         finally:
-            self._written.append([slot for _, slot in pages])
+            self.stats.write_s += time.monotonic() - started_s
+            self._written.append([slot for _, slot, _ in pages])
+
+    def _pause(self, error: Exception) -> None:
+        """Write nothing for a while. That is told once, until something could be written again."""
+        self._paused_until_s = time.monotonic() + _PAUSE_S
+        if not self._is_warned:
+            self._is_warned = True
+            logger.warning(
+                "the disk tier %s cannot be written, which is tried again every %d s: %s", self._store.folder, _PAUSE_S, error
+            )
 
     def _break(self, error: Exception) -> None:
         if not self._is_broken:
@@ -307,6 +379,28 @@ def open_disk_tier(config: EngineConfig, report: ModelReport, slab: HostSlab | N
         logger.warning("the engine runs without the disk tier: %s", error)
         return None
     return DiskTier(store, slab, scheduler, tier)
+
+
+def host_tier_stats(tier: HostTier, slab: HostSlab | None, page_bytes: int) -> TierStats:
+    """Return what the host tier holds and has done; the seconds are those of this process.
+
+    page_bytes  of all ranks together
+    """
+    stats = tier.stats
+    return TierStats(
+        tier="host",
+        num_pages=len(tier),
+        num_bytes=len(tier) * page_bytes,
+        max_bytes=tier.num_slots * page_bytes,
+        num_hits=stats.num_host_hits,
+        num_saved=stats.num_saved,
+        num_loaded=stats.num_loaded,
+        saved_bytes=stats.num_saved * page_bytes,
+        loaded_bytes=stats.num_loaded * page_bytes,
+        save_s=0.0 if slab is None else slab.save_s,
+        load_s=0.0 if slab is None else slab.load_s,
+        num_dropped=stats.num_not_saved,
+    )
 
 
 def _blend(before: float | None, value: float) -> float:

@@ -20,9 +20,10 @@ from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StageTimes, StepPlan, StepResult
+from quire.contracts.tier_stats import TierStats
 from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
-from quire.engine.disk_tier import open_disk_tier
+from quire.engine.disk_tier import host_tier_stats, open_disk_tier
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.launched import exit_if_worker
@@ -49,6 +50,9 @@ logger = get_logger(__name__)
 _COMPILE_WAIT_S = 0.005
 """How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
 
+_CLOSE_SAVE_S = 5.0
+"""How long `close` goes on saving cached blocks to the disk tier; what is not written by then is dropped."""
+
 _MAX_SAVED_BYTES = 64 << 20
 """What one step copies to the host tier at most."""
 
@@ -65,6 +69,7 @@ class EngineStats:
     num_accepted_tokens  those of them that were accepted
     accepted_per_pos     how often the first draft token was accepted, the second, and so on
     ranks                what each rank of a model on several processes does now, and has waited for; empty for one process
+    tiers                what each KV tier holds and has done: host, then disk; empty without tiers
     """
 
     num_steps: int = 0
@@ -74,11 +79,17 @@ class EngineStats:
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = field(default_factory=list[int])
     read_ranks: Callable[[], list[RankStats]] = field(default=list, repr=False, compare=False)
+    read_tiers: Callable[[], list[TierStats]] = field(default=list, repr=False, compare=False)
 
     @property
     def ranks(self) -> list[RankStats]:
         """See above; read anew each time."""
         return self.read_ranks()
+
+    @property
+    def tiers(self) -> list[TierStats]:
+        """See above; read anew each time."""
+        return self.read_tiers()
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
         """Count what became of the drafts of one sequence in one step."""
@@ -163,7 +174,7 @@ class LLMEngine:
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
         self.interrupts = Interrupts()
-        self.stats = EngineStats(read_ranks=runner.rank_stats)
+        self.stats = EngineStats(read_ranks=runner.rank_stats, read_tiers=self._tier_stats)
 
     @property
     def is_recording(self) -> bool:
@@ -428,13 +439,21 @@ class LLMEngine:
         """How long each pipeline stage has computed so far, and was idle; None without pipeline stages."""
         return self._runner.stage_times
 
+    def _tier_stats(self) -> list[TierStats]:
+        host = self.scheduler.kv.host_tier
+        if host is None:
+            return []
+        found = [host_tier_stats(host, self._runner.host_slab, self.report.memory.kv.bytes_per_block)]
+        return found if self._disk is None else [*found, self._disk.tier_stats()]
+
     def close(self) -> None:
         """Abort what is left and release the memory; the engine takes no more requests. May be called again."""
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._undelivered.clear()
         if not self._is_closed and self._disk is not None:
-            while self.save_pages() or self._disk.wait_written():
+            deadline_s = time.monotonic() + _CLOSE_SAVE_S
+            while time.monotonic() < deadline_s and (self.save_pages() or self._disk.wait_written()):
                 pass
         if not self._is_closed:
             self._is_closed = True

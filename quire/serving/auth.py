@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import os
 import secrets
+import stat
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -13,10 +17,16 @@ from urllib.parse import urlsplit
 import msgspec
 
 from quire.base.errors import ConfigError
+from quire.base.logging import get_logger
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
 from quire.serving.interfaces import Tenant
 
+logger = get_logger(__name__)
+
+SECRET_BYTES = 32
+SECRET_NAME = "cache_secret"
+"""The file of the cache secret in the folder of a disk tier."""
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ANONYMOUS = Tenant(name="anonymous", cache_salt="", is_admin=True, may_use_interactive=True)
 
@@ -35,11 +45,13 @@ class Authenticator:
     """Turns the headers of a request into its Tenant.
 
     With keys every tenant has a cache salt of its own, so that the time a prompt takes does not tell what others have sent.
+
+    secret  that the salts are made with; None: a new one, so that nothing is found of what earlier servers have cached
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, secret: bytes | None = None) -> None:
         self._config = config
-        secret = secrets.token_bytes(32)
+        secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
         self._owners = [
             (
                 key.sha256,
@@ -116,6 +128,65 @@ def _presented_key(headers: Mapping[str, str]) -> str | None:
     if scheme.lower() == "bearer" and key.strip():
         return key.strip()
     return headers.get("x-api-key") or headers.get("api-key") or None  # of Anthropic's clients, and of Azure's
+
+
+def cache_secret(config: ServerConfig, kv_disk_dir: str | None) -> bytes | None:
+    """Return the secret that outlives the server: of --cache-secret-file, or where there is a disk tier, of a file in it.
+
+    None where there is no such file. Raises ConfigError for a file that was named and cannot be used.
+    """
+    if config.cache_secret_file is not None:
+        return read_cache_secret(config.cache_secret_file.expanduser())
+    if kv_disk_dir is None or not config.api_keys:
+        return None
+    folder = Path(kv_disk_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return read_cache_secret(folder / SECRET_NAME)
+    except (ConfigError, OSError) as error:
+        logger.warning("prompts that are cached now will not be found after a restart: %s", error)
+        return None
+
+
+def read_cache_secret(path: Path) -> bytes:
+    """Return the secret in a file, which is made with mode 600 where there is none. Raises ConfigError, never with the secret.
+
+    Of several servers that start at the same time one makes the file, and all read the same.
+    """
+    try:
+        if not path.exists():
+            _make_secret(path)
+        status, text = path.stat(), path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--cache-secret-file {path}: {error.strerror or error}") from None
+    if status.st_uid not in (os.geteuid(), 0):
+        raise ConfigError(f"--cache-secret-file {path} belongs to user {status.st_uid}, this is user {os.geteuid()}")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise ConfigError(f"--cache-secret-file {path} has mode {mode:o}, so others may read it: chmod it to 600")
+    try:
+        secret = bytes.fromhex(text.decode("ascii"))
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(
+            f"--cache-secret-file {path} must have {2 * SECRET_BYTES} hexadecimal digits only; delete it, and a new one is made"
+        )
+    return secret
+
+
+def _make_secret(path: Path) -> None:
+    """Write a new secret to a file that does not exist; an equal call that was faster wins."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 600
+    try:
+        with open(descriptor, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+            file.flush()
+            os.fsync(descriptor)
+        with contextlib.suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)
 
 
 class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):

@@ -33,6 +33,7 @@ _OWN_LABELS = (
         "source",
         "stage",
         "state",
+        "tier",
     ),
 )
 
@@ -79,6 +80,8 @@ class ServerConfig:
     allowed_origins       origins that browsers may call from; none by default
     allowed_hosts         Host headers that are answered while there are no keys (against DNS rebinding)
     data_dir              files, batches and stored responses; None keeps them in memory, and says so
+    cache_secret_file     the secret that the cache salts of keys are made with; made where it does not exist. None: a file in
+                          kv_disk_dir, or without a disk tier a new secret at each start
     max_prompt_characters  of one prompt; None: 16 for each token of the context, but a million at least
     max_held_body_bytes   of all bodies that are arriving or being answered, of uploads what is in the memory; over it 503, but
                           for small ones
@@ -116,6 +119,7 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
     data_dir: Path | None = None
+    cache_secret_file: Path | None = None
     max_body_bytes: int = 32 * MIB
     max_prompt_characters: int | None = None
     max_held_body_bytes: int = 512 * MIB

@@ -33,7 +33,9 @@ MAY_IMPORT = {
         *("base", "contracts", "kernels", "text", "grammar", "quant", "parallel", "model", "speculate", "engine", "planner"),
     },
     "simulate": {"base", "contracts", "engine", "engine/scheduling", "planner", "bench"},
-    "cli": {"base", "contracts", "model", "training", "engine", "serving", "router", "planner", "bench", "simulate"},
+    "cli": {
+        *("base", "contracts", "kv", "model", "training", "engine", "serving", "router", "planner", "bench", "simulate"),
+    },
 }
 SERVING_BASE = {"answers", "body_room", "config", "database", "errors", "ignored", "log_format", "public_error", "store_thread"}
 SERVING_MAY_IMPORT = {  # in addition to SERVING_BASE, whose modules may import each other

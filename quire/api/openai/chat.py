@@ -9,7 +9,16 @@ import msgspec
 from msgspec import Meta
 
 from quire.api.decode import BodyError, Part, check_depth
-from quire.api.openai.shared import MAX_DEPTH, NO_LIMIT, SERVICE_TIERS, Limit, Metadata, SamplingFields, ServiceTier
+from quire.api.openai.shared import (
+    MAX_DEPTH,
+    NO_LIMIT,
+    SERVICE_TIERS,
+    CacheRetention,
+    Limit,
+    Metadata,
+    SamplingFields,
+    ServiceTier,
+)
 from quire.api.refusal import Refusal, always, unless
 from quire.api.unsupported_params import NO_REASONING, refusals_of
 from quire.contracts.constraint import MAX_DEPTH as MAX_SCHEMA_DEPTH
@@ -262,7 +271,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     store: Annotated[bool, Meta(description="Accepted and not used: chat completions are not stored.")] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    prompt_cache_retention: CacheRetention | None = None
     modalities: list[Literal["text"]] | None = None
 
     @classmethod

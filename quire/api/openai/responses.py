@@ -16,6 +16,7 @@ from quire.api.openai.shared import (
     MAX_TOKEN_ID,
     NO_LIMIT,
     SERVICE_TIERS,
+    CacheRetention,
     Limit,
     Metadata,
     Name,
@@ -306,7 +307,7 @@ class ResponsesRequest(ResponsePrompt, kw_only=True):
     user: Identifier | None = None
     safety_identifier: Identifier | None = None
     prompt_cache_key: Identifier | None = None
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    prompt_cache_retention: CacheRetention | None = None
 
     @classmethod
     def refusals(cls) -> Mapping[str, Refusal]:

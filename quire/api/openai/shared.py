@@ -37,6 +37,12 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 BiasedToken = Annotated[str, Meta(pattern="^[0-9]{1,10}$")]
 Salt = Annotated[str, Meta(min_length=1, max_length=1024)]
+CacheRetention = Annotated[
+    Literal["in_memory", "in-memory", "24h"],
+    Meta(description='"24h": KV tiers save the prompt at once, and keep it longer than others. No effect without KV tiers.'),
+]
+RETENTION_S = {"24h": 86_400.0}
+"""Seconds that a CacheRetention asks for; the others ask for none."""
 Name = Annotated[str, Meta(min_length=1, max_length=512)]
 Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],

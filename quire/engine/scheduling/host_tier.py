@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
 from quire.contracts.config import KvSave
+from quire.engine.scheduling.prefix_index import PrefixEntry
 
 _MAX_SEEN_KEYS = 1 << 16
 """Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
+_SPARED_TURNS = 4
+"""Pages that are to be retained stay until the tier could have been filled so many times with others."""
 
 
 @dataclass(slots=True)
@@ -45,6 +48,7 @@ class HostTier:
     num_slots  pages that fit
     max_saves  pages that one step saves at most
     kv_save    see EngineConfig
+    tracks_uses  set by a disk tier, which takes them
     """
 
     def __init__(self, num_slots: int, max_saves: int, kv_save: KvSave) -> None:
@@ -53,6 +57,11 @@ class HostTier:
         self._keys: list[int | None] = [None] * num_slots
         self._num_pins = [0] * num_slots
         self._free = list(range(num_slots - 1, -1, -1))
+        self._keep_s = [0.0] * num_slots  # asked for by `retain`
+        self._spared: dict[int, int] = {}  # slots of such pages, which are passed over until so many slots were taken
+        self._num_taken = 0
+        self._uses: dict[int, float] = {}  # keys that were hit or retained, with their keep_s, for the disk tier
+        self.tracks_uses = False
         self._from_disk: set[int] = set()  # slots whose page was read from the disk tier and not used yet
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
@@ -101,6 +110,34 @@ class HostTier:
         self._enter(key, slot)
         return True
 
+    def retain(self, entry: PrefixEntry, keep_s: float) -> None:
+        """Save the page of a published block in the next plan, whatever else is saved, and keep it longer than others."""
+        if self._kv_save == "none":
+            return
+        key = entry.content.key
+        if key in self._slots:
+            self.note_use(key, keep_s)
+        elif not self.save(entry.block_id, key):
+            entry.is_reused = True  # it is worth saving when it leaves the pool
+            return
+        slot = self._slots[key]
+        self._keep_s[slot] = max(keep_s, self._keep_s[slot])
+        self._spared[slot] = self._num_taken + _SPARED_TURNS * self.num_slots
+
+    def keep_s(self, slot: int) -> float:
+        """Return how much longer than others the page in a slot is to be kept."""
+        return self._keep_s[slot]
+
+    def note_use(self, key: int, keep_s: float = 0.0) -> None:
+        """Note that a page was hit in the pool or here, so that it stays in the disk tier, too."""
+        if self.tracks_uses:
+            self._uses[key] = max(keep_s, self._uses.get(key, 0.0))
+
+    def take_uses(self) -> dict[int, float]:
+        """Return the keys of `note_use` with how much longer each is to be kept, and forget them."""
+        uses, self._uses = self._uses, {}
+        return uses
+
     def _comes_again(self, key: int) -> bool:
         if key in self._seen:
             del self._seen[key]
@@ -135,6 +172,8 @@ class HostTier:
             self.stats.num_disk_hits += 1
         else:
             self.stats.num_host_hits += 1
+            if key is not None:
+                self.note_use(key)
         self.pin([slot])
 
     def take_moves(self) -> tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
@@ -202,14 +241,25 @@ class HostTier:
 
     def _take_slot(self) -> int | None:
         """Return a slot without a page: a free one, or that of the page which was not used for the longest time."""
+        self._num_taken += 1
         if self._free:
             return self._free.pop()
+        # A slot that the next plan saves into may be taken again: then it has the later page only.
+        spared: list[int] = []
         for key, slot in self._slots.items():
-            # A slot that the next plan saves into may be taken again: then it has the later page only.
             if self._num_pins[slot] == 0:
-                self._forget(key, slot)
-                return slot
-        return None
+                if self._spared.get(slot, 0) < self._num_taken:
+                    break
+                spared.append(key)
+        else:
+            if not spared:
+                return None
+            key = spared[0]
+        for other in spared:
+            self._slots.move_to_end(other)
+        slot = self._slots[key]
+        self._forget(key, slot)
+        return slot
 
     def _enter(self, key: int, slot: int) -> None:
         self._slots[key] = slot
@@ -219,4 +269,6 @@ class HostTier:
         del self._slots[key]
         self._keys[slot] = None
         self._from_disk.discard(slot)
+        self._spared.pop(slot, None)
+        self._keep_s[slot] = 0.0
         self._saves.pop(slot, None)

@@ -122,6 +122,7 @@ class KvAllocator:
         """
         for entry in hits:
             entry.is_reused = True
+            tier.note_use(entry.content.key)
         slots = tier.match(content.key for content in contents)
         tier.pin(slots)  # before allocate, which saves what it replaces
         new_ids = self._allocate(num_new)
@@ -134,6 +135,9 @@ class KvAllocator:
             tier.load(slot, block_id)
             hits.append(entry)
         tier.unpin(slots)
+        if sequence.request.cache_retention_s > 0:
+            for entry in hits:
+                tier.retain(entry, sequence.request.cache_retention_s)
         tier.let_go(sequence.request.request_id)
 
     def missing_keys(self, sequence: Sequence) -> list[int]:
@@ -269,12 +273,14 @@ class KvAllocator:
         if sequence.last_entry is not None and not sequence.last_entry.is_live:
             # The chain stood on an equal block of a sequence that is gone: start again with our own blocks.
             sequence.num_published_blocks, sequence.last_entry = 0, None
-        contents = self._contents(sequence, num_full)
+        contents, keep_s = self._contents(sequence, num_full), sequence.request.cache_retention_s
         for index in range(sequence.num_published_blocks, num_full):
             entry = self.index.publish(sequence.last_entry, contents[index], sequence.block_ids[index])
             if entry is None:
                 return
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
+            if keep_s > 0 and (index + 1) * self.block_size <= sequence.num_prompt_tokens and self.host_tier is not None:
+                self.host_tier.retain(entry, keep_s)
 
     def _cacheable(self, sequence: Sequence) -> list[BlockContent]:
         """Return the blocks at the start of a sequence that may come from a cache."""

@@ -10,6 +10,7 @@ bytes have. So a torn page, a flipped byte, or a slot that another process has g
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,9 +19,8 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ _HEADER = struct.Struct("<8s16sQL28x")  # magic, key, bytes of the page, checksu
 _ALIGNMENT = 4096
 _OLD_S = 3600.0
 """A file of another fingerprint may be deleted when nobody has used it for so long."""
+_LOCK_S = 10.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, fingerprint TEXT NOT NULL,
     slot_bytes INTEGER NOT NULL, num_slots INTEGER NOT NULL, used_s REAL NOT NULL) STRICT;
@@ -42,16 +43,6 @@ CREATE TABLE IF NOT EXISTS slots (file INTEGER NOT NULL, slot INTEGER NOT NULL, 
 CREATE UNIQUE INDEX IF NOT EXISTS by_key ON slots (file, key);
 CREATE INDEX IF NOT EXISTS by_use ON slots (file, used_s)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class FileStats:
-    """One file of the folder: what its pages are of, the pages in it, and the bytes of all its slots."""
-
-    name: str
-    fingerprint: dict[str, Any]
-    num_pages: int
-    num_bytes: int
 
 
 class DiskStore:
@@ -71,21 +62,41 @@ class DiskStore:
         self._writer = own_incarnation()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_folder(folder)
-        self._db = open_index(folder)
+        lock = lock_folder(folder, is_exclusive=False, timeout_s=_LOCK_S)
+        if lock is None:
+            raise ConfigError(f"kv_disk_dir {folder} is locked by `quire cache clear` for more than {_LOCK_S:g} s: try again")
+        self._lock = lock
         try:
-            text = json.dumps(dict(fingerprint), sort_keys=True)
-            self._name = hashlib.sha256(text.encode()).hexdigest()[:32] + ".pages"
+            self._db = open_index(folder)
+        except BaseException:
+            os.close(self._lock)
+            raise
+        try:
+            self._fingerprint = json.dumps(dict(fingerprint), sort_keys=True)
+            self._name = hashlib.sha256(self._fingerprint.encode()).hexdigest()[:32] + ".pages"
             self._remove_leftovers()
-            self._register(text)
-            self._descriptor = os.open(folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._register()
+            self._descriptor = self._open_pages()
         except BaseException:
             self._db.close()
+            os.close(self._lock)
             raise
 
     def close(self) -> None:
         """Close the files."""
         os.close(self._descriptor)
         self._db.close()
+        os.close(self._lock)
+
+    def usage(self) -> tuple[int, int]:
+        """Return the pages of this fingerprint, and the bytes of the slots of all fingerprints."""
+        num_pages = self._db.execute("SELECT count(*) FROM slots WHERE file=? AND key IS NOT NULL", (self._file,)).fetchone()[0]
+        return num_pages, self._db.execute("SELECT coalesce(sum(slot_bytes * num_slots), 0) FROM files").fetchone()[0]
+
+    @property
+    def max_bytes(self) -> int:
+        """The most that the slots of all fingerprints may take."""
+        return self._max_slot_bytes
 
     def find(self, keys: Sequence[int]) -> list[int]:
         """Return the keys, from the first on, whose pages the index has."""
@@ -107,43 +118,45 @@ class DiskStore:
             return False
         data = os.pread(self._descriptor, _HEADER.size + self.page_bytes, slot * self._slot_bytes)
         if not is_page(data, key, self.page_bytes):
-            self.num_damaged += 1
-            with _transaction(self._db):
-                self._db.execute("DELETE FROM slots WHERE file=? AND slot=? AND key=?", (self._file, slot, _key_bytes(key)))
-                self._db.execute("INSERT OR IGNORE INTO slots VALUES (?, ?, NULL, NULL, 0)", (self._file, slot))
+            self.num_damaged += remove_page(self._db, self._file, slot, key)
             return False
         memoryview(into).cast("B")[:] = memoryview(data)[_HEADER.size :]
         return True
 
-    def touch(self, keys: Sequence[int]) -> None:
-        """Count pages as used now."""
-        now = time.time()
-        with _transaction(self._db):
+    def touch(self, keys: Iterable[int], keep_s: Mapping[int, float] | None = None) -> None:
+        """Count pages as used now, or so many seconds later as keep_s has for their keys."""
+        now, query = time.time(), "UPDATE slots SET used_s=max(used_s, ?) WHERE file=? AND key=?"
+        kept: Mapping[int, float] = keep_s or {}
+        with transaction(self._db):
             self._db.execute("UPDATE files SET used_s=? WHERE id=?", (now, self._file))
             for key in keys:
-                self._db.execute("UPDATE slots SET used_s=? WHERE file=? AND key=?", (now, self._file, _key_bytes(key)))
+                self._db.execute(query, (now + kept.get(key, 0.0), self._file, _key_bytes(key)))
 
-    def write(self, pages: Sequence[tuple[int, Any]]) -> int:
+    def write(self, pages: Sequence[tuple[int, Any]], keep_s: Mapping[int, float] | None = None) -> int:
         """Write pages, (key, buffer), in place of those that were not used for the longest time; return how many.
+
+        keep_s  counts pages with these keys as used so many seconds later
 
         Raises OSError, for example where the disk is full: the pages are not entered then.
         """
+        self._register_again()
         new = [(key, page) for key, page in dict(pages).items() if not self.has(key)]
-        with _transaction(self._db):
+        with transaction(self._db):
             slots = [slot for _ in new if (slot := self._take_slot()) is not None]
         try:
             for slot, (key, page) in zip(slots, new, strict=False):
                 self._write_slot(slot, key, page)
         except BaseException:
-            with _transaction(self._db):
+            with transaction(self._db):
                 self._free(slots)
             raise
         now, num_written = time.time(), 0
-        with _transaction(self._db):
+        kept: Mapping[int, float] = keep_s or {}
+        with transaction(self._db):
             for slot, (key, _) in zip(slots, new, strict=False):
                 cursor = self._db.execute(
                     "UPDATE OR IGNORE slots SET key=?, writer=NULL, used_s=? WHERE file=? AND slot=? AND writer=?",
-                    (_key_bytes(key), now, self._file, slot, self._writer),
+                    (_key_bytes(key), now + kept.get(key, 0.0), self._file, slot, self._writer),
                 )
                 num_written += cursor.rowcount
                 if cursor.rowcount == 0:  # another process was faster
@@ -207,7 +220,7 @@ class DiskStore:
 
     def _remove_leftovers(self) -> None:
         """Free the slots of writers that are gone, and delete files that the index does not know."""
-        with _transaction(self._db):
+        with transaction(self._db):
             writers = self._db.execute("SELECT DISTINCT writer FROM slots WHERE writer IS NOT NULL").fetchall()
             for (writer,) in writers:
                 if not is_alive(writer):
@@ -217,17 +230,62 @@ class DiskStore:
                 if path.name not in known:
                     path.unlink()
 
-    def _register(self, fingerprint: str) -> None:
-        with _transaction(self._db):
-            values = (self._name, fingerprint, self._slot_bytes, time.time())
+    def _open_pages(self) -> int:
+        return os.open(self.folder / self._name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _register_again(self) -> None:
+        """Begin anew where another process has deleted the file, because it was not used for long."""
+        row = self._db.execute("SELECT 1 FROM files WHERE id=? AND name=?", (self._file, self._name)).fetchone()
+        if row is None or os.fstat(self._descriptor).st_nlink == 0:
+            os.close(self._descriptor)
+            self._descriptor = self._open_pages()
+            self._register()
+
+    def _register(self) -> None:
+        with transaction(self._db):
+            values = (self._name, self._fingerprint, self._slot_bytes, time.time())
             self._db.execute("INSERT OR IGNORE INTO files VALUES (NULL, ?, ?, ?, 0, ?)", values)
             query = "UPDATE files SET used_s=? WHERE name=? RETURNING id"
             self._file: int = self._db.execute(query, (time.time(), self._name)).fetchone()[0]
 
 
+def lock_folder(folder: Path, *, is_exclusive: bool, timeout_s: float) -> int | None:
+    """Return a descriptor that locks a folder until it is closed; None where others lock it for longer than timeout_s.
+
+    Whoever uses the pages shares the lock, whoever deletes the files has it for itself. It ends with its process.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline_s:
+                os.close(descriptor)
+                return None
+            time.sleep(0.02)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        else:
+            return descriptor
+
+
+def remove_page(db: sqlite3.Connection, file: int, slot: int, key: int) -> bool:
+    """Free the slot of a damaged page; return whether the index still had the page there."""
+    with transaction(db):
+        return (
+            db.execute("UPDATE slots SET key=NULL WHERE file=? AND slot=? AND key=?", (file, slot, _key_bytes(key))).rowcount
+            > 0
+        )
+
+
 def check_folder(folder: Path) -> None:
     """Raise ConfigError unless a folder belongs to this user, and nobody else may read it: pages are prompts."""
-    status = folder.stat()
+    try:
+        status = folder.stat()
+    except FileNotFoundError:
+        raise ConfigError(f"kv_disk_dir {folder} does not exist") from None
     if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(f"kv_disk_dir {folder} is no folder")
     if status.st_uid != os.geteuid():
@@ -255,7 +313,7 @@ def open_index(folder: Path) -> sqlite3.Connection:
         problem = db.execute("PRAGMA quick_check(1)").fetchone()[0]
         if problem != "ok":
             raise ConfigError(f"the index in kv_disk_dir {folder} is damaged: empty the folder with `quire cache clear`")
-        with _transaction(db):
+        with transaction(db):
             for statement in _SCHEMA.split(";"):
                 db.execute(statement)
             db.execute(f"PRAGMA user_version={VERSION}")
@@ -263,51 +321,6 @@ def open_index(folder: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
-
-
-def file_stats(folder: Path) -> list[FileStats]:
-    """Return what is in a folder. Raises ConfigError, OSError and sqlite3.Error."""
-    check_folder(folder)
-    db = open_index(folder)
-    try:
-        query = (
-            "SELECT name, fingerprint, (SELECT count(*) FROM slots WHERE file=id AND key IS NOT NULL), slot_bytes * num_slots "
-            "FROM files ORDER BY used_s DESC"
-        )
-        return [FileStats(name, json.loads(text), pages, size) for name, text, pages, size in db.execute(query)]
-    finally:
-        db.close()
-
-
-def verify_pages(folder: Path, is_removed: bool = True) -> tuple[int, int]:
-    """Read every page of a folder; return how many there are and how many of them are damaged, which are removed."""
-    check_folder(folder)
-    db, num_pages, damaged = open_index(folder), 0, list[tuple[int, int, bytes]]()
-    try:
-        for file, name, slot_bytes in db.execute("SELECT id, name, slot_bytes FROM files").fetchall():
-            rows = db.execute("SELECT slot, key FROM slots WHERE file=? AND key IS NOT NULL", (file,)).fetchall()
-            num_pages += len(rows)
-            with open(folder / name, "rb") as pages:
-                for slot, key in rows:
-                    data = os.pread(pages.fileno(), slot_bytes, slot * slot_bytes)
-                    if not is_page(data, int.from_bytes(key), None):
-                        damaged.append((file, slot, key))
-        if is_removed and damaged:
-            with _transaction(db):
-                db.executemany("UPDATE slots SET key=NULL WHERE file=? AND slot=? AND key=?", damaged)
-    finally:
-        db.close()
-    return num_pages, len(damaged)
-
-
-def clear_folder(folder: Path) -> int:
-    """Delete the pages and the index in a folder, of any version; return the bytes that they had. No engine may use it."""
-    check_folder(folder)
-    num_bytes = 0
-    for path in (*folder.glob("*.pages"), *folder.glob(f"{INDEX_NAME}*")):
-        num_bytes += path.stat().st_blocks * 512
-        path.unlink()
-    return num_bytes
 
 
 def is_page(data: bytes, key: int, page_bytes: int | None) -> bool:
@@ -344,7 +357,8 @@ def _key_bytes(key: int) -> bytes:
 
 
 @contextmanager
-def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+def transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """Run a block as one transaction that writes; rolled back when it raises."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,13 +21,15 @@ class HostSlab:
     The memory is taken from the system only as slots are first written. Ranks of one model have a slab each, with the same
     slots, for their parts of the blocks.
 
-    page_bytes  of one block
+    page_bytes      of one block
+    save_s, load_s  seconds of `move` so far
     """
 
     def __init__(self, pool: KvPool, num_slots: int) -> None:
         self._blocks = [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
         self.page_bytes = sum(blocks.shape[1] for blocks in self._blocks)
         self.num_slots = num_slots
+        self.save_s = self.load_s = 0.0
         stride = -(-self.page_bytes // _ALIGNMENT) * _ALIGNMENT
         memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
@@ -43,11 +46,16 @@ class HostSlab:
 
     def move(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Copy blocks to slots, (block, slot), and then slots to blocks, (slot, block)."""
+        started_s = time.perf_counter()
         for blocks, part in zip(self._blocks, self._parts, strict=True):
             for block_id, slot in saves:
                 part[slot] = blocks[block_id]
+        saved_s = time.perf_counter()
+        for blocks, part in zip(self._blocks, self._parts, strict=True):
             for slot, block_id in loads:
                 blocks[block_id] = part[slot]
+        self.save_s += saved_s - started_s
+        self.load_s += time.perf_counter() - saved_s
 
 
 def _bytes_of(array: torch.Tensor, num_blocks: int) -> NDArray[np.uint8]:

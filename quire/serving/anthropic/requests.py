@@ -34,6 +34,7 @@ from quire.serving.core.plan import ChatInput, GenerationOptions
 from quire.serving.core.reasoning_effort import has_effort
 from quire.serving.core.served_model import ServedModel
 
+_RETENTION_S = {"5m": 300.0, "1h": 3600.0}
 BILLING_HEADER = "x-anthropic-billing-header"  # a client's hash, new with every request: no prefix would be found again
 
 
@@ -84,7 +85,22 @@ def message_options(body: MessagesRequest) -> GenerationOptions:
     }
     has_display = isinstance(body.thinking, ThinkingEnabled | ThinkingAdaptive)
     is_omitted = has_display and body.thinking.display == "omitted"  # type: ignore[union-attr]
-    return GenerationOptions(sampling=sampling, shows_reasoning=not is_omitted, wants_start=True)
+    return GenerationOptions(
+        sampling=sampling, cache_retention_s=cache_retention_s(body), shows_reasoning=not is_omitted, wants_start=True
+    )
+
+
+def cache_retention_s(body: PromptFields) -> float:
+    """Return for how many seconds the marks with cache_control ask to keep the prompt: the longest of them, 0 without any."""
+    contents = [body.system, *(message.content for message in body.messages)]
+    blocks: list[object] = [body, *(body.tools or ())]
+    for content in contents:
+        for block in () if content is None or isinstance(content, str) else content:
+            blocks.append(block)
+            if isinstance(block, ToolResultBlock) and isinstance(block.content, list):
+                blocks += block.content
+    marks = [mark for block in blocks if (mark := getattr(block, "cache_control", None)) is not None]
+    return max((_RETENTION_S[mark.ttl or "5m"] for mark in marks), default=0.0)
 
 
 def messages_of(body: PromptFields, signer: ThinkingSigner) -> list[dict[str, Any]]:

@@ -116,6 +116,7 @@ class GenerationOptions:
     sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone. In a
               conversation `constraint` is of the answer, and stands behind the reasoning
     salt      of the request, on top of the owner's
+    cache_retention_s  see Request
     room_param  the field that states max_tokens, where that many have to fit behind the prompt; None: they are cut to what the
                 context has left
     tells_prompt_ids  the answer has the tokens of the prompt
@@ -124,6 +125,7 @@ class GenerationOptions:
     sampling: Mapping[str, Any]
     room_param: str | None = None
     salt: str = ""
+    cache_retention_s: float = 0.0
     echo: bool = False
     shows_reasoning: bool = True
     wants_tokens: bool = False

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, cast
 
@@ -58,8 +59,9 @@ def prepare_chat(
     _check_entries(params, len(token_ids), options)
     prompt = {"prompt": rendered.text, "prompt_token_ids": token_ids, "cache_salt": salt_of(owner, options.salt)}
     echo = text_of(chat.messages[-1].get("content")) if options.echo else ""
+    request = served.factory.make(request_id, served.next_index(), prompt, params)
     return GenerationPlan(
-        request=pack_prompt(served.factory.make(request_id, served.next_index(), prompt, params)),
+        request=pack_prompt(replace(request, cache_retention_s=options.cache_retention_s)),
         tokenizer=served.tokenizer,
         num_choices=num_choices,
         is_copied=is_copied,

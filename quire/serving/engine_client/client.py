@@ -13,6 +13,7 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
+from quire.contracts.tier_stats import TierStats
 from quire.serving.engine_client.framing import MessageError
 from quire.serving.engine_client.messages import (
     Abort,
@@ -65,6 +66,7 @@ class EngineClient:
         self._checkpoint = (0, 0.0)  # commands sent by a time
         self._undelivered: deque[RequestDelta] = deque()
         self.ranks: list[RankStats] = []
+        self.tiers: list[TierStats] = []
         self.info: EngineInfo | None = None
         self.on_step: list[Callable[[StepOutputs], None]] = []
         self.on_kv: list[Callable[[KvReport], None]] = []
@@ -171,7 +173,7 @@ class EngineClient:
         elif isinstance(message, KvReport):
             self._tell(self.on_kv, message)
         elif isinstance(message, Heartbeat):
-            self.ranks = message.ranks
+            self.ranks, self.tiers = message.ranks, message.tiers
             self._check_commands(message, now)
         elif isinstance(message, Lost):
             self._on_lost_commands(message.first, message.last)
@@ -182,7 +184,7 @@ class EngineClient:
     def on_state_change(self) -> None:
         """Tell the listeners."""
         if self.state != "ready":
-            self.ranks = []
+            self.ranks, self.tiers = [], []
         if self.state == "ready" and self._watch_hz > 0:
             self._send_watch()
         self._tell(self.on_state, self.state)

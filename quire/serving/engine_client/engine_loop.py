@@ -110,7 +110,8 @@ class EngineLoop:
             self._port.check_peer()
             steps, unfinished = self._engine.stats.num_steps, self._engine.num_unfinished_requests()
             ranks = self._engine.stats.ranks if self._has_workers else []
-            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, self._port.num_commands, ranks))
+            tiers = self._engine.stats.tiers
+            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, self._port.num_commands, ranks, tiers))
         if self._watch_interval_s is not None and now >= self._next_watch_s:
             self._send_kv_report(now, self._watch_interval_s)
 

@@ -22,6 +22,7 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.tier_stats import TierStats
 from quire.serving.engine_client.kv_events import KvEventOptions
 
 PROTOCOL_VERSION = 1
@@ -76,6 +77,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     cache_salt: str
     pooling: dict[str, Any] | None = None
     is_background: bool = False
+    cache_retention_s: float = 0.0
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -97,6 +99,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             cache_salt=request.cache_salt,
             pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
             is_background=request.is_background,
+            cache_retention_s=request.cache_retention_s,
         )
 
     def request(self) -> Request:
@@ -119,6 +122,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             cache_salt=self.cache_salt,
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
             is_background=self.is_background,
+            cache_retention_s=self.cache_retention_s,
         )
 
     def _constraint(self) -> dict[str, Constraint]:
@@ -289,6 +293,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_steps     steps since the start: progress while num_unfinished > 0
     num_commands  one more than the sequence number of the last command that had come by then
     ranks         of a model on several processes
+    tiers         of the KV cache
     """
 
     time_s: float
@@ -296,6 +301,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_unfinished: int
     num_commands: int
     ranks: list[RankStats] = []
+    tiers: list[TierStats] = []
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):

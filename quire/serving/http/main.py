@@ -17,9 +17,10 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.admission import AdmissionControl
 from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC_ENDPOINTS
-from quire.serving.auth import Authenticator
+from quire.serving.auth import Authenticator, cache_secret
 from quire.serving.batch.endpoints import ENDPOINTS as BATCH_API_ENDPOINTS
 from quire.serving.batch.endpoints import BatchRoutes
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
@@ -42,6 +43,7 @@ from quire.serving.metrics.engine_metrics import EngineSource
 from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
+from quire.serving.metrics.tier_metrics import TierMetrics
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA_ENDPOINTS
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
@@ -76,13 +78,15 @@ class Server:
     @classmethod
     def of(cls, config: ServerConfig, engine_config: EngineConfig) -> Server:
         """Put the parts together; nothing is started."""
+        secret = cache_secret(config, engine_config.kv_disk_dir)
         client = open_engine(engine_config, LinkOptions.of(config))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
         metrics = ServerMetrics(config, name, engines=[_source_of(replica) for replica in client.replicas])
         for index, replica in enumerate(client.replicas):
             labels = (str(index),) if len(client.replicas) > 1 else ()
             ranks = RankMetrics(metrics.defined, functools.partial(_ranks_of, replica), labels)
-            metrics.on_collect.append(ranks.write)
+            tiers = TierMetrics(metrics.defined, functools.partial(_tiers_of, replica), labels)
+            metrics.on_collect += [ranks.write, tiers.write]
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(config=config, gateway=gateway)
@@ -91,7 +95,7 @@ class Server:
             config=config,
             client=client,
             gateway=gateway,
-            authenticator=Authenticator(config),
+            authenticator=Authenticator(config, secret),
             metrics=metrics,
             bodies=BodyRoom(config.max_held_body_bytes),
             context=context,
@@ -167,6 +171,10 @@ class Server:
 
 def _ranks_of(client: EngineClient) -> list[RankStats]:
     return client.ranks
+
+
+def _tiers_of(client: EngineClient) -> list[TierStats]:
+    return client.tiers
 
 
 def _source_of(replica: EngineClient) -> EngineSource:

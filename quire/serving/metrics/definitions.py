@@ -65,6 +65,7 @@ class Definitions:
         self._define_ends()
         self._define_server()
         self._define_ranks()
+        self._define_tiers()
         self._define_load(sources)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
@@ -252,6 +253,27 @@ class Definitions:
             "rank", "operation",
         )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
+
+    def _define_tiers(self) -> None:
+        """Of the KV tiers on host and disk; without samples where there are none. A page is one full KV block."""
+        gauge = self._engine_gauge
+        self.tier_pages = gauge("kv_tier_pages", "Pages of the model in a KV tier.", "tier")
+        self.tier_used_bytes = gauge("kv_tier_used_bytes", "Bytes in use in a KV tier; on disk those of all models.", "tier")
+        self.tier_usage = gauge("kv_tier_usage_perc", "Share of a KV tier in use, 0 to 1.", "tier")
+        counters = (
+            ("num_hits", "kv_tier_hit_pages", "Pages that admitted prompts took from a KV tier."),
+            ("num_saved", "kv_tier_saved_pages", "Pages saved to a KV tier."),
+            ("num_loaded", "kv_tier_loaded_pages", "Pages loaded from a KV tier."),
+            ("saved_bytes", "kv_tier_saved_bytes", "Bytes saved to a KV tier."),
+            ("loaded_bytes", "kv_tier_loaded_bytes", "Bytes loaded from a KV tier."),
+            ("save_s", "kv_tier_save_seconds", "Seconds of saving to a KV tier; of the disk, in a thread of its own."),
+            ("load_s", "kv_tier_load_seconds", "Seconds of loading from a KV tier; of the disk, in a thread of its own."),
+            ("num_dropped", "kv_tier_dropped_pages", "Pages worth saving that were not: the tier was busy or not writable."),
+            ("num_damaged", "kv_tier_damaged_pages", "Pages that were found with other bytes than their checksum says."),
+            ("num_declined", "kv_tier_declined_requests", "Requests whose pages were slower to load than to compute."),
+            ("num_late", "kv_tier_late_requests", "Requests that went on before all their pages were read."),
+        )
+        self.tier_counters = {field: self._engine_counter(name, text, "tier") for field, name, text in counters}
 
     def _define_server(self) -> None:
         self.http_requests = self._counter(

@@ -14,6 +14,7 @@ from quire.api.openai.completions import CompletionRequest
 from quire.api.openai.shared import (
     GUIDED_KINDS,
     RANDOM_SEED,
+    RETENTION_S,
     JsonObjectFormat,
     JsonSchemaFormat,
     SamplingFields,
@@ -139,6 +140,7 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
         sampling=sampling,
         room_param="max_tokens" if body.max_completion_tokens is None else "max_completion_tokens",
         salt=body.cache_salt or "",
+        cache_retention_s=RETENTION_S.get(body.prompt_cache_retention or "", 0.0),
         echo=bool(body.echo),
         shows_reasoning=body.include_reasoning is not False,
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,

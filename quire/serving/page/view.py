@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.engine_client.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
 from quire.serving.engine_client.supervisor import EngineState
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.request_table import RequestTable
-from quire.serving.page.wire import CACHED, EngineShape, Frame, KvCells, RankRow, StepRow
+from quire.serving.page.wire import CACHED, EngineShape, Frame, KvCells, RankRow, StepRow, TierRow
 from quire.serving.request_queue.engine_gateway import QueueSnapshot
 
 RING_STEPS = 4096
@@ -34,6 +35,7 @@ class WatchedEngine(Protocol):
     def info(self) -> EngineInfo | None: ...
 
     ranks: list[RankStats]
+    tiers: list[TierStats]
 
     def watch(self, hz: float) -> None: ...
 
@@ -88,8 +90,9 @@ class EngineView:
         self._kv: KvReport | None = None
         self._version = 0
         # Versions of the last change.
-        self._kv_version = self._queue_version = self._state_version = self._ranks_version = 0
+        self._kv_version = self._queue_version = self._state_version = self._ranks_version = self._tiers_version = 0
         self._last_ranks: list[RankStats] = []
+        self._last_tiers: list[TierStats] = []
         self._last_queue: QueueSnapshot | None = None
         self._last_state: tuple[object, ...] = ()
         self._last_kv: tuple[dict[str, list[int]], list[int]] | None = None
@@ -127,6 +130,8 @@ class EngineView:
             self._last_queue, self._queue_version = queue, self._version
         if self._engine.ranks != self._last_ranks:
             self._last_ranks, self._ranks_version = self._engine.ranks, self._version
+        if self._engine.tiers != self._last_tiers:
+            self._last_tiers, self._tiers_version = self._engine.tiers, self._version
         state = (self._engine.state, self._phase(), self._engine.info, self._replicas())
         if state != self._last_state:
             self._last_state, self._state_version = state, self._version
@@ -141,7 +146,7 @@ class EngineView:
         steps = self._steps_after(since.step_id)
         rows = self._table.rows(version, with_ids=is_admin)
         has_kv = self._kv is not None and self._kv_version > version
-        changed = max(self._queue_version, self._state_version, self._ranks_version) > version
+        changed = max(self._queue_version, self._state_version, self._ranks_version, self._tiers_version) > version
         if not (steps or rows or has_kv or changed):
             return None
         return Frame(
@@ -155,6 +160,7 @@ class EngineView:
             steps=steps,
             replicas=self._replicas() if self._state_version > version else [],
             ranks=self._rank_rows() if self._ranks_version > version else None,
+            tiers=[_tier_row(stats) for stats in self._last_tiers] if self._tiers_version > version else None,
         )
 
     def _rank_rows(self) -> list[RankRow]:
@@ -226,6 +232,12 @@ class EngineView:
 
     def _ms(self, time_s: float) -> float:
         return round((time_s - self._origin_s) * 1000, 1)
+
+
+def _tier_row(stats: TierStats) -> TierRow:
+    counts = (stats.num_hits, stats.num_saved, stats.num_loaded, stats.num_dropped)
+    times = (round(stats.save_s * 1000, 1), round(stats.load_s * 1000, 1))
+    return TierRow(stats.tier, stats.num_pages, stats.num_bytes, stats.max_bytes, *counts, *times)
 
 
 MAX_CELLS = 8192

@@ -100,6 +100,22 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     wait_ms: float
 
 
+class TierRow(msgspec.Struct, frozen=True, array_like=True):
+    """One KV tier: pages in it, bytes in use and allowed, and since the start pages that prompts took from it, pages saved,
+    loaded and dropped, and the milliseconds of saving and loading."""
+
+    tier: str
+    num_pages: int
+    num_bytes: int
+    max_bytes: int
+    num_hits: int
+    num_saved: int
+    num_loaded: int
+    num_dropped: int
+    save_ms: float
+    load_ms: float
+
+
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is new; in a snapshot, all there is. A request or a queue that did not change is absent.
 
@@ -116,3 +132,4 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     steps: list[StepRow] = []
     replicas: list[str] = []
     ranks: list[RankRow] | None = None
+    tiers: list[TierRow] | None = None

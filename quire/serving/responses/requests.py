@@ -20,7 +20,7 @@ from quire.api.openai.responses import (
 )
 from quire.api.openai.responses_answers import EchoedReasoning, Response
 from quire.api.openai.responses_items import InputItem, InputText, RefusalText
-from quire.api.openai.shared import RANDOM_SEED
+from quire.api.openai.shared import RANDOM_SEED, RETENTION_S
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint
 from quire.contracts.sampling_params import SamplingParams
@@ -118,7 +118,13 @@ def response_options(body: ResponsesRequest) -> GenerationOptions:
     sampling["max_tokens"] = body.limit
     if body.has_logprobs:
         sampling["logprobs"] = body.top_logprobs or 0
-    return GenerationOptions(sampling=sampling, room_param="max_output_tokens", salt=body.cache_salt or "", wants_start=True)
+    return GenerationOptions(
+        sampling=sampling,
+        room_param="max_output_tokens",
+        salt=body.cache_salt or "",
+        cache_retention_s=RETENTION_S.get(body.prompt_cache_retention or "", 0.0),
+        wants_start=True,
+    )
 
 
 def new_response(response_id: str, created_at: int, model: str, body: ResponsesRequest, params: SamplingParams) -> Response:

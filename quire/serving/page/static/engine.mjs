@@ -85,7 +85,10 @@ export class EngineView {
     this.rankTable = table("Processes that share the model", ["Rank", "Process", "State", "Memory", "Share", "Waited"]);
     this.rankTable.element.id = "card-ranks";
     this.rankTable.element.hidden = true;
-    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards, this.rankTable.element);
+    this.tierTable = table("KV cache tiers: pages, since the engine's start", ["Tier", "Pages", "In use", "Limit", "Hit", "Saved", "Loaded", "Dropped", "Saving", "Loading"]);
+    this.tierTable.element.id = "card-tiers";
+    this.tierTable.element.hidden = true;
+    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards, this.tierTable.element, this.rankTable.element);
   }
 
   card(name, title, canvas, twin, { legend = [], note = null, wide = false, control = null } = {}) {
@@ -291,6 +294,8 @@ export class EngineView {
   showTables() {
     this.rankTable.element.hidden = !this.model.ranks.length;
     this.rankTable.show(this.model.rankRows());
+    this.tierTable.element.hidden = !this.model.tiers.length;
+    this.tierTable.show(this.model.tierRows());
     if (!this.isShown || this.isPaused) return;
     const { model, cards } = this;
     const isOpen = (name) => cards[name].details.open;

@@ -7,6 +7,7 @@ export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
 const RANK = ["rank", "pid", "state", "memory", "share", "wait"];
+const TIER = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading"];
 const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason", "owner"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
@@ -49,6 +50,7 @@ export class EngineModel {
     this.queue = null;
     this.shape = null;
     this.ranks = []; // processes that share the model
+    this.tiers = []; // of the KV cache, on host and disk
     this.engine = "unknown";
     this.phase = "unknown";
     this.heardMs = 0;
@@ -68,6 +70,14 @@ export class EngineModel {
       [rank, pid || "–", state, memory ? `${(memory / 2 ** 20).toFixed(0)} MiB` : "–", `${(share * 100).toFixed(1)} %`, `${(wait / 1000).toFixed(2)} s`]);
   }
 
+  // Rows of a table: tier, pages, memory in use, its limit, pages hit, saved, loaded and dropped, time of saving and loading.
+  tierRows() {
+    const size = (bytes) => `${(bytes / 2 ** 20).toFixed(0)} MiB`;
+    const seconds = (milliseconds) => `${(milliseconds / 1000).toFixed(2)} s`;
+    return this.tiers.map((row) => named(TIER, row)).map(({ tier, pages, bytes, limit, hits, saved, loaded, dropped, saving, loading }) =>
+      [tier, pages, size(bytes), size(limit), hits, saved, loaded, dropped, seconds(saving), seconds(loading)]);
+  }
+
   get lastStep() {
     return this.steps.at(-1)?.id ?? -1;
   }
@@ -83,7 +93,7 @@ export class EngineModel {
     this.heardMs = performance.now();
     this.engine = frame.engine;
     this.phase = frame.phase;
-    for (const name of ["shape", "queue", "kv", "ranks"]) if (frame[name]) this[name] = frame[name];
+    for (const name of ["shape", "queue", "kv", "ranks", "tiers"]) if (frame[name]) this[name] = frame[name];
     if (frame.queue) this.waited.push([frame.now_ms, frame.queue.classes.reduce((total, row) => total + row.num_requests, 0)]);
     while (this.waited.length > 1 && this.waited[1][0] < frame.now_ms - (WINDOW_S + 2) * 1000) this.waited.shift();
     for (const row of frame.requests ?? []) this.requests.set(row[0], named(REQUEST, row));

@@ -38,7 +38,9 @@ def make_config(**options) -> SchedulerConfig:
     return SchedulerConfig(**{**defaults, **options})
 
 
-def make_request(name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), pooling=None, background=False, **params):
+def make_request(
+    name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[int](), pooling=None, background=False, keep_s=0.0, **params
+):
     """Return a request; with `pooling`, the name of one, for an embedding, of which `params` are the PoolingParams."""
     prompt_token_ids = tuple(range(100, 100 + prompt)) if isinstance(prompt, int) else tuple(prompt)
     return Request(
@@ -51,6 +53,7 @@ def make_request(name, prompt, *, seed=0, salt="", arrival=0.0, eos=frozenset[in
         arrival_time_s=arrival,
         cache_salt=salt,
         is_background=background,
+        cache_retention_s=keep_s,
     )
 
 

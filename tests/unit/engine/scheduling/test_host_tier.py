@@ -77,6 +77,50 @@ def test_tier_is_only_read_when_kv_save_is_none():
     assert not any(plan.page_saves for plan in driver.worker.plans)
 
 
+def test_prompt_is_saved_at_once_when_it_is_to_be_retained():
+    driver = Driver(tier_config(kv_save="reused"))
+    run_one(driver, 0, range(22), keep_s=300.0)
+    tier = driver.scheduler.kv.host_tier
+    assert len(tier) == 5  # the full blocks of the prompt, while the pool still has them
+    assert {tier.keep_s(slot) for slot in range(32) if tier.key_of(slot) is not None} == {300.0}
+    run_one(driver, 1, range(50, 78))
+    assert run_one(driver, 2, range(22)) == 20
+    driver.check_outputs()
+
+
+def test_retained_pages_are_passed_over_until_the_tier_was_filled_with_others_several_times():
+    driver = Driver(tier_config(num_host_pages=8))
+    run_one(driver, 0, range(22), keep_s=300.0)
+    for name in (1, 2, 3):
+        run_one(driver, name, range(name * 100, name * 100 + 28))
+    assert run_one(driver, 4, range(22)) == 20
+    for name in range(5, 12):
+        run_one(driver, name, range(name * 100, name * 100 + 28))
+    assert run_one(driver, 12, range(22)) == 0
+    driver.check_outputs()
+
+
+def test_nothing_is_retained_when_kv_save_is_none():
+    driver = Driver(tier_config(kv_save="none"))
+    run_one(driver, 0, range(22), keep_s=300.0)
+    assert len(driver.scheduler.kv.host_tier) == 0
+
+
+def test_pages_that_are_hit_or_retained_again_are_told_to_the_disk_tier():
+    driver = Driver(tier_config())
+    tier = driver.scheduler.kv.host_tier
+    tier.tracks_uses = True
+    run_one(driver, 0, range(22))
+    assert tier.take_uses() == {}
+    run_one(driver, 1, range(22))  # hits in the pool
+    assert list(tier.take_uses().values()) == [0.0] * 5
+    run_one(driver, 2, range(50, 78))
+    assert tier.take_uses() == {}
+    run_one(driver, 3, range(22), keep_s=60.0)
+    assert list(tier.take_uses().values()) == [60.0] * 5
+    assert tier.take_uses() == {}
+
+
 def test_step_saves_no_more_than_max_page_saves():
     driver = Driver(tier_config(max_page_saves=2))
     run_one(driver, 0, range(28))

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.kv.tiers import disk_store
-from quire.kv.tiers.disk_store import MIN_DISK_BYTES, DiskStore, clear_folder, file_stats, verify_pages
+from quire.kv.tiers import disk_folder, disk_store
+from quire.kv.tiers.disk_folder import clear_folder, file_stats, is_in_use, verify_pages
+from quire.kv.tiers.disk_store import MIN_DISK_BYTES, DiskStore
 
 PAGE = 60_000
 
@@ -61,7 +62,7 @@ def test_no_flipped_byte_gives_a_wrong_page(tmp_path):
     rng = random.Random(7)
     path = next((tmp_path / "tier").glob("*.pages"))
     num_missed = 0
-    for trial in range(4000):
+    for trial in range(10_000):
         key = rng.randrange(1 << 128)
         page = page_of(key, 500)
         assert store.write([(key, page)]) == 1
@@ -74,7 +75,7 @@ def test_no_flipped_byte_gives_a_wrong_page(tmp_path):
         found = read(store, key)
         assert found in (None, page), trial  # padding of the header is not read
         num_missed += found is None
-    assert num_missed > 3500
+    assert num_missed > 9000
     assert store.num_damaged == num_missed
 
 
@@ -120,6 +121,16 @@ def test_least_recently_used_pages_go_first_when_the_bound_is_reached(tmp_path):
     assert read(store, 699) == page_of(699)
     num_pages = file_stats(tmp_path / "tier")[0].num_pages
     assert num_pages == len([key for key in range(700) if read(store, key) is not None])
+
+
+def test_retained_pages_outlive_those_that_were_used_later(tmp_path):
+    store = make_store(tmp_path / "tier")
+    store.write([(key, page_of(key)) for key in range(20)], dict.fromkeys(range(10), 3600.0))
+    store.touch([10], {10: 3600.0})
+    store.touch([0])  # does not shorten
+    for first in range(1000, 1800, 50):
+        store.write([(key, page_of(key)) for key in range(first, first + 50)])
+    assert [key for key in range(20) if read(store, key) == page_of(key)] == list(range(11))
 
 
 WRITER = """
@@ -218,3 +229,65 @@ def test_verify_removes_damaged_pages_and_clear_all(tmp_path):
     store.close()
     assert clear_folder(folder) > 0
     assert list(folder.iterdir()) == []
+
+
+def test_clear_empties_a_folder_that_is_in_use(tmp_path):
+    folder = tmp_path / "tier"
+    store = make_store(folder)
+    store.write([(key, page_of(key)) for key in range(50)])
+    assert is_in_use(folder)
+    assert clear_folder(folder) >= 50 * PAGE
+    assert [read(store, key) for key in range(50)] == [None] * 50
+    assert store.write([(key, page_of(key)) for key in range(30, 40)]) == 10
+    assert [key for key in range(50) if read(store, key) == page_of(key)] == list(range(30, 40))
+    assert store.usage() == (10, 10 * store._slot_bytes)
+    assert disk_bytes(folder) < 20 * PAGE + (1 << 20)
+    assert verify_pages(folder) == (10, 0)
+    store.close()
+    assert not is_in_use(folder)
+
+
+def test_clear_waits_until_nothing_is_being_written(tmp_path, monkeypatch):
+    folder = tmp_path / "tier"
+    store = make_store(folder)
+    store.write([(1, page_of(1))])
+    store._db.execute("UPDATE slots SET writer=?", (disk_store.own_incarnation(),))
+    monkeypatch.setattr(disk_folder, "_CLEAR_S", 0.1)
+    with pytest.raises(ConfigError, match="without a pause"):
+        clear_folder(folder)
+    store._db.execute("UPDATE slots SET writer=NULL")
+    assert clear_folder(folder) > 0
+
+
+def test_store_begins_anew_when_its_file_was_deleted(tmp_path):
+    folder = tmp_path / "tier"
+    idle = make_store(folder)
+    idle.write([(1, page_of(1))])
+    idle._db.execute("UPDATE files SET used_s=0")
+    busy = make_store(folder, model="other")
+    busy.write([(key, page_of(key)) for key in range(700)])
+    assert read(idle, 1) is None
+    busy._db.execute("UPDATE files SET used_s=0")
+    assert idle.write([(key, page_of(key)) for key in range(10)]) == 10
+    assert all(read(idle, key) == page_of(key) for key in range(10))
+    assert verify_pages(folder)[1] == 0
+    assert disk_bytes(folder) <= MIN_DISK_BYTES
+
+
+def test_verify_counts_the_pages_of_a_lost_file_as_damaged(tmp_path):
+    folder = tmp_path / "tier"
+    make_store(folder).write([(key, page_of(key)) for key in range(5)])
+    next(folder.glob("*.pages")).unlink()
+    assert verify_pages(folder, is_removed=False) == (5, 5)
+    assert verify_pages(folder) == (5, 5)
+    assert verify_pages(folder) == (0, 0)
+
+
+def test_folders_without_a_cache_are_refused_and_stay_as_they_are(tmp_path):
+    (tmp_path / "other").mkdir(mode=0o700)
+    for act in (file_stats, verify_pages, clear_folder):
+        with pytest.raises(ConfigError, match="is not the folder of a disk tier"):
+            act(tmp_path / "other")
+        with pytest.raises(ConfigError, match="does not exist"):
+            act(tmp_path / "none")
+    assert list((tmp_path / "other").iterdir()) == []

@@ -193,3 +193,22 @@ def test_hints_are_accepted():
 def test_field_that_cannot_change_the_answer_is_taken_and_named(name, value):
     answer, _ = ask(script("Hi"), **{name: value})
     assert (answer.status_code, answer.headers["x-quire-ignored-params"]) == (200, name)
+
+
+MARK, LONG_MARK = {"type": "ephemeral"}, {"type": "ephemeral", "ttl": "1h"}
+
+
+@pytest.mark.parametrize(
+    ("body", "seconds"),
+    [
+        ({}, 0.0),
+        ({"cache_control": MARK}, 300.0),
+        ({"system": [{"type": "text", "text": "Be brief.", "cache_control": LONG_MARK}], "cache_control": MARK}, 3600.0),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": MARK}]}]}, 300.0),
+        ({"tools": [{"name": "f", "input_schema": {"type": "object"}, "cache_control": LONG_MARK}]}, 3600.0),
+    ],
+    ids=["none", "body", "longest", "message", "tool"],
+)
+def test_marks_of_cache_control_reach_the_engine(body, seconds):
+    _, gateway = ask(script("Hi"), **body)
+    assert gateway.jobs[0].request.cache_retention_s == seconds

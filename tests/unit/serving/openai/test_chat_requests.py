@@ -197,6 +197,13 @@ def test_cache_salts_of_two_owners_differ_whatever_the_body_says():
     assert len(set(salts)) == len(salts)
 
 
+@pytest.mark.parametrize(("asked", "seconds"), [(None, 0.0), ("in_memory", 0.0), ("24h", 86_400.0)])
+def test_prompt_cache_retention_reaches_the_engine(asked, seconds):
+    where = say("Hi")
+    whole(where, **({} if asked is None else {"prompt_cache_retention": asked}))
+    assert where.gateway.jobs[0].request.cache_retention_s == seconds
+
+
 def test_job_says_who_asks_and_how():
     where = say("Hi")
     whole(where, service_tier="flex", seed=3)

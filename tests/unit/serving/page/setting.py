@@ -21,6 +21,7 @@ class Engine:
         self.info = engine_info()
         self.watched = []
         self.ranks = []
+        self.tiers = []
 
     def watch(self, hz):
         self.watched.append(hz)

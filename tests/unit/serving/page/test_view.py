@@ -4,9 +4,10 @@ import json
 import secrets
 
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.page.static_files import FOLDER
 from quire.serving.page.view import EngineView
-from quire.serving.page.wire import RankRow, RequestRow, StepRow
+from quire.serving.page.wire import RankRow, RequestRow, StepRow, TierRow
 from tests.unit.serving.page.setting import Setting, run, take
 
 
@@ -218,3 +219,27 @@ def test_the_page_knows_the_columns_of_a_rank():
     columns = [f'"{name}"' for name in ("rank", "pid", "state", "memory", "share", "wait")]
     assert f"const RANK = [{', '.join(columns)}];" in (FOLDER / "engine_model.mjs").read_text()
     assert len(columns) == len(RankRow.__struct_fields__)
+
+
+def test_tiers_are_told_when_they_change():
+    async def scenario(s):
+        counts = {"num_hits": 5, "num_saved": 7, "num_loaded": 6, "num_dropped": 1, "save_s": 0.25, "load_s": 0.5}
+        s.engine.tiers = [TierStats(tier="host", num_pages=3, num_bytes=300, max_bytes=1200, **counts)]
+        frames = s.feed.frames(10, False)
+        assert (await take(frames))[2]["tiers"] == [["host", 3, 300, 1200, 5, 7, 6, 1, 250.0, 500.0]]
+        s.add_request("another")
+        s.feed.tick()
+        assert "tiers" not in (await take(frames))[2]
+        s.engine.tiers = []
+        s.feed.tick()
+        assert (await take(frames))[2]["tiers"] == []
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_the_page_knows_the_columns_of_a_tier():
+    columns = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading"]
+    shown = ", ".join(f'"{name}"' for name in columns)
+    assert f"const TIER = [{shown}];" in (FOLDER / "engine_model.mjs").read_text()
+    assert len(columns) == len(TierRow.__struct_fields__)
