@@ -11,7 +11,7 @@ from quire.contracts.sampling_params import MAX_CHOICES
 from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 MIB = 1 << 20
-MAX_NAME_LENGTH = 512  # of a model in a request
+MAX_NAME_LENGTH = 512  # of a model name in a request
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
@@ -40,16 +40,17 @@ _OWN_LABELS = (
 class ApiKey:
     """One client of the server.
 
-    name                 in logs, metrics of the log, and as the owner of files and batches
-    sha256               of the key itself, which is not kept
+    name                 in logs, and as the owner of files and batches
+    sha256               of the key; the key itself is not stored
     max_concurrent       requests in flight at once; None for no limit
     requests_per_minute  None for no limit
     tokens_per_minute    prompt and output tokens; None for no limit
-    weight               share of the engine beside other keys under load
-    max_stored_files     files at a time, outputs of batches included; None for the server's own limit
+    weight               share of the engine relative to other keys under load
+    max_stored_files     files at a time, including outputs of batches; None for the server's limit
     max_stored_bytes     of these files; likewise
-    max_stored_batches   batches at a time, those of the last 30 days included; likewise
-    may_use_interactive  its requests may ask for the service tier "priority"; else they get "default", and are told so
+    max_stored_batches   batches at a time, including those of the last 30 days; likewise
+    may_use_interactive  its requests may ask for the service tier "priority"; otherwise they get "default", and the answer says
+                         so
     """
 
     name: str
@@ -69,31 +70,32 @@ class ApiKey:
 class ServerConfig:
     """Options of `quire serve`. Raises ConfigError, naming the option, when one is invalid.
 
-    api_keys              none: everybody may ask; the server then only answers to known Host names
-    served_model_names    what clients may call the model; the first is what answers say; empty: the name of the checkpoint
+    api_keys              none: no authentication; the server then answers only to known Host names
+    served_model_names    names of the model for clients; answers have the first; empty: the name of the checkpoint
     allowed_origins       origins that browsers may call from; none by default
     allowed_hosts         Host headers that are answered while there are no keys (against DNS rebinding)
-    data_dir              files, batches and stored responses; None keeps them in memory, and says so
-    max_prompt_characters  of one prompt; None: 16 for each token of the context, but a million at least
-    max_held_body_bytes   of all bodies that are arriving or being answered, of uploads what is in the memory; over it 503, but
-                          for small ones
-    max_stored_files      of one key, what its batches have written included; over it uploads are refused
+    data_dir              files, batches and stored responses; None keeps them in memory, with a log line
+    max_prompt_characters  of one prompt; None: 16 per token of the context, at least a million
+    max_held_body_bytes   of all bodies that are arriving or being answered (uploads: the part in memory); beyond it 503, except
+                          for small bodies
+    max_stored_files      of one key, including outputs of batches; beyond it uploads are refused
     max_stored_bytes      of these files
-    max_stored_batches    of one key, ended ones included until they go, 30 days after their end; over it new ones are refused
+    max_stored_batches    of one key, including ended ones until they expire after 30 days; beyond it new ones are refused
     max_queued_requests   sequences (n counts) that may wait or run; over it 503
     max_queued_tokens     prompt tokens that may wait; over it 503
     max_queue_wait_s      a request whose estimated wait is longer is refused with 503
     default_timeout_s     deadline of requests that state none
-    drain_grace_s         after SIGTERM: still listening, refusing new work with 503, for balancers that are told late
+    drain_grace_s         after SIGTERM: time in which the server still listens and answers new work with 503, for load
+                          balancers
     drain_timeout_s       then: time for running requests to end
-    watchdog_timeout_s    an engine without progress for so long is killed and started again
+    watchdog_timeout_s    an engine without progress for this long is killed and restarted
     max_restarts          restarts within restart_window_s before the server gives up and exits
     tool_call_parser      a format of quire.text.parsing, "auto" (from the chat template) or "none"
     reasoning_parser      likewise
     strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
     slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
-    metric_labels         names and values that every metric has beside its own
-    keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
+    metric_labels         additional labels of every metric
+    keep_alive_comment_s  a stream that is silent for this long gets a comment, so that proxies do not close it
     """
 
     host: str = "127.0.0.1"
@@ -211,7 +213,7 @@ class ServerConfig:
                 raise ConfigError(f"{option} {name!r} is not known; allowed are auto, none, {', '.join(sorted(table))}")
 
     def weight_of(self, owner: str) -> float:
-        """Return the share of an owner beside others."""
+        """Return the weight of an owner."""
         return next((key.weight for key in self.api_keys if key.name == owner), 1.0)
 
     def max_batches_of(self, owner: str) -> int:

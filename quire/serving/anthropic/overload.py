@@ -1,4 +1,4 @@
-"""answer_overloaded: a full queue in the words of the Anthropic API, whose status for it is 529."""
+"""answer_overloaded: report a full queue with status 529, as the Anthropic API does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.serving.errors import OVERLOADED_STATUS, ApiError
 
 @contextmanager
 def overload_as_529() -> Generator[None]:
-    """Raise a 529 for the 503 of a full queue; everything else goes through."""
+    """Turn the 503 of a full queue into a 529; other errors pass unchanged."""
     try:
         yield
     except ApiError as error:
@@ -30,7 +30,7 @@ def overload_as_529() -> Generator[None]:
 
 
 def answer_overloaded(answer: Answer) -> Answer:
-    """Return an answer that says 529 where the queue turns out to be full while it is made."""
+    """Return an answer that becomes a 529 if the queue is full."""
     if isinstance(answer, Unary):
         work = answer.work
 
@@ -43,7 +43,7 @@ def answer_overloaded(answer: Answer) -> Answer:
 
 
 async def _frames(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    # An asynchronous generator, though its type does not say so: it is closed when this one is.
+    # This is an asynchronous generator, although its type is wider: it must be closed together with this one.
     async with aclosing(cast("AsyncGenerator[bytes]", frames)) as pieces:
         with overload_as_529():
             async for piece in pieces:

@@ -1,4 +1,4 @@
-"""LinePlaces: in how many places lines of batches run at once, and whose line gets the next."""
+"""LinePlaces: bounds the number of batch lines that run at once, fairly between owners."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from quire.serving.admission.shares import most_beside
 
 
 class LinePlaces:
-    """Gives places to owners in turn, and to the lines of one owner in the order in which they ask.
-
-    Owners that have places leave some free, so that one that has none finds one at once, however long the lines of the others
-    take; the fair queue before the engine sees to the rest.
-
-    max_running  how many places there are, asked anew for each
+    """Gives places to owners in turn, and to the lines of one owner in order of arrival.
+    Owners that have places leave some free, so an owner without any gets one at once, however long the lines of the others
+    take. The fair queue before the engine does the rest.
+    max_running  returns the number of places; called for each line
     """
 
     def __init__(self, max_running: Callable[[], int]) -> None:
         self._max_running = max_running
         self._taken: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in round-robin order
 
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncGenerator[None]:
-        """Wait for a place of an owner, and hold it inside of `async with`."""
+        """Wait for a place for an owner, and hold it within `async with`."""
         given = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(given)
         self._give()
@@ -44,13 +42,13 @@ class LinePlaces:
 
     def _give(self) -> None:
         while self._waiting:
-            owner = min(self._waiting, key=lambda name: self._taken[name])  # of equals the one whose turn is longest ago
+            owner = min(self._waiting, key=lambda name: self._taken[name])  # ties: least recently served
             if not self._has_place_for(owner):
                 return
             waiting = self._waiting.pop(owner)
             given = waiting.popleft()
             if waiting:
-                self._waiting[owner] = waiting  # behind the others now
+                self._waiting[owner] = waiting  # now last in order
             if not given.cancelled():
                 self._taken[owner] += 1
                 given.set_result(None)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 SCHEMA_VERSION = 1
-"""Of the tables. Indexes are made where a file lacks them, and harm no version that does not know them."""
+"""Version of the tables. Missing indexes are created; versions that do not know them are not affected."""
 IS_OPEN = "status NOT IN ('failed','completed','expired','cancelled')"
-"""Of batches that have not ended; a condition must have these words for the indexes of theirs to be used."""
+"""Condition for unfinished batches; SQLite uses the partial indexes only if a query has exactly this text."""
 INPUT_FILE = "json_extract(CAST(record AS TEXT), '$.input_file_id')"
 """Of a batch."""
 ENDED_AT = "json_extract(CAST(record AS TEXT), '$.' || status || '_at')"
-"""Of a batch that has ended: its record names the time after what it became."""
+"""The end time of an ended batch: its record has it under its status."""
 SCHEMA = f"""
 CREATE TABLE IF NOT EXISTS file(
   id TEXT PRIMARY KEY, owner TEXT NOT NULL, created_at INTEGER NOT NULL, expires_at INTEGER, record BLOB NOT NULL);
