@@ -1,4 +1,4 @@
-"""SamplingParams out of what a request states and what the checkpoint recommends."""
+"""SamplingParams from a request's fields and the checkpoint's defaults."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quire.contracts.sampling_params import SamplingParams
 
 
 def make_sampling(stated: Mapping[str, Any], recommended: Mapping[str, Any], **forced: Any) -> tuple[SamplingParams, bool]:
-    """Return the parameters, and whether one choice is to be run and copied n times: at temperature 0 all are the same.
+    """Return the parameters, and whether one choice is run and copied n times: at temperature 0 all choices are equal.
 
-    stated       fields of SamplingParams; None is as good as absent, but for max_tokens
-    recommended  by the checkpoint, for what is not stated
-    forced       comes before both
+    stated       fields of SamplingParams; None means absent, except for max_tokens
+    recommended  by the checkpoint, for absent fields
+    forced       takes precedence over both
     Raises RequestError.
     """
     fields: dict[str, Any] = dict(recommended)
@@ -38,5 +38,5 @@ def _params(fields: Mapping[str, Any]) -> SamplingParams:
 
 @lru_cache(maxsize=256)
 def _known_params(fields: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
-    """Return the parameters, which are frozen: for the same fields the same ones, because checking them has its cost."""
+    """Return the (frozen) parameters, cached by their fields, because checking them takes time."""
     return SamplingParams(**{name: value for name, _, value in fields})

@@ -1,4 +1,4 @@
-"""VisiblePositions: which tokens the visible part of a text consists of, after a parser has told the parts apart."""
+"""VisiblePositions: maps the visible parts of a text, as separated by a parser, to their tokens."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from quire.serving.core.events import Position
 
 
 class VisiblePositions:
-    """Holds what is known of the tokens whose text a parser has taken in and not yet given out.
+    """Holds the positions of the tokens whose text a parser has read but not yet returned.
 
-    What the parser gives out is in order what it took in, less the markers between. A token on the border of two
-    parts goes with the first of them that is visible.
+    The parser returns its input in order, without the markers. A token on the border of two parts belongs to
+    the first of them that is visible.
     """
 
     def __init__(self) -> None:
         self._held: list[tuple[str, Position | None]] = []
 
     def add(self, text: str, position: Position | None) -> None:
-        """Take in one token and its text."""
+        """Add one token and its text."""
         if text or position is not None:
             self._held.append((text, position))
 
     def take(self, text: str) -> list[Position]:
-        """Return what is known of the tokens of a visible part of the text; what was before it is dropped."""
+        """Return the positions of the tokens of a visible part of the text; earlier ones are dropped."""
         return self._consume(text)
 
     def drop(self, text: str) -> None:
-        """Drop the tokens of a part of the text that is not visible, and what was before it."""
+        """Drop the tokens of an invisible part of the text, and earlier ones."""
         self._consume(text)
 
     def drop_all_but_last(self) -> None:
@@ -33,12 +33,12 @@ class VisiblePositions:
         del self._held[:-1]
 
     def _consume(self, text: str) -> list[Position]:
-        """Remove what is held up to the end of `text` in it; return what is known of the tokens that overlap it."""
+        """Remove the held tokens up to the end of `text`; return the positions of those that overlap it."""
         joined = "".join([held for held, _ in self._held])
         start = max(joined.find(text), 0)
         end = start + len(text)
         found: list[Position] = []
-        textless: list[Position | None] = []  # beginnings of characters: they go with the token that completes them
+        textless: list[Position | None] = []  # beginnings of characters: they belong to the token that completes them
         at = 0
         for index, (held, position) in enumerate(self._held):
             begin, at = at, at + len(held)
