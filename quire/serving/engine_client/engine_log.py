@@ -1,4 +1,4 @@
-"""EngineLog: what the engine's process writes to its standard output and error, as lines of the server's JSON log."""
+"""EngineLog: turns the standard output and error of the engine's process into records of the server's JSON log."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quire.base.logging import get_logger
 
 logger = get_logger("quire.engine.output")
 
-MAX_LINE_BYTES = 64 << 10  # of a longer one every piece is a line
+MAX_LINE_BYTES = 64 << 10  # a longer line is split
 
 
 class EngineLog:
     """Reads one pipe to its end in a thread of its own.
 
-    Lines that are objects already, the engine's own log, go on as they are. Any other, written by a library or the interpreter
-    below Python's logging, becomes a record of its own; whose request it is about nobody knows.
+    Lines that are JSON objects (the engine's own log) are passed on unchanged. Other lines, written by libraries or the
+    interpreter without Python's logging, become log records without a request id.
     """
 
     def __init__(self, pipe: BinaryIO) -> None:
@@ -28,7 +28,7 @@ class EngineLog:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until all is read: until the process, and whoever has its pipe from it, have ended."""
+        """Wait for the end of the pipe: until the process and its children that inherited the pipe have ended."""
         self._thread.join(timeout_s)
 
     def _read(self) -> None:
