@@ -1,7 +1,7 @@
-"""Lingering closes: what a client still sends is read and dropped for a while after its answer.
+"""Lingering closes: after the answer, the server reads and drops for a while what the client still sends.
 
-A socket that is closed with bytes in it that nobody read answers with a reset, which may overtake the answer, or end a client
-that writes all of its body before it reads.
+Closing a socket with unread bytes sends a reset, which may destroy the answer before the client reads it, or fail a client
+that writes its whole body before it reads.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import asyncio
 from collections.abc import Callable
 
 LINGER_S = 5.0
-LINGER_BYTES = 32 << 20  # dropped as they come: they cost no memory
+LINGER_BYTES = 32 << 20  # dropped as they arrive, so they use no memory
 MAX_LINGERING = 256
 
 
 class LingeringCloses:
-    """How many connections of a server linger; beyond the most there may be they are closed at once."""
+    """The number of lingering connections of a server; beyond the maximum, connections are closed at once."""
 
     def __init__(self, most: int = MAX_LINGERING) -> None:
         self.most = most
         self.count = 0
 
     def begin(self) -> bool:
-        """Count one more; False where there is no room for it."""
+        """Count one more; False if the maximum is reached."""
         if self.count >= self.most:
             return False
         self.count += 1
@@ -34,7 +34,7 @@ class LingeringCloses:
 
 
 class LingeringTransport:
-    """What a cycle of uvicorn does with its transport, which closes in another way."""
+    """The transport of a request cycle of uvicorn, whose `close` lingers."""
 
     __slots__ = ("close", "is_closing", "write")
 

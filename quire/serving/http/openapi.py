@@ -1,4 +1,4 @@
-"""The OpenAPI description, made from the endpoints and the types of their bodies."""
+"""The OpenAPI description, generated from the endpoints and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ERRORS = {
 
 
 def schemas_of(endpoints: Sequence[Endpoint[Any]]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
-    """Return the schema of each type of a body or an answer, and the components that they refer to."""
+    """Return the schemas of the types of bodies and answers, and the components that they reference."""
     found = [
         kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, *endpoint.other_answers.values()) if kind
     ]
@@ -86,7 +86,7 @@ def _error(endpoint: Endpoint[Any], status: int) -> dict[str, Any]:
 
 
 def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the description of an answer whose status may also be an error's."""
+    """Return the description of an answer whose status may also mean an error."""
     if schema is None:
         return {"description": "Nothing has changed."}
     if error is None:
@@ -98,7 +98,7 @@ def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[
 def document(
     title: str, version: str, endpoints: Iterable[Endpoint[Any]], maxima: Mapping[str, int] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """Return the whole OpenAPI 3.1 document; `maxima` are of fields of bodies, as this server is configured."""
+    """Return the whole OpenAPI 3.1 document; `maxima` are this server's limits of fields of bodies."""
     listed = list(endpoints)
     schemas, components = schemas_of(listed)
     for name in {endpoint.body.__name__ for endpoint in listed if endpoint.body is not None}:
@@ -144,7 +144,7 @@ def _error_schema(endpoint: Endpoint[Any]) -> dict[str, str]:
     return {"$ref": _REF.format(name="AnthropicError" if endpoint.is_anthropic else "OpenAIError")}
 
 
-# Of one event, as its lines come: tools for OpenAPI take the schema of a stream so.
+# The schema of one event: OpenAPI tools expect the schema of a stream in this form.
 _EVENTS = {
     "type": "object",
     "required": ["data"],

@@ -1,4 +1,4 @@
-"""UnchunkedBody: how answers of unknown length go to clients of HTTP/1.0, which know no chunks."""
+"""UnchunkedBody: sends answers of unknown length to HTTP/1.0 clients, which do not support chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 
 class UnchunkedBody:
-    """Stands in for the `send` of a cycle of uvicorn: a body without a length goes out as it is, and ends with the connection.
+    """Replaces the `send` of a request cycle of uvicorn: a body without a length is sent unchunked and ends with the
+    connection.
 
     uvicorn closes the connection after every answer to HTTP/1.0.
     """

@@ -1,8 +1,8 @@
-"""Every metric of the server: its name, its labels, its buckets, and in the help text how it is defined.
+"""Every metric of the server: name, labels, buckets, and its definition as the help text.
 
-The names and buckets are those that dashboards for this kind of server know, after the prefix; buckets are added where theirs
-are too coarse for a small model. All carry the labels model_name and engine, and none is labelled with what a client wrote.
-Those of an engine carry the label replica, too, where a server has several: its number, from 0 on.
+Apart from the prefix, the names and buckets are those of vLLM's dashboards; buckets are added where these
+are too coarse for a small model. All metrics have the labels model_name and engine, and no label has text from a client.
+With several replicas, metrics of an engine also have the label replica, a number from 0.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 LAG_BUCKETS = (.001, .0025, .005, .0075, .01, .015, .02, .025, .05, .1, .25, .5, 1, 2.5, 5)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
-# The same for every model, so that those of several servers can be added up.
+# The same for every model, so that histograms of several servers can be added.
 LENGTH_BUCKETS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)), 1_000_000)
 # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeSources:
-    """What gauges of an engine read at every collection; None from a source leaves the sample out."""
+    """The sources that gauges of an engine read at every collection; None omits the sample."""
 
     heartbeat_age_s: Callable[[], float | None]
     flops_per_s: Callable[[], float | None]
@@ -47,10 +47,10 @@ class GaugeSources:
 
 
 class Definitions:
-    """The instruments of one server, by attribute; `all` in the order of their definition.
+    """The instruments of one server as attributes; `all` has them in the order of definition.
 
     sources    of each engine
-    of_engine  those that have no other label than that of an engine
+    of_engine  metrics with no labels other than that of an engine
     """
 
     def __init__(self, labels: dict[str, str], sources: Sequence[GaugeSources]) -> None:
@@ -235,7 +235,7 @@ class Definitions:
         self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
 
     def _define_ranks(self) -> None:
-        """Of the processes that share a model; without samples where there is one."""
+        """Metrics of the ranks that share a model; without samples if there is only one process."""
         gauge, counter = self._engine_gauge, self._engine_counter
         self.rank_up = gauge("rank_up", "1 for a rank that is ready, 0 for one that is not.", "rank")
         self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, what ranks share included.", "rank")

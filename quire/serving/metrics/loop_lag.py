@@ -1,4 +1,4 @@
-"""watch_loop: how late the event loop comes round."""
+"""watch_loop: measures the lag of the event loop."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ BUSY_PERIOD_S = 0.02
 
 
 async def watch_loop(report: Callable[[float], None], is_busy: Callable[[], bool] = lambda: False) -> None:
-    """Report again and again, until cancelled, how many seconds later than asked for a timer of the running loop went off.
+    """Report repeatedly, until cancelled, by how many seconds a timer of the running loop was late.
 
-    is_busy  whether there is work that makes it worth looking more often
+    is_busy  whether there is work; the lag is then measured more often
     """
     loop = asyncio.get_running_loop()
     while True:
