@@ -1,4 +1,4 @@
-"""kv_cells: who holds which KV block, as runs of equal cells."""
+"""kv_cells: the owners of the KV blocks, as runs of equal cells."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_CELLS = 8192
 
 
 def kv_cells(report: KvReport, number_of: Callable[[str], int]) -> KvCells:
-    """Return the cells of a report. A cell of several blocks shows the one that most hold; number_of numbers the requests."""
+    """Return the cells of a report. A cell of several blocks shows its most frequent owner; number_of numbers the requests."""
     per_cell = -(-report.num_blocks // MAX_CELLS)
     holders: dict[int, tuple[int, int]] = {}  # block -> first holder, number of sequences
     for request_id, block_ids in report.blocks.items():

@@ -13,7 +13,7 @@ from quire.serving.responses.requests import chat_input, ignored_by_model
 
 
 async def post_input_tokens(routes: ResponseRoutes, call: Call) -> Answer:
-    """Count the tokens of a conversation, tools, stored responses and all that the chat template adds included."""
+    """Count the tokens of a conversation, including tools, stored responses and the text that the chat template adds."""
     context = routes.server
     body = await call.body(ResponsePrompt, max_bytes=context.max_chat_bytes)
     call.ignore(ignored_by_model(context.model, body))
