@@ -1,4 +1,4 @@
-"""Slots for drafts: what budget and blocks leave, in the order of the batch, to sequences for which the worker has some."""
+"""Slots for drafts: the remaining budget and blocks, in batch order, for sequences for which the worker has drafts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from quire.engine.scheduling.step_plan_builder import StepPlanBuilder
 
 
 def give_draft_slots(draft: StepPlanBuilder, kv: KvAllocator, num_running: int, max_num_drafts: int | None = None) -> None:
-    """Give slots to the decoding sequences of a step; a block is left for each running one, so that nobody is preempted.
+    """Give slots to the decoding sequences of a step; one block is left for each running sequence, so that none is preempted.
 
     max_num_drafts  of a sequence; None: as many as it requests
     """
@@ -24,7 +24,7 @@ def give_draft_slots(draft: StepPlanBuilder, kv: KvAllocator, num_running: int, 
         if num_slots <= 0:
             continue
         num_spare = kv.num_missing_blocks(sequence, 1 + num_slots)
-        if num_spare == 0:  # blocks behind that of the next token, which it can write now, are its own
+        if num_spare == 0:  # it owns the blocks after that of the next token, which it can write now
             draft.add_draft_slots(sequence, num_slots, NO_GROWTH)
             continue
         if kv.pool.num_free - num_spare < num_running:
