@@ -1,7 +1,7 @@
-"""HostTier: which page is in which slot of the host tier, and which pages the next step saves and loads.
+"""HostTier: the mapping of pages to slots of the host tier, and the pages that the next step saves and loads.
 
 A page is the KV of one full block. Its key is the key of the block: the hash of its tokens and of all tokens before them. The
-bytes are in the worker, which copies them between blocks and slots as the plans say; here are only the books.
+bytes are in the worker, which copies them between blocks and slots as the plans say; this module only tracks them.
 
 A save copies a block as it stands before the step, and all saves of a step come before its loads. So a slot that the step loads
 from is never given to a save of the same step; and a block that the step loads into and gives away again needs no save.
@@ -18,7 +18,7 @@ from quire.base.ids import BlockId, RequestId
 from quire.contracts.config import KvSave
 
 _MAX_SEEN_KEYS = 1 << 16
-"""Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
+"""The number of remembered keys of pages that were dropped without being saved: a page that occurs a second time is saved."""
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class HostTier:
         return slots
 
     def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
-        """Take note that a published block is about to be given away; save its page in the next plan if that is worth it."""
+        """Called before a published block is reused; saves its page in the next plan if that is worthwhile."""
         slot = self._loads.pop(block_id, None)
         if slot is not None:
             self.unpin([slot])
@@ -161,7 +161,8 @@ class HostTier:
         return slots
 
     def install(self, slot: int, key: int) -> None:
-        """Enter the page that was read into a reserved slot, which stays pinned; an equal page that came meanwhile stays."""
+        """Enter the page that was read into a reserved slot, which stays pinned; if an equal page was saved meanwhile, that one
+        stays."""
         if key not in self._slots:
             self._enter(key, slot)
             self._from_disk.add(slot)
@@ -176,7 +177,7 @@ class HostTier:
             self.unpin(self._held.pop(request_id, ()))
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Forget the pages in slots whose content is not known, because the step that saved them has failed."""
+        """Drop the pages in slots whose content is unknown, because the step that saved them failed."""
         for slot in slots:
             key = self._keys[slot]
             if key is not None:
@@ -185,7 +186,7 @@ class HostTier:
                     self._free.append(slot)
 
     def find_problem(self) -> str | None:
-        """Return what contradicts itself in the books, for check_invariants; O(slots)."""
+        """Return a description of an inconsistency, for check_invariants; O(slots)."""
         if any(self._keys[slot] != key for key, slot in self._slots.items()):
             return "finds a page in a slot that has another one"
         if sum(key is not None for key in self._keys) != len(self._slots):

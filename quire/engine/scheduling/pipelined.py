@@ -1,7 +1,7 @@
-"""Steps for pipeline stages: each has a share of the running sequences, and of the token budget.
+"""Steps for pipeline stages: each step has a share of the running sequences and of the token budget.
 
-While one stage computes a step, the stage before it computes the next one. A sequence is in one step in flight at most, as its
-next token is known only when that step is collected. So as many steps as there are stages divide the sequences among them.
+While one stage computes a step, the previous stage computes the next step. A sequence is in at most one step in flight, because
+its next token is known only when that step is collected. So the sequences are divided among as many steps as there are stages.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from quire.engine.scheduling.sequence_queue import SequenceQueue
 
 
 class StepLimits(NamedTuple):
-    """The most that one of several steps in flight computes."""
+    """The limits of one of several steps in flight."""
 
     num_tokens: int
     num_sequences: int
 
 
 def share_of_step(config: SchedulerConfig, running: SequenceQueue, waiting: SequenceQueue, kv: KvAllocator) -> StepLimits:
-    """Return what one step may take, so that the sequences make a step for each stage, of about the same size.
+    """Return the limits of one step, so that the sequences make one step of about equal size for each stage.
 
-    Counted are the running sequences, and the waiting ones that find a seat and blocks now, cached prefixes aside. Never less
-    than the decoding sequences of a step need, as the budget is at least max_num_seqs.
+    Counts the running sequences, and the waiting ones that could be admitted now, ignoring cached prefixes. Never less
+    than the decoding sequences of a step need, since the budget is at least max_num_seqs.
     """
     num_sequences, num_free = len(running), kv.pool.num_free
     for sequence in waiting:
@@ -40,10 +40,10 @@ def share_of_step(config: SchedulerConfig, running: SequenceQueue, waiting: Sequ
 
 
 def find_preemptible(sequence: Sequence, running: SequenceQueue, in_flight: StepsInFlight) -> Sequence | None:
-    """Return whom a running sequence that needs a block may have preempted: the last one in policy order that no step in flight
-    computes, perhaps itself.
+    """Return the sequence to preempt for a running one that needs a block: the last in policy order that is not in
+    flight, possibly itself.
 
-    None where one in flight comes after it: that step is committed first, and then it may be preempted instead.
+    None if a sequence in flight comes after it: that step is committed first, and then that sequence may be preempted instead.
     """
     has_later = False
     for other in reversed(running):

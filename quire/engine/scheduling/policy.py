@@ -1,17 +1,17 @@
-"""The order of sequences under a policy: who is admitted first, who runs first, and who gives way.
+"""The order of sequences under a policy, for admission, execution and preemption.
 
 fcfs      earliest arrival first (the request's arrival time, then the order of `add`, then the choice)
 priority  lowest priority value first, then as fcfs
 
 Both queues are kept in this order, and the victim of a preemption is always the last of the running ones: the youngest
 under fcfs; the one with the highest value, and of those the youngest, under priority. A preempted sequence keeps its key and
-thus returns to the front of the queue: whatever is behind it there was behind it before.
+thus returns to the front of the queue.
 
-Under both, requests in the background come behind all others.
+Under both, background requests come after all others.
 
-Decision: admission preempts nobody but the background, under either policy. A request of low value waits for a seat and for
-blocks like any other, only before the rest. Preemption costs the victim its whole prefix, and happens only where a running
-sequence would otherwise be unable to take its next token, or to somebody in the background, which is there to give way.
+Decision: under both policies admission preempts only background sequences. A request of low value waits for room
+like any other, but first. Preemption costs the victim its whole prefix, and happens only if a running
+sequence could not get its next token otherwise, or to background sequences.
 """
 
 from __future__ import annotations

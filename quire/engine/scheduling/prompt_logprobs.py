@@ -1,4 +1,4 @@
-"""Log probabilities of a prompt, each handed out once, whatever is computed again after a preemption."""
+"""Log probabilities of a prompt, each returned once, even if they are computed again after a preemption."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from quire.engine.scheduling.sequence import Sequence
 
 
 def take_prompt_logprobs(sequence: Sequence, result: StepResult) -> tuple[tuple[TokenLogprobs, ...], int]:
-    """Return the prompt log probabilities of a chunk that were not handed out before, and the position of the first.
+    """Return the prompt log probabilities of a chunk that were not returned before, and the position of the first.
 
-    For a sequence with some still to hand out.
-    To be called before num_computed_tokens advances: the worker's first one is of the token after the first computed.
+    Call only for a sequence that still has some to return.
+
+    Call before num_computed_tokens advances: the worker's first one is for the token after the first computed token.
     """
     due = sequence.num_prompt_tokens - sequence.next_prompt_logprob
     first = sequence.num_computed_tokens + 1

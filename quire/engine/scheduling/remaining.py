@@ -1,4 +1,4 @@
-"""What running sequences have left to compute."""
+"""The remaining work of running sequences."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quire.engine.scheduling.sequence import Sequence
 def find_remaining(
     running: Iterable[Sequence], launched: Mapping[SequenceId, int]
 ) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-    """Return the sequences with one token to compute, which decode, and those with more, with how many.
+    """Return the sequences with one token to compute, which decode, and those with more, with their number.
 
-    Late ones are in neither.
+    Sequences with a pending mask are in neither.
 
-    launched  tokens that a step in flight computes: what is left is counted behind it
+    launched  tokens that a step in flight computes; the rest is counted after it
     """
     decoding: list[Sequence] = []
     prefilling: list[tuple[Sequence, int]] = []

@@ -1,4 +1,4 @@
-"""What a worker may answer: a token or a vector where one is due, and no more drafts than it had slots for."""
+"""Checks a worker's result: a token or a vector exactly when one is due, and at most as many drafts as slots."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from quire.engine.scheduling.sequence import Sequence
 def find_mistake(
     sequence: Sequence, num_tokens: int, num_draft_slots: int, result: StepResult, goes_on: bool = False
 ) -> str | None:
-    """Return what is wrong with the worker's result for a sequence that computes num_tokens in the step.
+    """Return the error in the worker's result for a sequence that computes num_tokens in the step, None if it is valid.
 
-    goes_on: the next step is planned already, so that this one may bring one token at most.
+    goes_on: the next step is already planned, so this one may return at most one token.
     """
     if goes_on and len(result.sampled.get(sequence.sequence_id, ())) > 1:
         return "the worker returned several tokens where the next step was planned for one"
