@@ -40,7 +40,7 @@ class Decoder:
 
     parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `open_parameters` or
                    `load_parameters` return them; quantised weights are made dense once, here
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    max_model_len  the longest sequence; some rope scalings depend on it
     """
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter], max_model_len: int) -> None:
@@ -62,7 +62,7 @@ class Decoder:
         self._scalings = {layer.attention.query_scaling for layer in spec.layers} - {None}
 
     def _frequencies_of(self, rope: RopeSpec, step: AttentionMetadata) -> Tensor:
-        """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
+        """Return the frequencies of a rope [dim / 2], or [T, dim / 2] if tokens differ."""
         short = self._short_frequencies.get(rope)
         if short is None or step.short_ropes is None:
             return self._frequencies[rope]
@@ -131,7 +131,7 @@ class Decoder:
         wants_best: bool = False,
         needs_logits: bool = True,
     ) -> tuple[Tensor, list[int] | None]:
-        """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
+        """As `step`, for runs of tokens; returns None for the best tokens, which only the native decoder computes."""
         self._kept_rows = None if keeps_all else logit_rows
         return self.step(*runs.tensors(kv.spec.block_size), kv, logit_rows, True, hidden_rows), None
 
@@ -154,7 +154,7 @@ class Decoder:
 
     def final_states(self, places: Sequence[int]) -> Tensor:
         """Return the hidden states [R, hidden_size] f32, after the final norm, of rows of the last `run`: the indices of
-        tokens where it kept all, else places in its logit_rows."""
+        tokens if it kept all, otherwise indices into its logit_rows."""
         if self._hidden is None:
             raise InvariantError("the last step did not keep its rows")
         rows = places if self._kept_rows is None else [self._kept_rows[place] for place in places]
@@ -170,7 +170,7 @@ class Decoder:
         return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
 
     def parameter(self, name: str) -> Tensor | None:
-        """Return a parameter by its canonical name, dense; None where the model has none of it."""
+        """Return a dense parameter by its canonical name; None if the model has none."""
         return self._parameters.get(name)
 
     @torch.inference_mode()
@@ -185,7 +185,7 @@ class Decoder:
 
 
 class LayerCache(NamedTuple):
-    """What a KvPool has of one layer; states: of a mixer, the tensors of recurrent states."""
+    """One layer's tensors of a KvPool; states: the recurrent states of a mixer."""
 
     k: Tensor
     v: Tensor
@@ -194,10 +194,10 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where the tokens of a step stand for one layer.
+    """The positions of a step's tokens for one layer.
 
     angles  cos and sin of its rope; None: it has none
-    factor  [T, 1, 1] that scales queries by their positions; None: nothing does
+    factor  [T, 1, 1] that scales queries by their positions; None: no scaling
     """
 
     angles: tuple[Tensor, Tensor] | None
@@ -216,7 +216,7 @@ class LayerPlace:
 
 
 class DecoderLayer:
-    """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
+    """One layer; it takes the `parameters` whose canonical names begin with `prefix`."""
 
     def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
         self.spec = spec
@@ -233,7 +233,7 @@ class DecoderLayer:
     ) -> Tensor:
         """Return the layer's output [T, H].
 
-        attended  what attention reads where it is not the normed input
+        attended  the input of attention, if it is not the normed input
         factors   the factors on queries [T, 1, 1] of each query scaling; None: the model has none
         """
         spec = self.spec
@@ -301,8 +301,8 @@ class DecoderLayer:
         return self._linear(attended, "o")
 
     def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
-        """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find
-        out of it by the values' half."""
+        """Attend in the latent space of the cached rows: the key half of kv_b projects queries into it, and the value half
+        projects the attention output back."""
         latent = spec.latent
         assert latent is not None
         nope, rank = latent.nope_dim, latent.kv_rank
@@ -319,7 +319,7 @@ class DecoderLayer:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
-            # The keys of the indexer lie where there would be values: rows are both.
+            # The indexer's keys are stored in the value cache, since a latent row is both key and value.
             index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
             store_index_keys(keys, place.v_cache, place.step.slots)
@@ -330,7 +330,7 @@ class DecoderLayer:
     def _index(
         self, x: Tensor, q_latent: Tensor, spec: IndexerSpec, rope_dim: int, place: LayerPlace
     ) -> tuple[IndexQueries, Tensor]:
-        """Return what tokens ask the indexer, and its keys [T, D]."""
+        """Return the indexer's queries, and its keys [T, D]."""
         q = self._linear(q_latent, "index_q").view(len(x), spec.num_heads, spec.head_dim)
         k = self._norm(self._linear(x, "index_k"), spec.norm, "index_k_norm")[:, None]
         q, k = (

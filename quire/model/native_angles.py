@@ -1,4 +1,4 @@
-"""NativeAngles: the tables of cosines and sines that the native kernels rotate heads with."""
+"""NativeAngles: the tables of cosines and sines for the native kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 
 
 class NativeAngles:
-    """Cosine and sine [positions, dim / 2] f32 of one rope; rounded to the model's dtype where the model does that.
+    """Cosine and sine [positions, dim / 2] f32 of one rope; rounded to the model's dtype if the model does that.
 
     num_short  positions of the short variant of the rope (ModelSpec.rope_switch_len), whose rows follow those of the long one;
                0: there is one variant
@@ -23,7 +23,7 @@ class NativeAngles:
         self.count = 0
 
     def extend(self, count: int) -> None:
-        """Make the tables anew, for positions below `count`; row count + p is position p of the short variant."""
+        """Recompute the tables for positions below `count`; row count + p is position p of the short variant."""
         self.count = count
         parts = [cos_sin(self._rope, self._frequencies, torch.arange(count), self._dtype)]
         if self._num_short > 0:

@@ -1,4 +1,4 @@
-"""Wrappers: models of text and images whose language model is served; their images are refused."""
+"""Wrappers: multimodal models whose language model is served; images are refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.base.errors import ModelFormatError, UnsupportedError
 
 _SHARED = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id")
 NOT_TEXT = re.compile(r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector)\..*")
-"""Names of stored tensors that only images need."""
+"""Names of stored tensors that are only for images."""
 PREFIXES = ("model.language_model.", "language_model.")
-"""What wrappers put before the names of the language model, as transformers saves them and as older files have them."""
+"""Prefixes of the language model's names, as transformers saves them and as in older files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Wrapper:
     """A model type whose config.json has the language model's in its text_config.
 
     text_types  model types that the text_config may have; the first where it names none
-    is_tied     whether the head is the embedding where neither config says so; None: as the language model's family has it
+    is_tied     whether embeddings are tied if neither config says so; None: the default of the language model's family
     """
 
     architectures: tuple[str, ...]
