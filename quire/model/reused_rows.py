@@ -1,4 +1,4 @@
-"""ReusedRows: memory for rows that are handed out, read, and soon let go."""
+"""ReusedRows: reusable memory for short-lived rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 _KEPT_ROWS, _MOST_KEPT = 16, 2
-"""Rows of what is kept, for one sequence and its drafts, and how many of these: what a step left is read behind the next."""
+"""Rows of kept arrays, for one sequence and its drafts, and their number: a step's rows are read after the next step."""
 _OWN_REFERENCES = 2
-"""To a tensor that nobody else holds: the list, and the argument of the function that counts."""
+"""References to an unshared tensor: the list, and the argument of the counting function."""
 
 
 class ReusedRows:
-    """Rows [R, width] f32 in the memory of earlier ones that nobody holds any more.
+    """Rows [R, width] f32 in the memory of earlier rows that are no longer referenced.
 
-    To make a tensor behind a pass of the weights takes longer than to fill it: what makes one must come from memory first.
-    Who holds a part of what was handed out must hold the tensor, too.
+    Allocating a tensor after a pass over the weights takes longer than filling it, because the allocator's code and data
+    have been evicted from the caches.
+
+    A caller that keeps a part of the rows must keep a reference to the tensor, too.
     """
 
     def __init__(self) -> None:

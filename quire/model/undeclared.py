@@ -1,4 +1,4 @@
-"""Quantised weights in a checkpoint whose config does not say so: an error that names the format and the way out."""
+"""Quantised weights in a checkpoint whose config does not say so: an error that names the format and what to do."""
 
 from __future__ import annotations
 
