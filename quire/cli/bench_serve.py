@@ -43,7 +43,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="may be given several times")
     group.add_argument("--extra-body", metavar="JSON", help="fields of every request's body, over the others")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--ignore-eos", action="store_true", help="ask for outputs of full length, where the server knows how")
+    group.add_argument("--ignore-eos", action="store_true", help="request outputs of full length, if the server supports it")
     group.add_argument("--retry", type=int, default=0, help="attempts after status 429 or 503, each after Retry-After")
     group.add_argument("--request-timeout-sec", type=float, default=3600.0, help="of one attempt")
     group.add_argument("--ready-check-timeout-sec", type=float, default=30.0, help="how long to wait for the server")
@@ -77,7 +77,9 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
 def _add_arrivals(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("arrivals")
     group.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
-    group.add_argument("--max-concurrency", type=int, help="requests under way at most; without a rate this is a closed loop")
+    group.add_argument(
+        "--max-concurrency", type=int, help="maximum number of concurrent requests; without a rate this is a closed loop"
+    )
     processes = ("auto", "poisson", "fixed", "burst", "trace")
     group.add_argument("--arrival", default="auto", choices=processes, help="auto: a trace's own times, else poisson")
     group.add_argument("--burstiness", type=float, default=1.0, help="shape of gamma gaps: 1 is Poisson, less is burstier")
@@ -88,7 +90,7 @@ def _add_arrivals(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits like ttft:200 tpot:50 e2el:5000")
-    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="what the table shows; the JSON has all")
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="metrics of the table; the JSON has all")
     group.add_argument("--metric-percentiles", default="50,90,95,99", help="which percentiles")
     group.add_argument("--output-json", type=Path, help="write the figures to this file")
     group.add_argument("--save-result", action="store_true", help="write the figures to --result-dir")
@@ -100,7 +102,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Measure, print, and write what was asked for; 130 when the run was interrupted, 1 when nothing succeeded."""
+    """Measure, print, and write the requested files; return 130 if the run was interrupted, 1 if no request succeeded."""
     from quire.bench.serving.html_report import render_html
     from quire.bench.serving.serve import run_serve as run
 

@@ -168,7 +168,7 @@ def as_api_error(error: BaseException, request_id: str) -> ApiError:
     """Return the client's view of an exception: client errors in full, server errors by type only, with the rest in the log."""
     if isinstance(error, ApiError):
         # Clear the traceback: it references frames that reference the error and the body of the request, a cycle that would
-# live until the next garbage collection.
+        # live until the next garbage collection.
         return error.with_traceback(None)
     if isinstance(error, QuireError):
         return from_quire_error(error)

@@ -61,7 +61,7 @@ class EngineClient:
         self._options = LinkOptions() if options is None else options
         self._supervisor = Supervisor(config, self._options, self)
         self._subscriptions: dict[str, Subscription] = {}
-        self._aborts: dict[str, int] = {}  # aborted requests that have not ended -> number of the abort command
+        self._aborts: dict[str, int] = {}  # aborted, unfinished requests -> abort command's number
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # (number of commands sent, time)
         self._undelivered: deque[RequestDelta] = deque()
@@ -164,7 +164,7 @@ class EngineClient:
     def on_message(self, message: FromEngine, now: float) -> None:
         """Handle a message of the engine."""
         if isinstance(message, StepOutputs):
-            self._tell(self.on_step, message)  # first, because a reader that gets its last delta may end before the next iteration
+            self._tell(self.on_step, message)  # first: a reader may end once it has its last delta
             if self._undelivered:  # delivery is scheduled but late: merge deltas for the same reader
                 self._undelivered = _merge(self._undelivered, message.deltas)
             else:

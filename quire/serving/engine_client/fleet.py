@@ -71,7 +71,7 @@ class EngineFleet:
 
     @property
     def state(self) -> EngineState:
-        """"ready" while any replica is; otherwise the state of the replica that is closest to ready."""
+        """Ready while any replica is; otherwise the state of the replica that is closest to ready."""
         if self._is_closed:
             return "closed"
         states = {replica.state for replica in self._replicas}

@@ -53,7 +53,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_dropped_bytes = 0  # bytes received after the answer
         self._is_lingering = False
         self._body: DirectBody | None = None  # of the current answer
-        self._head_without_upgrade: bytes | None = None  # head of a request with an upgrade, to be parsed again
+        self._head_without_upgrade: bytes | None = None  # of a request with an upgrade, parsed again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -71,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._body is not None and self._body.on_lost is not None:
             self._body.on_lost()
         self._body = None
-        self._unset_keepalive_if_required()  # also after a reset: the timer would keep a reference to the connection until it expires
+        self._unset_keepalive_if_required()  # also after a reset: its timer references the connection
 
     def pause_writing(self) -> None:
         super().pause_writing()

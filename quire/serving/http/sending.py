@@ -106,7 +106,7 @@ class Sender:
     async def _send_head(self, answer: Stream | Download) -> None:
         is_stream = isinstance(answer, Stream)
         if not is_stream:
-            async for _ in answer.pieces:  # start the generator: otherwise aclose would not run its cleanup, which closes the file
+            async for _ in answer.pieces:  # start the generator, so that aclose runs its cleanup
                 break
         await _close(answer.frames if is_stream else answer.pieces)
         headers = STREAM_HEADERS if is_stream else {"content-type": answer.media_type}

@@ -105,7 +105,7 @@ class Definitions:
     def _define_engine(self) -> None:
         gauge, counter = self._engine_gauge, self._engine_counter
         self.running = gauge("num_requests_running", "Sequences that the engine computes, after its last step.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait: in the server's queue and in the engine's.")
+        self.waiting = self._gauge("num_requests_waiting", "Waiting requests, in the server's queue and in the engine's.")
         self.waiting_by_reason = self._gauge(
             "num_requests_waiting_by_reason",
             "Requests that wait: capacity, for room in the engine; deferred, of class batch until nothing else waits.",
@@ -128,11 +128,11 @@ class Definitions:
         self.restarts = counter(
             "engine_restarts", "Times the engine process was started again after it had ended, also while it loaded."
         )
-        self.preemptions = counter("num_preemptions", "Times a sequence gave up its KV blocks to others.")
+        self.preemptions = counter("num_preemptions", "Number of preempted sequences.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
-        self.drafts = counter("spec_decode_num_drafts", "Times that drafted tokens of a sequence were verified.")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens, those that constraints force among them.")
+        self.drafts = counter("spec_decode_num_drafts", "Number of verified drafts of sequences.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens, including those that constraints force.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in their draft, from 0 on.", "position"
@@ -158,7 +158,7 @@ class Definitions:
         histogram = self._histogram
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "From the arrival of an online request to that of its first output token at the server; waiting included.",
+            "From the arrival of an online request to its first output token at the server; includes waiting.",
             TTFT_BUCKETS,
         )
         self.inter_token = histogram(
@@ -182,7 +182,7 @@ class Definitions:
             REQUEST_BUCKETS,
         )
         self.queue_wait = histogram(
-            "queue_wait_seconds", "From admission to being handed to the engine, by class.", REQUEST_BUCKETS, "class"
+            "queue_wait_seconds", "From admission to dispatch to the engine, by class.", REQUEST_BUCKETS, "class"
         )
         self.prefill_time = histogram(
             "request_prefill_time_seconds",
@@ -219,7 +219,7 @@ class Definitions:
         )
         self.aborts = counter("stream_aborts", "Requests that the server ended early, by reason.", "reason")
         self.disconnects = counter(
-            "client_disconnects", "Clients that went before the end, by phase: queue, prefill or decode.", "phase"
+            "client_disconnects", "Clients that disconnected before the end, by phase: queue, prefill or decode.", "phase"
         )
         self.rejections = counter(
             "admission_rejections",
@@ -230,7 +230,7 @@ class Definitions:
             "reason",
         )
         self.slo_counted = counter(
-            "slo_requests", "Ended requests that count for goodput: all online ones but those their clients gave up."
+            "slo_requests", "Ended requests that count for goodput: online ones, except those cancelled by clients."
         )
         self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
 
@@ -238,7 +238,7 @@ class Definitions:
         """Metrics of the ranks that share a model; without samples if there is only one process."""
         gauge, counter = self._engine_gauge, self._engine_counter
         self.rank_up = gauge("rank_up", "1 for a rank that is ready, 0 for one that is not.", "rank")
-        self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, what ranks share included.", "rank")
+        self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, including memory shared by ranks.", "rank")
         self.rank_share = gauge("rank_weight_share", "A rank's part of the weights, 0 to 1.", "rank")
         self.rank_calls = counter(
             "rank_collective_calls",
@@ -246,31 +246,31 @@ class Definitions:
             "rank",
             "operation",
         )
-        self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank gave to the others.", "rank", "operation")
+        self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank wrote for the others.", "rank", "operation")
         self.rank_seconds = counter(
-            "rank_collective_seconds", "Seconds in which a rank waited for others, for barriers; else of the calls.",
+            "rank_collective_seconds", "Seconds that a rank waited for others at barriers; otherwise duration of calls.",
             "rank", "operation",
         )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
 
     def _define_server(self) -> None:
         self.http_requests = self._counter(
-            "http_requests", "Answers by route and status; 499: the client had gone.", "route", "code"
+            "http_requests", "Answers by route and status; 499: the client had disconnected.", "route", "code"
         )
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Whole answers by route.", REQUEST_BUCKETS, "route"
         )
         self.ignored_params = self._counter(
-            "ignored_params", "Parameters without effect that were sent; names this server does not know are other.", "param"
+            "ignored_params",
+            "Parameters without effect in requests; names that this server does not know are counted as other.",
+            "param",
         )
         self.tool_parsers = self._counter(
-            "tool_call_parser_invocations", "Outputs read for tool calls, by format and outcome: parsed or none.",
+            "tool_call_parser_invocations", "Outputs parsed for tool calls, by format and outcome: parsed or none.",
             "format", "outcome",
         )  # fmt: skip
         self.batch_lines = self._gauge("batch_lines", "Lines of unfinished batches by state.", "state")
-        self.loop_lag = self._histogram(
-            "event_loop_lag_seconds", "How much later than asked for the server's event loop came round.", LAG_BUCKETS
-        )
+        self.loop_lag = self._histogram("event_loop_lag_seconds", "Lag of the server's event loop.", LAG_BUCKETS)
 
     def _define_load(self, sources: Sequence[GaugeSources]) -> None:
         counter, read_gauge = self._engine_counter, self._read_gauge
@@ -284,7 +284,7 @@ class Definitions:
         self.written_bytes = counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
         read_gauge(
             "engine_heartbeat_age_seconds",
-            "Since the engine's loop last gave a sign of life; none without an engine.",
+            "Time since the last message of the engine's loop; none without an engine.",
             [source.heartbeat_age_s for source in sources],
         )
         read_gauge(

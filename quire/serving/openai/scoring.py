@@ -109,7 +109,7 @@ async def _prepare(
         if served.info.pooler.task == "embed":
             by_cosine = replace(params, task="embed", normalize=True)
             return _by_embeddings(PooledRequests(served, by_cosine, caller.owner, body.cache_salt, prefix), texts)
-        served.info.pooler.resolve(params, served.info.hidden_size)  # checks that the model can score, before anything is tokenised
+        served.info.pooler.resolve(params, served.info.hidden_size)  # checks that the model can score
         return _by_pairs(served, PooledRequests(served, params, caller.owner, body.cache_salt, prefix), texts)
 
     return await context.prepare(caller.owner, caller.call_id, body, make)

@@ -241,7 +241,7 @@ class EngineGateway:
             if replica.state == "ready" and replica.info is not None:
                 self._metrics.engine_ready(replica.info, index)
         info = self._engine.info
-        if state == "ready" and info is not None:  # with several engines: requests of the ended one end through their subscriptions
+        if state == "ready" and info is not None:  # requests of an ended replica end by their subscriptions
             self._admission.max_num_seqs = info.max_num_seqs
             self._dispatch()
             return
