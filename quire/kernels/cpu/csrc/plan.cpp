@@ -96,7 +96,7 @@ void Plan::set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_resi
 void Plan::keep_inputs(std::vector<i32> layers) {
     const std::lock_guard<std::mutex> lock(guard_);
     kept_layers_ = std::move(layers);
-    capacity_ = 0;  // the memory of the next step is made anew
+    capacity_ = 0;  // the memory of the next step is reallocated
 }
 
 void Plan::add_layer(std::shared_ptr<PlanLayer> layer) { layers_.push_back(std::move(layer)); }

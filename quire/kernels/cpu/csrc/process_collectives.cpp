@@ -63,7 +63,7 @@ void sum_parts(const u8* parts, i64 stride_bytes, int num_parts, u8* out, i64 fi
         sum_bf16(parts, stride_bytes, num_parts, reinterpret_cast<u16*>(out), first, last);
 }
 
-// A rank's slice of count elements, whole cache lines where there are enough.
+// A rank's slice of count elements, in whole cache lines if there are enough.
 i64 slice_start(i64 count, int rank, int size) {
     const i64 lines = (count + 31) / 32;
     return least(lines * rank / size * 32, count);

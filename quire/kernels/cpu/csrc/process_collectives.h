@@ -1,8 +1,8 @@
 // Collectives of ranks that share memory. Every rank of a group makes the same calls in the same order, with sizes that agree.
 //
-// Shared memory of a group: `size` slots of slot_bytes, one written by each rank, and one more for results. What is larger than a
-// slot goes in rounds. Each round is: write the own slot, barrier, read the others' slots, barrier; so a slot is never written while
-// somebody reads it, in whatever order calls follow each other.
+// Shared memory of a group: `size` slots of slot_bytes, one written by each rank, and one more for results. Data larger than a
+// slot is processed in rounds. Each round is: write the own slot, barrier, read the others' slots, barrier; so a slot is never
+// written while another rank reads it, in any order of calls.
 #pragma once
 #include "process_barrier.h"
 

@@ -1,8 +1,8 @@
 // The ranks that hold shards of one model (tensor parallelism), and the rows that they share.
 //
-// Every weight is sharded by its outputs: a rank forms the whole sum of each of its outputs, in the order that one rank alone takes, and
-// writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is summed
-// across ranks, and logits have the same bits at any number of ranks.
+// Every weight is sharded by its outputs: a rank computes the whole sum of each of its outputs, in the same order as a single rank,
+// and writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is
+// summed across ranks, and logits have the same bits for any number of ranks.
 #pragma once
 #include <functional>
 #include <vector>
@@ -21,7 +21,7 @@ public:
 
     // The file, which the caller keeps open.
     void set_file(int file) { file_ = file; }
-    // Map at least so many bytes. What was in them is still there. Throws std::runtime_error where the system has no memory.
+    // Map at least this many bytes, keeping the content. Throws std::runtime_error if the system has no memory.
     u8* reserve(i64 num_bytes);
     i64 num_bytes() const { return num_bytes_; }
     u8* data() const { return data_; }

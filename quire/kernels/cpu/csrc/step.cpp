@@ -17,7 +17,7 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 
 }  // namespace
 
-// One thread's walk through a step. All threads take the same way; what they share lies in the plan.
+// One thread's execution of a step. All threads execute the same code; shared data is in the plan.
 struct Stepper : StepLatent {
     // The rank that has a token's row of the vocabulary gives it to all.
     void embed_sharded() {
@@ -86,7 +86,7 @@ struct Stepper : StepLatent {
     }
 
     void enter_or_embed() {
-        if (!plan.is_first_stage_) return;  // the stage before has left the rows
+        if (!plan.is_first_stage_) return;  // the rows come from the previous stage
         if (plan.entry_ == Entry::token)
             embed();
         else
@@ -148,7 +148,7 @@ struct Stepper : StepLatent {
                 kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
-        // Fewer rows than threads could share are cut by heads.
+        // With too few rows for all threads, the work is divided by heads.
         const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
         const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
         each(static_cast<i64>(in.batch.num_tokens) * parts, [&](i64 item) {
@@ -296,7 +296,7 @@ struct Stepper : StepLatent {
         run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
     }
 
-    // Whether the activation can be written as the input of the last layer of the block: no scale of a group has to be found first.
+    // Whether the activation can be written as the input of the last layer of the block: no group scale must be computed first.
     bool is_packed_at_once(const PlanLayer& l, bool is_joint) const {
         const InputForm& form = l.down_site.forms[0];
         return !plan.is_sharded() && (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
@@ -317,7 +317,7 @@ struct Stepper : StepLatent {
         first.negative = l.negative;
         Packed result = packed(l.down_site, l.down_form, num_rows);
         if (is_packed_at_once(l, is_joint)) {
-            // Not where the rows are that the layer reads.
+            // Not in place of the rows that the layer reads.
             result.data = reinterpret_cast<u32*>(plan.inner_);
             first.packed = &result;
             run(&first, 1);
@@ -385,7 +385,7 @@ struct Stepper : StepLatent {
         return packed(plan.head_site_, 0, count);
     }
 
-    // The best token of `count` rows: every thread's own.
+    // The best token of `count` rows for each thread.
     void best(const i32* rows, i32 count) {
         if (plan.is_screening_) {
             each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
@@ -418,7 +418,7 @@ struct Call {
     const i32* rows;
     i32 count;
     float* out;
-    int num_threads = 0;  // that came, perhaps fewer than asked for
+    int num_threads = 0;  // the actual number, possibly fewer than requested
 };
 
 void step_body(void* argument, Worker& worker) {

@@ -18,7 +18,7 @@ static inline bool are_alike(const Weight& a, const Weight& b) {
            memcmp(a.table, b.table, sizeof(a.table)) == 0;
 }
 
-// What one thread knows of a step, which the others walk with it: see Stepper.
+// One thread's state of a step: see Stepper.
 struct StepRows {
     Plan& plan;
     const StepInput& in;
@@ -47,7 +47,7 @@ struct StepRows {
         barrier(worker);
     }
 
-    // Say which shared rows this rank has written since the last barrier: `count` times `width` values, `stride` apart.
+    // Record the shared rows that this rank has written since the last barrier: `count` times `width` values, `stride` apart.
     void wrote(float* first, i64 count, i64 stride, i64 width) const {
         if (worker.rank == 0) plan.group_.wrote(first, count, stride, width);
     }
@@ -111,7 +111,7 @@ struct StepRows {
     }
 
     // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_.
+    // Every thread norms a single row for itself, unless others read it from normed_. before: of a pending result in extra_.
     void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept) {
         const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr;
         if (!is_own || has_before) {
@@ -153,7 +153,7 @@ struct StepRows {
         barrier(worker);
     }
 
-    // Keep a row of what layer i reads, if that is wanted.
+    // Keep a row of the input of layer i, if requested.
     void keep_input(i32 layer, i64 row) const {
         const std::vector<i32>& kept = plan.kept_layers_;
         const i64 count = static_cast<i64>(kept.size());

@@ -149,7 +149,7 @@ void run_flushed(void (*body)(void*, Worker&), void* argument, Worker worker) {
 
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
     Team team = {};
-    if (num_threads <= 1) {  // to begin a parallel region takes as long as a tenth of a small head's layer
+    if (num_threads <= 1) {  // starting a parallel region takes a tenth of a small head's layer
         team.size = 1;
         run_flushed(body, argument, {0, 1, &team});
         return;
