@@ -41,7 +41,7 @@ constexpr u32 twice(u32 half) { return half << 16 | half; }
 constexpr u32 EXPONENT = twice(0x7f80), LOW_EXPONENT = twice(0x0780), REST = twice(0x807f);
 constexpr i32 UNIT_WORDS = UNIT_LINES * 16;
 
-// The least exponent of the window that holds most values of a panel's lines; from 1 on: 0 has no leading one.
+// The smallest exponent of the window that contains most values of a panel's lines; at least 1, since 0 has no leading one.
 i32 window_of(const u32* lines, i64 words) {
     i32 counts[256] = {};
     for (i64 i = 0; i < words; i += 64)
@@ -52,7 +52,7 @@ i32 window_of(const u32* lines, i64 words) {
     i32 sum = 0, best = 0, start = 1;
     for (i32 last = 1; last < 255; ++last) {
         sum += counts[last] - (last > WINDOW_SIZE ? counts[last - WINDOW_SIZE] : 0);
-        // Of equal ones the middle would do best; the first is the one with more room above.
+        // Of equal windows the middle one would be best; the first has more room above.
         if (sum > best) best = sum, start = last >= WINDOW_SIZE ? last - WINDOW_SIZE + 1 : 1;
     }
     return start;

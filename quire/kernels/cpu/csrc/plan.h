@@ -27,14 +27,14 @@ struct Norm {
     void set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address, i32 num_heads);
 };
 
-// One form of packed input; weights that read the same rows in the same form share it.
+// One form of packed input, shared by weights that read the same rows in the same form.
 struct InputForm {
     Format kind;
     i32 k, group, input_group;
     const i32* columns;
 };
 
-// Where rows are packed for one or more weights.
+// A place where rows are packed for one or more weights.
 struct Site {
     std::vector<InputForm> forms;
 
@@ -118,12 +118,13 @@ struct StepInput {
     // Of a plan whose entry is not token: [num_tokens][feature_size].
     const float* features = nullptr;
     i32 feature_size = 0;
-    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes the
-    // embeddings there, every other one finds what the stage before has left; all work in place.
+    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
+    // the
+// embeddings there, and every other stage continues with the rows of the previous one, in place.
     float* rows = nullptr;
 };
 
-// Tokens that follow a step, each the most likely one after those before it, whose rows get what the row before it gave.
+// Tokens that follow a step, each the most likely one after the earlier ones, with the features of the previous row.
 // Sequence s gets counts[s] of them, at least one; what stands behind these is of no use. Its block table has room for
 // counts[s] - 1 tokens more. They end before the first with which all of them together are less likely than least_share, as is said
 // here; all that are computed of a sequence behind that are of no use either.
@@ -213,12 +214,12 @@ private:
     void reserve_shared(i32 num_tokens, i32 num_logit_rows);
     // End a step of a rank: wait until all ranks have written their results. Throws std::runtime_error where the group is aborted.
     void meet_ranks();
-    // Put a rank's best outputs where the others find them, before meet_ranks.
+    // Write a rank's best outputs to shared memory, before meet_ranks.
     void share_best(const StepInput& input, int num_threads_used);
-    // Give rank 0, after meet_ranks, what all ranks have found: logits [num_rows][vocab], or the best outputs [num_rows].
+    // Return on rank 0, after meet_ranks, the results of all ranks: logits [num_rows][vocab], or the best outputs [num_rows].
     void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
-    // Make ready for the best tokens of so many rows.
+    // Prepare for the best tokens of this many rows.
     void begin_best(i32 num_rows);
     // Set last_ask_ for a step.
     void find_last_ask(const StepInput& input);

@@ -60,15 +60,15 @@ bool process_barrier_wait(BarrierState* state, int rank, int size);
 void arrive_at_barrier(BarrierState* state, int rank);
 WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins = true);
 
-// The first rank that has arrived at fewer barriers than `rank`; -1 where there is none.
+// The first rank that has arrived at fewer barriers than `rank`; -1 if there is none.
 int find_missing_rank(const BarrierState* state, int rank, int size);
 
-// Wait until a counter has reached `least`; done even in an aborted group where it has.
+// Wait until a counter has reached `least`; succeeds even in an aborted group if it has.
 WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
-// The same for a message, which comes after time in which another rank does something else: it yields for message_yield_ns before it
-// sleeps, so that a message soon after the last one wakes nobody.
+// The same for a message, which may arrive later, since another rank does other work: yields for message_yield_ns before it
+// sleeps, so that a message soon after the previous one needs no wake-up.
 WaitResult wait_for_message(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
-// Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
+// Set this rank's counter, after all its earlier writes, and wake the sleepers on it.
 void advance_counter(SharedCounter* counter, u32 value);
 
 // End the group: every wait for something that has not come returns `aborted`, those that sleep at once or after 50 ms. Only the first call counts; returns whether
@@ -77,12 +77,12 @@ bool abort_group(BarrierState* state, int rank, AbortReason reason);
 
 static inline u32 read_abort_word(const BarrierState* state) { return __atomic_load_n(&state->abort_word, __ATOMIC_ACQUIRE); }
 
-// Say that the rank is alive. Called by waits, and by loops that compute for long without one.
+// Signal that the rank is alive. Called by waits, and by loops that compute for long without one.
 static inline void raise_heartbeat(BarrierState* state, int rank) { __atomic_fetch_add(&state->ranks[rank].heartbeat, 1, __ATOMIC_RELAXED); }
 
 static inline void add_count(u64* count, u64 more) { __atomic_store_n(count, __atomic_load_n(count, __ATOMIC_RELAXED) + more, __ATOMIC_RELAXED); }
 
-// Count a wait of a rank for others, by its own thread; count 0: one that goes on.
+// Count a wait of a rank for others, by its own thread; count 0: one that continues.
 static inline void count_wait(BarrierState* state, int rank, i64 ns, u64 count = 1) {
     add_count(&state->ranks[rank].num_waits, count);
     add_count(&state->ranks[rank].wait_ns, static_cast<u64>(ns));

@@ -111,7 +111,7 @@ bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type) {
         if (!group.wait_barrier(group)) return false;
         sum_parts(group.slots, group.slot_bytes, group.size, result, slice_start(n, group.rank, group.size), slice_start(n, group.rank + 1, group.size), type);
         if (!group.wait_barrier(group)) return false;
-        // The next write to `result` comes after the next barrier, which this rank reaches after the copy.
+        // The next write to `result` happens after the next barrier, which this rank reaches after the copy.
         copy(piece, result, n * width);
     }
     return true;
@@ -148,7 +148,7 @@ bool all_gather(CollectiveGroup& group, void* out, const void* part, const i64* 
 }
 
 bool all_to_all(CollectiveGroup& group, void* out, const i64* out_bytes, const void* x, const i64* in_bytes, int* mismatch) {
-    // All sizes are exchanged first: every rank must make the same number of rounds, and finds the same rank at fault.
+    // All sizes are exchanged first: every rank must run the same number of rounds, and report the same faulty rank.
     copy(slot(group, group.rank), in_bytes, group.size * 8);
     copy(slot(group, group.rank) + MAX_RANKS * 8, out_bytes, group.size * 8);
     if (!group.wait_barrier(group)) return false;

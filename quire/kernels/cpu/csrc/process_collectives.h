@@ -21,13 +21,13 @@ struct CollectiveGroup {
     int rank, size;
     u8* slots;        // (size + 1) * slot_bytes, at a multiple of 64
     i64 slot_bytes;   // a multiple of 64 * size
-    // How this group waits, so that a caller may look after signals meanwhile; false: aborted.
+    // How this group waits, so that a caller can check signals in between; false: aborted.
     bool (*wait_barrier)(CollectiveGroup& group);
     bool (*wait_counter)(CollectiveGroup& group, SharedCounter* counter, u32 least, int peer);
     void* context;
 };
 
-// All return false in a group that was aborted; the outputs mean nothing then.
+// All return false in a group that was aborted; the outputs are then undefined.
 
 // Replace x by the sum of the ranks' x, added in f32 in the order of ranks, rounded once at the end. The same bits on every rank.
 bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type);

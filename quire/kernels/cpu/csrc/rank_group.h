@@ -46,16 +46,16 @@ struct RankGroup {
     u64 num_barriers = 0;
     bool is_aborted = false;
     std::vector<WrittenBlock> written;
-    // Where ranks do not share memory (other hosts): gives the other ranks what this one has written and takes what they have, at the
-    // same places after `base`, which every rank lays out alike. False: the group has ended. Empty: the memory is shared.
+    // For ranks without shared memory (on other hosts): exchanges the written data with the other ranks, at the
+// same offsets from `base`, whose layout is the same on every rank. False: the group has ended. Empty: the memory is shared.
     std::function<bool(u8* base, const std::vector<WrittenBlock>& written)> exchange;
 
-    // Say what the rank has written before it comes to the next barrier.
+    // Record what the rank has written before the next barrier.
     void wrote(float* first, i64 count, i64 stride, i64 width) {
         if (barrier != nullptr && count > 0 && width > 0)
             written.push_back({reinterpret_cast<u8*>(first), count, stride * 4, width * 4});
     }
-    // Wait until all ranks have come here and what they wrote can be read.
+    // Wait until all ranks have arrived and their writes are visible.
     void meet();
 };
 

@@ -1,4 +1,4 @@
-// Runs a plan: every thread of the team walks the layers and meets the others where a result is needed.
+// Runs a plan: every thread of the team executes all layers, with barriers where results of other threads are needed.
 #include <string.h>
 
 #include <algorithm>
@@ -12,14 +12,14 @@ namespace quire {
 
 namespace {
 
-// Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
+// Tokens of a step whose cache slots are prefetched: their lines should stay in the CPU caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
 struct Stepper : StepLatent {
-    // The rank that has a token's row of the vocabulary gives it to all.
+    // The rank with a token's row of the embedding writes it for all.
     void embed_sharded() {
         const Weight& embed = plan.embed_->weight;
         each(in.batch.num_tokens, [&](i64 row) {
@@ -58,7 +58,7 @@ struct Stepper : StepLatent {
 
     float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
 
-    // Rows of a head that drafts: see Entry.
+    // Rows of a draft head: see Entry.
     void enter() {
         const i64 hidden = plan.hidden_;
         const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
@@ -93,7 +93,7 @@ struct Stepper : StepLatent {
             enter();
     }
 
-    // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
+    // The input of the first attention of an EAGLE-3 head: the normed embedding, concatenated with the normed features.
     void pack_beside(const PlanLayer& l) {
         const i64 hidden = plan.hidden_;
         each(num_rows, [&](i64 row) {
@@ -103,7 +103,7 @@ struct Stepper : StepLatent {
         pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
     }
 
-    // Ask for the cache lines that a new token goes to, of some heads: they are many.
+    // Prefetch the cache lines that a new token is written to, of some heads, as there are many.
     void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
         const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width, slot = in.slots[row];
         for (i32 head = first_head; head < first_head + num_heads; ++head) {
@@ -123,7 +123,7 @@ struct Stepper : StepLatent {
                                    job(*l.q, q, Finish::store, plan.qkv_, width)};
         run(jobs, has_few ? 2 : 3);
         if (!has_few) return;
-        // Keys and values of all rows, and questions of those that are wanted, which go on alone.
+        // Keys and values of all rows, and queries of the wanted rows, which continue without the others.
         const bool is_beside = plan.entry_ == Entry::beside;  // its input is twice as wide, and at most half of the rows are wanted
         float* const input = is_beside ? plan.beside_ : plan.normed_;
         const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
@@ -195,7 +195,7 @@ struct Stepper : StepLatent {
         const i64 q_size = static_cast<i64>(l.num_heads) * l.head_dim;
         each(in.batch.num_tokens, [&](i64 row) {
             float* const values = plan.qkv_ + row * row_stride(qkv_size(l));
-            // NaN stays: no comparison with it is true.
+            // NaN is kept: no comparison with it is true.
             for (i64 i = row < num_rows ? 0 : q_size; i < qkv_size(l); ++i) {
                 if (values[i] > l.clip) values[i] = l.clip;
                 if (values[i] < -l.clip) values[i] = -l.clip;
@@ -203,14 +203,14 @@ struct Stepper : StepLatent {
         });
     }
 
-    // The norm of heads that follow one another, of which `first` is the first in the whole layer.
+    // The norm of consecutive heads, of which `first` is the first one's index in the whole layer.
     struct HeadNorm {
         const Norm* norm;
         bool is_used;
         i32 first;
     };
 
-    // Norm, where heads have one of their own, and rotate heads that follow one another.
+    // Norm (if heads have norms) and rotate consecutive heads.
     void turn_heads(const PlanLayer& l, const HeadNorm& norm, float* heads, i32 count, i64 position) const {
         const ElementwiseTable& table = *kernels.elementwise;
         const NormJob* const job = norm.norm->is_present && norm.is_used ? &norm.norm->job : nullptr;
@@ -254,10 +254,11 @@ struct Stepper : StepLatent {
         rank_barrier();
     }
 
-    // Rows as wide as x_ that hold nothing at the last attention; a rank's own.
+    // Rows as wide as x_ that are unused at the last attention; private to a rank.
     float* free_rows() const { return plan.is_sharded() ? plan.spare_ : plan.extra_; }
 
-    // No later block mixes rows: those of x_ that are wanted, and of `beside`, move to the front (of `target`) and go on alone.
+    // No later block mixes rows: the wanted rows of x_, and of `beside`, move to the front (of `target`) and continue without the
+    // others.
     void keep_wanted_rows(const float* beside, float* target, float* free, i64 width) {
         if (worker.rank == 0) {
             const auto gather = [&](const float* values, float* to, float* between, i64 size) {

@@ -112,12 +112,13 @@ enum class Finish : i32 {
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, xielu = 5 };
 
-// A panel that may hold the best output of a row, and the most that this can be.
+// A panel that may contain the best output of a row, and the upper bound of this output.
 struct Candidate {
     i32 panel;
     float most;
 };
-// What screening (argmax_prefilter.h) knows of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the least that the best
+// The prefilter's (argmax_prefilter.h) data of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the
+// least that the best
 // output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound holds for the row.
 struct ScreenRows {
     const float *error, *size;
