@@ -48,8 +48,7 @@ struct Dots {
     }
 
     // |w| <= 128 and |x| <= 127, so that two products stay below 2^15. Summing them in 32 bits at once, with inputs in 16 bits,
-    // would take one
-// instruction less, but two more on the limiting port.
+    // would take one instruction less, but two more on the limiting port.
     QUIRE_INLINE void add_signed(__m256i w, const u32* x, __m256i (&sums)[R]) {
         const __m256i size = _mm256_abs_epi8(w);
 #pragma GCC unroll 32

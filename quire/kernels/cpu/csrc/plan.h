@@ -119,8 +119,7 @@ struct StepInput {
     const float* features = nullptr;
     i32 feature_size = 0;
     // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
-    // the
-// embeddings there, and every other stage continues with the rows of the previous one, in place.
+    // the embeddings there, and every other stage continues with the rows of the previous one, in place.
     float* rows = nullptr;
 };
 
@@ -153,7 +152,7 @@ public:
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
     void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
     // The initial rows: see Entry. is_residual_normed: the residual stream begins with the normed features that attention reads;
-// recycles_normed: the features for the next row are taken after the final norm.
+    // recycles_normed: the features for the next row are taken after the final norm.
     void set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed);
     // Make the plan for one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
     // the barrier and the open file of shared rows must live as long as the plan.

@@ -47,7 +47,7 @@ struct RankGroup {
     bool is_aborted = false;
     std::vector<WrittenBlock> written;
     // For ranks without shared memory (on other hosts): exchanges the written data with the other ranks, at the
-// same offsets from `base`, whose layout is the same on every rank. False: the group has ended. Empty: the memory is shared.
+    // same offsets from `base`, whose layout is the same on every rank. False: the group has ended. Empty: the memory is shared.
     std::function<bool(u8* base, const std::vector<WrittenBlock>& written)> exchange;
 
     // Record what the rank has written before the next barrier.

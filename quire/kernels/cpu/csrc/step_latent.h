@@ -8,7 +8,7 @@ namespace quire {
 
 struct StepLatent : StepExperts {
     // Multi-head latent attention: cached rows into latent_, and queries in the latent space into qkv_.
-// scale(heads, position) multiplies a row's queries by the factor of their position.
+    // scale(heads, position) multiplies a row's queries by the factor of their position.
     template <class Scale>
     void project_latent(const PlanLayer& l, Scale scale) {
         const Latent& latent = l.latent;

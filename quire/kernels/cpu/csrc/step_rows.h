@@ -54,8 +54,7 @@ struct StepRows {
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
     // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. Every thread packs a single
-    // row
-// for itself: that is faster than waiting for another thread and reading its result.
+    // row for itself: that is faster than waiting for another thread and reading its result.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
         i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
         i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;

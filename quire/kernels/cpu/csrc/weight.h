@@ -69,8 +69,7 @@ struct Weight {
 };
 
 // The rows of an input in the layout of the kernels: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and
-// in a
-// tile of R rows the values of one input step side by side:
+// in a tile of R rows the values of one input step side by side:
 //   bf16  [K / 2][R] pairs     f32  [K][R]     u8, u4  [K / 4][R] four signed bytes
 // and for the last, per input group scales [input groups][R] f32, per group starts [groups][R] i32 = -128 * sum of its bytes, and
 // sums [groups][R] f32 = that sum. A tile of R rows takes R * steps words of data, R * groups entries of the others.
@@ -118,8 +117,8 @@ struct Candidate {
     float most;
 };
 // The prefilter's (argmax_prefilter.h) data of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the
-// least that the best
-// output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound holds for the row.
+// least that the best output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound
+// holds for the row.
 struct ScreenRows {
     const float *error, *size;
     const float *row_size, *row_error;
