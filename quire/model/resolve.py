@@ -31,8 +31,8 @@ def resolve_model(model: str, revision: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file; downloads it if it is a hub id that is not in the local cache.
 
     model     one of BUNDLED_MODELS or BUNDLED_HEADS, otherwise an existing folder or .gguf file, otherwise a hub id, or one
-              with a file
-              ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for the file
+              with a file ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for
+              the file
     revision  branch, tag or commit, for a hub id only
     Raises ConfigError.
     """

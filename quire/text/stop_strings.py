@@ -10,8 +10,8 @@ class StopStringScanner:
 
     The stop string that is complete first wins, as if the text were checked after each character; of those complete at
     the same character the longest, which begins first. The result does not depend on how the text is split into pieces. The
-    emitted text
-    ends before the stop string, or after it with include_in_output. The time is linear in the text, for any stop strings.
+    emitted text ends before the stop string, or after it with include_in_output. The time is linear in the text, for any stop
+    strings.
     """
 
     def __init__(self, stops: tuple[str, ...], include_in_output: bool) -> None:

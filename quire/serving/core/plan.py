@@ -117,8 +117,7 @@ class GenerationOptions:
               conversation `constraint` applies to the answer, after the reasoning
     salt      of the request, in addition to the owner's
     room_param  the field that sets max_tokens, if that many tokens must fit after the prompt; None: max_tokens is reduced to
-                what the
-                context has left
+                the rest of the context
     tells_prompt_ids  the answer has the prompt's token ids
     """
 
