@@ -1,4 +1,4 @@
-"""Speculation changes no token: whoever drafts, however it samples, and whatever happens to the sequences meanwhile."""
+"""Speculation changes no token, with any method, any sampling, and any scheduling of the sequences."""
 
 from pathlib import Path
 
