@@ -129,7 +129,10 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
         "--warm-up-len", type=int, default=1024, help="tokens of an output before, with drafts, in runs that are not"
     )
     parser.add_argument(
-        "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="choose the fastest number of drafts; otherwise always the maximum",
     )
     add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")

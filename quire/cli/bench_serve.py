@@ -64,7 +64,9 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt")
     group.add_argument("--random-output-len", type=int, default=128, help="tokens of an output")
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, evenly")
-    group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with, beside their own")
+    group.add_argument(
+        "--random-prefix-len", type=int, default=0, help="tokens of a common prefix of all prompts, in addition to their own"
+    )
     group.add_argument("--input-scale", type=float, default=1.0, help="multiply the lengths of prompts, and of equal blocks")
     group.add_argument("--output-scale", type=float, default=1.0, help="multiply the lengths of outputs")
     group.add_argument("--max-input-len", type=int, help="cut prompts to this many tokens")

@@ -100,7 +100,7 @@ class BeamSearch:
         if not self._engine.config.enable_prefix_caching:
             logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
         if self._engine.config.speculative_config is not None:
-            logger.info("beam search drafts what constraints force alone: hypotheses are chosen anew behind every token")
+            logger.info("beam search only drafts tokens that constraints force, as hypotheses change after every token")
         searches = [_Search(request, [_first_beam(request)]) for request in requests]
         for num_left in range(params.max_tokens, 0, -1):
             if not any(search.live for search in searches):

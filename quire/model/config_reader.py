@@ -32,7 +32,7 @@ _NEUTRAL: dict[str, object] = {
     "pruned_heads": {},
     "reorder_and_upcast_attn": False,
 }
-"""Options that change results and are not implemented, each with the one value (beside null) that is accepted."""
+"""Options that change results and are not implemented, each with the one value (other than null) that is accepted."""
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

@@ -113,7 +113,7 @@ class Decoder:
 
         keeps_all    logits_at may ask for other rows before the next step
         hidden_rows  other rows, of which hidden_states may ask for some
-        layers       the layers to run, in order; None: all. The KV of the others is left as it is
+        layers       the layers to run, in order; None: all. The KV of the others is unchanged
         """
         hidden = self.forward(token_ids, positions, step, kv, layers)
         self._hidden = hidden if keeps_all or hidden_rows else None

@@ -36,7 +36,7 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
     if spec.attention.has_sinks:
         return "attention sinks"
     if spec.attn_out is not None or spec.mlp_out is not None:
-        return "a norm behind attention or feed-forward block"
+        return "a norm after attention or the feed-forward block"
     if any(norm is not None and norm.kind != "rms" for norm in (spec.attn_in, spec.mlp_in, spec.attention.qk_norm)):
         return "a norm that is no RMSNorm"
     if spec.attention.qk_norm is not None and spec.attention.qk_norm_over == "all":

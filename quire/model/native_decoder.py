@@ -187,7 +187,7 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
-        layers                the layers to run, in order; None: all. The KV of the others is left as it is
+        layers                the layers to run, in order; None: all. The KV of the others is unchanged
         """
         self.prepare(kv, max(step.context_lens))
         if step.short_ropes is not None:

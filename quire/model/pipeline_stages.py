@@ -94,7 +94,7 @@ def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float) -> 
     """Return the number of layers of each stage that minimises the cost of the most expensive stage; each has at least one.
 
     costs      of the layers
-    head_cost  of the last stage, beside its layers
+    head_cost  of the last stage, in addition to its layers
 
     Ties are resolved by the cost of the earlier stages, in the same way. Raises ConfigError for more
     stages than layers.

@@ -57,7 +57,7 @@ def _parse(raw: bytes, file: Path) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name stands twice in its header")
+            raise ValueError("a name occurs twice in its header")
         return found
 
     if raw[:1] != b"{":

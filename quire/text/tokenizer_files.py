@@ -1,4 +1,4 @@
-"""The files beside a vocabulary: tokenizer_config.json, special_tokens_map.json, added_tokens.json and the chat template."""
+"""The files next to a vocabulary: tokenizer_config.json, special_tokens_map.json, added_tokens.json and the chat template."""
 
 from __future__ import annotations
 

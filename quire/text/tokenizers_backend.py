@@ -244,7 +244,7 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
         raise ModelFormatError(f"{vocab_path} must map tokens to ids")
     if not all(len(pair) == 2 for pair in merges):
         raise ModelFormatError(f"{merges_path} must hold two tokens per line, got {next(p for p in merges if len(p) != 2)!r}")
-    with LibraryBorder(f"{vocab_path} and {merges_path} contradict each other, or the files beside them"):
+    with LibraryBorder(f"{vocab_path} and {merges_path} contradict each other, or the files next to them"):
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
         tokenizer.decoder = decoders.ByteLevel()

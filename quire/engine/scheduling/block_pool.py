@@ -102,7 +102,7 @@ class BlockPool:
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.num_refs == 0:
-                raise InvariantError(f"block {block_id} is freed, but nobody holds it")
+                raise InvariantError(f"block {block_id} is freed, but has no references")
             block.num_refs -= 1
             if block.num_refs == 0:
                 is_kept = self._is_kept is None or self._is_kept(block.block_id)

@@ -119,7 +119,7 @@ class HostTier:
         """Allow pages to be replaced again; one without a key, whose reading has failed, frees its slot."""
         for slot in slots:
             if self._num_pins[slot] == 0:
-                raise InvariantError(f"slot {slot} of the host tier is unpinned, but nobody has pinned it")
+                raise InvariantError(f"slot {slot} of the host tier is unpinned, but was not pinned")
             self._num_pins[slot] -= 1
             if self._num_pins[slot] == 0 and self._keys[slot] is None:
                 self._free.append(slot)

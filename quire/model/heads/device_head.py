@@ -49,7 +49,7 @@ class DeviceHead:
         vocabulary: DeviceVocabulary | None = None,
     ) -> None:
         if vocabulary is None and target.ranks is not None:
-            raise InvariantError("a draft head beside a tensor-parallel rank needs the whole embedding and LM head")
+            raise InvariantError("a draft head next to a tensor-parallel rank needs the whole embedding and LM head")
         shared = vocabulary or DeviceVocabulary(target.embedding, target.head)
         body, device = head.body, target.device
         self._head, self._target, self._body = replace(head, parameters={}), target, body

@@ -122,7 +122,7 @@ def _check_line(line: bytes, endpoints: Collection[str], seen: set[str], check_b
     if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_LENGTH:
         raise _LineError("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LENGTH} characters", "custom_id")
     if request.custom_id in seen:
-        raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} stands on an earlier line", "custom_id")
+        raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} is on an earlier line", "custom_id")
     if request.method != "POST":
         raise _LineError("invalid_method", f"method must be 'POST', got {request.method[:20]!r}", "method")
     if request.url not in endpoints:

@@ -54,7 +54,7 @@ def remove_abandoned() -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            logger.warning("%s is left as it is: %s", path, error)
+            logger.warning("%s is not removed: %s", path, error)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

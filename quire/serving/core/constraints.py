@@ -93,7 +93,7 @@ def _format_of(answer: Constraint | None) -> Format:
     if answer.kind == "structural_tag" and "format" in answer.parsed():
         return answer.parsed()["format"]
     raise RequestError(
-        f"{answer.param}: a {answer.kind} can stand neither beside calls of tools nor behind the model's reasoning: leave the "
+        f"{answer.param}: a {answer.kind} cannot be combined with tool calls or with the model's reasoning: leave the "
         "tools out and turn its thinking off, or ask for JSON, a regex, a choice or a structural tag with a format",
         answer.param,
     )
