@@ -18,12 +18,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "run",
         **options.PARSER,
         help="answer every line of a file",
-        description="Answer every line of a file in the format of the Batch API. Run again after an interruption, it goes on.",
+        description="Answer every line of a file in the format of the Batch API. Run again to continue after an interruption.",
     )
     run_parser.add_argument("-i", "--input-file", type=Path, required=True, help="JSON lines: custom_id, method, url, body")
     run_parser.add_argument("-o", "--output-file", type=Path, required=True, help="where the answers go")
-    run_parser.add_argument("--error-file", type=Path, help="where failed requests go; the output file's name with .errors")
-    run_parser.add_argument("--overwrite", action="store_true", help="begin anew where the output file exists")
+    run_parser.add_argument(
+        "--error-file", type=Path, help="file for failed requests; by default the output file's name with .errors"
+    )
+    run_parser.add_argument("--overwrite", action="store_true", help="start over if the output file exists")
     run_parser.add_argument("--served-model-name", nargs="+", default=(), help="names of the model in the lines; *: any")
     run_parser.add_argument("--tool-call-parser", default="auto", help="format of tool calls")
     run_parser.add_argument("--reasoning-parser", default="auto", help="format of reasoning")

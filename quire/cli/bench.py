@@ -21,14 +21,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     throughput = kinds.add_parser("throughput", **options.PARSER, help="many requests at once: requests and tokens per second")
     _add_workload(throughput, input_len=256, output_len=64)
     throughput.add_argument("--num-prompts", type=int, default=32, help="requests")
-    throughput.add_argument("--repeat", type=int, default=1, help="runs, of which the median is reported beside the extremes")
+    throughput.add_argument("--repeat", type=int, default=1, help="runs; the median and the extremes are reported")
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser(
         "latency", **options.PARSER, help="one batch, again and again: time to the first token and per token"
     )
     _add_workload(latency, input_len=32, output_len=128)
     latency.add_argument("--batch-size", type=int, default=8, help="requests of a run")
-    latency.add_argument("--num-iters-warmup", type=int, default=2, help="runs that are not counted")
+    latency.add_argument("--num-iters-warmup", type=int, default=2, help="warm-up runs, which are not counted")
     latency.add_argument("--num-iters", type=int, default=5, help="runs that are counted")
     latency.set_defaults(run=run_latency)
     bench_serve.add_parser(kinds)
@@ -42,12 +42,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_perplexity(perplexity)
     perplexity.set_defaults(run=run_perplexity)
     speculate = kinds.add_parser(
-        "speculate", **options.PARSER, help="drafts: acceptance, tokens per step and speed against plain decoding"
+        "speculate", **options.PARSER, help="drafts: acceptance, tokens per step and speed compared with plain decoding"
     )
     _add_speculate(speculate)
     speculate.set_defaults(run=run_speculate)
     constrained = kinds.add_parser(
-        "constrained", **options.PARSER, help="outputs under a JSON schema: time per token and character against free decoding"
+        "constrained",
+        **options.PARSER,
+        help="outputs under a JSON schema: time per token and character compared with unconstrained decoding",
     )
     _add_constrained(constrained)
     constrained.set_defaults(run=run_constrained)
@@ -56,7 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_schemas(schemas)
     schemas.set_defaults(run=run_schemas)
-    kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels beside what the machine can do")
+    kernels = kinds.add_parser("kernels", **options.PARSER, help="single native kernels compared with the machine's peaks")
     _add_kernels(kernels)
     kernels.set_defaults(run=run_kernels)
 
@@ -121,9 +123,7 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
         help="replace what the methods draft, after they have drafted it, by tokens of which a share P is right",
     )
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=(1, 4, 16), help="requests at once")
-    parser.add_argument(
-        "--waves", type=int, default=4, help="requests of each place in a batch of several, so that it is filled again"
-    )
+    parser.add_argument("--waves", type=int, default=4, help="requests per place in the batch, so that it is refilled")
     parser.add_argument("--output-len", type=int, default=128, help="tokens of an output")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--num-iters", type=int, default=15, help="pairs of runs, with drafts and without, that are counted")
@@ -131,7 +131,10 @@ def _add_speculate(parser: argparse.ArgumentParser) -> None:
         "--warm-up-len", type=int, default=1024, help="tokens of an output before, with drafts, in runs that are not"
     )
     parser.add_argument(
-        "--adaptive", action=argparse.BooleanOptionalAction, default=True, help="draft as many tokens as pay; else always all"
+        "--adaptive",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="choose the fastest number of drafts; otherwise always the maximum",
     )
     add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
@@ -225,7 +228,7 @@ def run_perplexity(args: argparse.Namespace) -> int:
 
 
 def run_speculate(args: argparse.Namespace) -> int:
-    """Measure and print what drafts gain."""
+    """Measure and print the speedup by drafts."""
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
@@ -254,7 +257,7 @@ def run_speculate(args: argparse.Namespace) -> int:
 
 
 def run_constrained(args: argparse.Namespace) -> int:
-    """Measure and print what constraints cost, and what the tokens save that they force."""
+    """Measure and print the cost of constraints, and the time that forced tokens save."""
     config = options.engine_config(args)
     check_output(args.output_json)
     text = _read_text(args.text)
@@ -276,7 +279,7 @@ def run_constrained(args: argparse.Namespace) -> int:
 
 
 def run_schemas(args: argparse.Namespace) -> int:
-    """Measure and print what becomes of a sample of schemas."""
+    """Measure and print the results of a sample of schemas."""
     config = options.engine_config(args)
     check_output(args.output_json)
     if args.output_len < 1 or args.num_outputs < 0:

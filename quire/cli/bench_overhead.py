@@ -1,4 +1,4 @@
-"""`quire bench overhead`: the server beside LLM.generate."""
+"""`quire bench overhead`: the server compared with LLM.generate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.cli.figures import add_output_option, check_output, report
 def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `overhead` to the kinds of `quire bench`."""
     parser = kinds.add_parser(
-        "overhead", **options.PARSER, help="a server of its own beside LLM.generate: the same prompts through both, in turn"
+        "overhead", **options.PARSER, help="a server compared with LLM.generate: the same prompts through both, alternating"
     )
     parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("--num-prompts", type=int, default=32, help="requests of a run, all at once")

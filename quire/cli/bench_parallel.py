@@ -1,4 +1,4 @@
-"""`quire bench parallel`: what ranks of one host wait for each other."""
+"""`quire bench parallel`: how long ranks of one host wait for each other."""
 
 from __future__ import annotations
 

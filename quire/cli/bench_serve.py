@@ -46,7 +46,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="may be given several times")
     group.add_argument("--extra-body", metavar="JSON", help="fields of every request's body, over the others")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    group.add_argument("--ignore-eos", action="store_true", help="ask for outputs of full length, where the server knows how")
+    group.add_argument("--ignore-eos", action="store_true", help="request outputs of full length, if the server supports it")
     group.add_argument("--retry", type=int, default=0, help="attempts after status 429 or 503, each after Retry-After")
     group.add_argument("--request-timeout-sec", type=float, default=3600.0, help="of one attempt")
     group.add_argument("--ready-check-timeout-sec", type=float, default=30.0, help="how long to wait for the server")
@@ -67,7 +67,9 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt")
     group.add_argument("--random-output-len", type=int, default=128, help="tokens of an output")
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, evenly")
-    group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with, beside their own")
+    group.add_argument(
+        "--random-prefix-len", type=int, default=0, help="tokens of a common prefix of all prompts, in addition to their own"
+    )
     group.add_argument("--input-scale", type=float, default=1.0, help="multiply the lengths of prompts, and of equal blocks")
     group.add_argument("--output-scale", type=float, default=1.0, help="multiply the lengths of outputs")
     group.add_argument("--max-input-len", type=int, help="cut prompts to this many tokens")
@@ -81,7 +83,9 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
     """Add when requests arrive, which `read_arrivals` reads."""
     group = parser.add_argument_group("arrivals")
     group.add_argument("--request-rate", type=float, default=math.inf, help="requests per second; inf: all at once")
-    group.add_argument("--max-concurrency", type=int, help="requests under way at most; without a rate this is a closed loop")
+    group.add_argument(
+        "--max-concurrency", type=int, help="maximum number of concurrent requests; without a rate this is a closed loop"
+    )
     processes = ("auto", "poisson", "fixed", "burst", "trace")
     group.add_argument("--arrival", default="auto", choices=processes, help="auto: a trace's own times, else poisson")
     group.add_argument("--burstiness", type=float, default=1.0, help="shape of gamma gaps: 1 is Poisson, less is burstier")
@@ -92,7 +96,7 @@ def add_arrivals(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("report")
     group.add_argument("--goodput", nargs="+", default=[], metavar="NAME:MS", help="limits like ttft:200 tpot:50 e2el:5000")
-    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="what the table shows; the JSON has all")
+    group.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", help="metrics of the table; the JSON has all")
     group.add_argument("--metric-percentiles", default="50,90,95,99", help="which percentiles")
     group.add_argument("--output-json", type=Path, help="write the figures to this file")
     group.add_argument("--save-result", action="store_true", help="write the figures to --result-dir")
@@ -104,7 +108,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Measure, print, and write what was asked for; 130 when the run was interrupted, 1 when nothing succeeded."""
+    """Measure, print, and write the requested files; return 130 if the run was interrupted, 1 if no request succeeded."""
     from quire.bench.serving.html_report import render_html
     from quire.bench.serving.serve import run_serve as run
 

@@ -1,4 +1,4 @@
-"""`quire calibrate-tree`: find the tree that Medusa heads draft best, from what the model itself writes."""
+"""`quire calibrate-tree`: find the best draft tree for Medusa heads, on text that the model itself generates."""
 
 from __future__ import annotations
 

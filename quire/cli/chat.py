@@ -30,7 +30,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer until the input ends."""
     config = options.engine_config(args)
-    options.sampling_params(args, {})  # a bad option must not wait for what takes long to import, or for the model
+    options.sampling_params(args, {})  # report a bad option before slow imports and loading the model
     from quire.engine.llm_engine import LLMEngine
 
     engine = LLMEngine(config)

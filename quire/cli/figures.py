@@ -1,4 +1,4 @@
-"""Where measured figures go: to the terminal, and to a file where one is given."""
+"""Output of measured figures: to the terminal, and to a file if one is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def add_output_option(parser: argparse.ArgumentParser) -> None:
 
 
 def check_output(path: Path | None, option: str = "--output-json") -> None:
-    """Find out before a long run that its figures cannot be written. Raises ConfigError."""
+    """Check before a long run that its figures can be written. Raises ConfigError."""
     if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
         raise ConfigError(f"{option} {path}: give a file in a folder that exists")
 

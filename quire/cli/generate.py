@@ -24,7 +24,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Load the model, stream the continuation, and say on standard error how fast it was."""
     config = options.engine_config(args)
-    options.sampling_params(args, {})  # a bad option must not wait for what takes long to import, or for the model
+    options.sampling_params(args, {})  # report a bad option before slow imports and loading the model
     prompt = _read_standard_input() if args.prompt == "-" else args.prompt
     from quire.cli.stream import stream_to_terminal
     from quire.engine.llm_engine import LLMEngine
@@ -43,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_standard_input() -> str:
     try:
-        return sys.stdin.read().encode().decode()  # what was not UTF-8 has come in as surrogates
+        return sys.stdin.read().encode().decode()  # invalid UTF-8 was read as surrogates
     except UnicodeError:
         raise RequestError("standard input is not UTF-8 text", "prompt") from None

@@ -1,4 +1,4 @@
-"""`quire inspect`: what a model is and what memory it needs, without loading its weights; damaged files are errors."""
+"""`quire inspect`: show a model's structure and memory plan without loading its weights; damaged files are errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Command line options that several commands share, and what they mean to the engine."""
+"""Command line options that several commands share, and their conversion to the engine's configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalt
 
 
 class _OldSwitch(argparse.BooleanOptionalAction):
-    """A switch under its old name: it works for one release, with a warning."""
+    """A switch under its old name: it is accepted for one release, with a warning."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
         """See argparse.Action."""
@@ -97,24 +97,28 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--complete-json-within-max-tokens",
         action=argparse.BooleanOptionalAction,
-        help="complete JSON before max_tokens cuts it, where possible",
+        help="complete JSON within max_tokens, if possible",
     )
     name = "complete_json_within_max_tokens"
     group.add_argument("--fit-structured-outputs", dest=name, action=_OldSwitch, help=argparse.SUPPRESS)
-    group.add_argument("--max-logprobs", type=int, help="limit of what requests may ask for; -1: none")
+    group.add_argument("--max-logprobs", type=int, help="limit for requests; -1: none")
     group.add_argument("--seed", type=int, help="same seed, same output")
-    group.add_argument("--device", help="auto (a GPU where there is one), cpu, cuda or cuda:N")
-    group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be taken")
-    group.add_argument("--enforce-eager", action="store_true", help="record no steps on a GPU: start faster, decode slower")
+    group.add_argument("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
+    group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be used")
+    group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs on a GPU: starts faster, decodes slower")
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
-        help="plan a step while the one before runs; None: on a GPU and with pipeline stages, where it is possible",
+        help="plan a step while the previous one runs; None: on a GPU and with pipeline stages, if possible",
     )
     backends = ("auto", "triton", "flashinfer", "flash_attn")
-    group.add_argument("--attention-backend", choices=backends, help="who attends to prompts on a GPU; auto: our kernels")
-    group.add_argument("--tile-table", metavar="FILE", help="tiles of a GPU's kernels, as `quire tune` writes them")
-    group.add_argument("--deterministic", action="store_true", help="the same tokens in any batch; refused where it is not so")
+    group.add_argument(
+        "--attention-backend", choices=backends, help="library for the attention of prompts on a GPU; auto: quire's kernels"
+    )
+    group.add_argument("--tile-table", metavar="FILE", help="tile sizes of the GPU kernels, a file of `quire tune`")
+    group.add_argument(
+        "--deterministic", action="store_true", help="batch-invariant: the same tokens in any batch; refused if not supported"
+    )
     group.add_argument("--num-threads", type=int, help="threads to compute with; fewer on a machine that others use too")
     group.add_argument(
         "--tensor-parallel-size",
@@ -127,7 +131,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-shares",
         type=_shares,
         metavar="2,1",
-        help="what each of them gets, in parts; None: equal",
+        help="relative share of each of them; None: equal",
     )
     group.add_argument(
         "--data-parallel-size",
@@ -143,7 +147,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="threads of each replica; None: --num-threads divided",
     )
     group.add_argument(
-        "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: what is free"
+        "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: the free memory"
     )
     group.add_argument(
         "--pipeline-parallel-size",
@@ -161,7 +165,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--distributed-executor-backend",
         choices=EXECUTOR_BACKENDS,
-        help="who starts them; None: torchrun or a LeaderWorkerSet where one has, else this process",
+        help="who starts them; None: torchrun or a LeaderWorkerSet if one has, otherwise this process",
     )
     group.add_argument(
         "--speculative-config",
@@ -206,7 +210,8 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> EngineConfig:
-    """Return the configuration that the options describe. Raises ConfigError, also for replicas where there is one engine."""
+    """Return the configuration that the options describe. Raises ConfigError, also for replicas if the command runs only one
+    engine."""
     model = getattr(args, "model_option", args.model)
     if not takes_replicas and args.data_parallel_size != 1:
         raise ConfigError(
@@ -217,7 +222,7 @@ def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> 
 
 
 def engine_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the engine's options as words of a command line, without the model."""
+    """Return the engine's options as command line arguments, without the model."""
     words: list[str] = []
     for name, default in _ENGINE_DEFAULTS.items():
         value, option = getattr(args, name), name.replace("_", "-")
@@ -233,7 +238,7 @@ def engine_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add the sampling options of a person at a terminal; those not given are the checkpoint's own."""
+    """Add the sampling options for the terminal; missing ones take the checkpoint's defaults."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=max_tokens, help="output tokens at most")
     group.add_argument("--temperature", type=float, help="0 is greedy")
@@ -250,7 +255,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
 
 
 def _add_constraint_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("structured outputs", "what the whole output has to look like; one of")
+    group = parser.add_argument_group("structured outputs", "format of the whole output; one of")
     kinds = group.add_mutually_exclusive_group()
     kinds.add_argument(
         "--json-schema", "--guided-json", dest="json_schema", metavar="JSON", help="valid under a JSON schema: JSON, or a file"
@@ -263,7 +268,7 @@ def _add_constraint_options(parser: argparse.ArgumentParser) -> None:
         dest="choice",
         action="append",
         metavar="TEXT",
-        help="one of some texts; given once for each",
+        help="one of several texts; given once for each",
     )
     kinds.add_argument(
         "--grammar", "--guided-grammar", dest="grammar", help="matches a grammar, Lark's notation or GBNF: text, or a file"
@@ -301,7 +306,7 @@ def _read_schema(value: str) -> str:
 
 
 def _read_file_or_text(value: str) -> str:
-    """Return what the file of that name holds, or the value itself where there is none."""
+    """Return the content of the file of that name, or the value itself if there is none."""
     try:
         return Path(value).expanduser().read_text(encoding="utf-8") if Path(value).expanduser().is_file() else value
     except UnicodeError as error:

@@ -47,7 +47,7 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--host",
         default="127.0.0.1",
-        help="address to listen on; with any other than this machine's own, give a key: without one everybody may ask",
+        help="address to listen on; give a key unless it is local to this machine: without a key anyone can use the server",
     )
     group.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free one, which is logged")
     group.add_argument("--uds", type=Path, metavar="PATH", help="Unix socket to listen on, instead of --host and --port")
@@ -81,27 +81,27 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-prompt-characters",
         type=int,
-        help="limit of one prompt; without: 16 for each token of the context, but a million at least",
+        help="limit of one prompt; default: 16 per token of the context, at least a million",
     )
     group.add_argument(
         "--max-held-body-bytes",
         type=int,
         default=512 << 20,
-        help="limit of all bodies that arrive or are answered, of uploads what is in the memory",
+        help="limit of all bodies that arrive or are being answered; uploads count with the part in memory",
     )
     group.add_argument("--max-file-bytes", type=int, default=200 << 20, help="limit of an uploaded file")
     group.add_argument("--max-stored-batches", type=int, default=10_000, help="batches that a key may have within 30 days")
-    group.add_argument("--max-stored-files", type=int, default=10_000, help="files that a key may store, outputs included")
+    group.add_argument("--max-stored-files", type=int, default=10_000, help="files that a key may store, including outputs")
     group.add_argument(
         "--max-stored-bytes",
         type=int,
         default=16 << 30,
-        help="bytes of these files; also of stored responses, whose oldest go beyond it",
+        help="bytes of these files; also of stored responses, of which the oldest are removed beyond it",
     )
     group.add_argument("--head-timeout", type=float, default=10.0, help="seconds for the head of a request to arrive")
     group.add_argument("--body-timeout", type=float, default=30.0, help="seconds for its body to arrive, and one for each MiB")
     group.add_argument(
-        "--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; over it it is aborted"
+        "--slow-reader-bytes", type=int, default=256 << 10, help="unread bytes of a stream; beyond it the stream is aborted"
     )
     group.add_argument("--slow-reader-timeout", type=float, default=30.0, help="seconds that a stream may wait to be read")
     group.add_argument(
@@ -150,7 +150,7 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-queued-requests", type=int, default=1024, help="requests waiting or running; over it 503")
     group.add_argument("--max-queued-tokens", type=int, default=2_000_000, help="prompt tokens waiting; over it 503")
     group.add_argument("--max-queue-wait", type=float, default=60.0, help="seconds of estimated wait; over it 503")
-    group.add_argument("--request-timeout", type=float, default=600.0, help="seconds, where a request does not say")
+    group.add_argument("--request-timeout", type=float, default=600.0, help="seconds, for requests that do not set it")
     group.add_argument("--drain-grace", type=float, default=0.0, help="seconds to go on listening after SIGTERM")
     group.add_argument("--drain-timeout", type=float, default=25.0, help="seconds that running requests get after SIGTERM")
     group.add_argument("--watchdog-timeout", type=float, default=60.0, help="seconds without progress until a restart")
@@ -175,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
         from quire.engine.launched import exit_if_worker  # it loads torch
 
         exit_if_worker(engine_config, (args.host, args.port))
-        # The workers are the launcher's: it starts all ranks again, this process too.
+        # The launcher started the workers: it restarts all ranks, including this process.
         config = replace(config, max_restarts=0)
     try:
         from quire.serving.http.main import serve

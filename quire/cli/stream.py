@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """What was printed of one request: its text, its output tokens, the last output, and the drafts that were verified."""
+    """The printed output of one request: its text, its output tokens, the last output, and the verified drafts."""
 
     text: str
     num_tokens: int
@@ -37,7 +37,7 @@ class Streamed:
         return f"[{self.num_tokens} tokens in {first_s + rest_s:.2f} s, first after {first_s:.3f} s{speed}{drafts}, {reason}]"
 
     def describe_cut(self, params: SamplingParams, max_model_len: int) -> str | None:
-        """Return what a person is told where the context has ended the output before max_tokens; None where it has not."""
+        """Return the warning if the context ended the output before max_tokens; otherwise None."""
         is_cut = bool(self.output.outputs) and self.output.outputs[-1].finish_reason == "length"
         if not is_cut or params.max_tokens is None or self.num_tokens >= params.max_tokens:
             return None
@@ -67,7 +67,7 @@ def stream_to_terminal(
                 sys.stdout.flush()
                 if output.finished:
                     if output.error is not None:
-                        sys.stdout.write("\n" if echo or text else "")  # the error begins a line of its own
+                        sys.stdout.write("\n" if echo or text else "")  # the error begins on a new line
                         sys.stdout.flush()
                         raise QuireError(output.error)
                     drafts = engine.stats.num_draft_tokens - num_drafted, engine.stats.num_accepted_tokens - num_accepted

@@ -20,8 +20,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "train-draft",
         **options.PARSER,
         help="train a head that drafts for a model",
-        description=f"{__doc__} It learns from text that the model itself goes on with. Stopped, and started again with the "
-        "same arguments, it goes on where it was.",
+        description=f"{__doc__} It learns from text that the model itself generates. If stopped, and started again with the "
+        "same arguments, it continues.",
     )
     parser.add_argument("--kind", choices=KINDS, required=True, help="kind of the head")
     parser.add_argument("model", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
@@ -47,7 +47,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="layers whose inputs eagle3 reads; 2, n // 2, n - 3, if not given",
     )
     parser.add_argument("--learning-rate", type=float, help="of the matrices")
-    parser.add_argument("--start-from", metavar="HEAD", help="go on from a head of the same shapes: a folder, or a bundled one")
+    parser.add_argument(
+        "--start-from", metavar="HEAD", help="continue from a head of the same shapes: a folder, or a bundled one"
+    )
     parser.add_argument("--num-threads", type=int, help="threads to compute with")
     parser.add_argument("--seed", type=int, help="same seed, same batches")
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")

@@ -1,4 +1,4 @@
-"""`quire tune`: measure which tiles are fastest for the kernels on this machine's GPU."""
+"""`quire tune`: measure the fastest tile sizes of the kernels on this machine's GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AsyncLLM: the engine in a thread of its own, its outputs as asynchronous iterators."""
+"""AsyncLLM: the engine in its own thread, with outputs as asynchronous iterators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Ticket:
-    """One call of generate or embed: where its outputs go. What is sent after its request has ended is dropped."""
+    """The destination of the outputs of one call of generate or embed. Outputs after the end of its request are dropped."""
 
     request_id: str
     loop: asyncio.AbstractEventLoop
@@ -34,7 +34,7 @@ class _Ticket:
     is_cancelled: bool = False
 
     def send(self, item: EngineOutput | QuireError) -> bool:
-        """Hand an output to the caller's event loop; False when that is closed. Called by the engine's thread."""
+        """Send an output to the caller's event loop; False if the loop is closed. Called by the engine's thread."""
         try:
             self.loop.call_soon_threadsafe(self.items.put_nowait, item)
         except RuntimeError:
@@ -43,9 +43,9 @@ class _Ticket:
 
 
 class AsyncLLM:
-    """Serve many requests of one event loop or several; while none is there, the engine's thread sleeps.
+    """Serve many requests of one or several event loops; without requests the engine's thread sleeps.
 
-    Holds its memory until close, which also happens when the program ends.
+    Holds its memory until `close`, which is also called when the program ends.
     model, options  as for LLM
     """
 
@@ -56,7 +56,7 @@ class AsyncLLM:
         self._lock = threading.Lock()  # of _tickets and _failure
         self._tickets: dict[str, _Ticket] = {}
         self._failure: str | None = None
-        self._running: dict[str, _Ticket] = {}  # the engine thread's own
+        self._running: dict[str, _Ticket] = {}  # used only by the engine's thread
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
@@ -66,8 +66,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as deltas, the last with finished=True.
 
-        Without sampling_params the checkpoint's own defaults are taken. Leaving the iteration early aborts the request.
-        Raises RequestError when it is invalid, can never fit or has an id that is in use, and WorkerError when the engine
+        Without sampling_params the checkpoint's defaults are used. Leaving the iteration early aborts the request.
+        Raises RequestError if it is invalid, can never fit or has an id that is in use, and WorkerError if the engine
         has stopped.
         """
         if isinstance(sampling_params, PoolingParams):
@@ -127,7 +127,7 @@ class AsyncLLM:
             self._thread.join()
 
     async def _compile(self, request: Request) -> Request:
-        """Return the request with its constraint compiled; no thread waits for that. Raises RequestError."""
+        """Return the request with its compiled constraint, without blocking a thread. Raises RequestError."""
         compilation = self.engine.start_compilation(request)
         if compilation is None:
             return request
@@ -192,7 +192,7 @@ class AsyncLLM:
 
     def _deliver(self, output: EngineOutput) -> None:
         ticket = self._running.get(output.request_id)
-        if ticket is None:  # its caller has gone in the middle of this step
+        if ticket is None:  # its caller ended during this step
             return
         if output.finished:
             del self._running[output.request_id]
@@ -208,7 +208,7 @@ class AsyncLLM:
                 for output in self.engine.step():
                     self._deliver(output)
             failure = "the engine has been closed"
-        except Exception as error:  # the thread ends here; every caller must hear why
+        except Exception as error:  # the thread ends here; every caller must get the reason
             logger.exception("the engine stopped")
             failure = f"the engine stopped: {type(error).__name__}: {error}"
         with self._lock:
@@ -218,11 +218,11 @@ class AsyncLLM:
             ticket.send(WorkerError(failure))
         try:
             self.engine.close()
-        except Exception:  # broken already, and said so above; the memory goes with the process
+        except Exception:  # already broken and logged above; the memory is freed with the process
             logger.exception("the engine could not be closed")
 
     def _handle_command(self) -> bool:
-        """Carry out the commands that wait, sleeping until there is one when there is nothing else to do."""
+        """Execute pending commands; if the engine is idle, sleep until there is one."""
         while True:
             try:
                 command = self._commands.get(block=not self.engine.has_unfinished_requests())
@@ -234,7 +234,7 @@ class AsyncLLM:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Have something called in an event loop; one that is closed has nobody left who waits."""
+    """Schedule a call in an event loop; ignored if the loop is closed, since then no caller waits."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call)
 

@@ -1,6 +1,6 @@
-"""Beam search on top of the engine: one token a step for every hypothesis, which share their KV by the prefix cache.
+"""Beam search on top of the engine: one token per step for every hypothesis; hypotheses share KV blocks by the prefix cache.
 
-Where the grammar of a hypothesis forces tokens, one request tells what follows each of them: they are computed together.
+If a hypothesis's grammar forces tokens, one request computes the forced tokens and the log probabilities after each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = get_logger(__name__)
 
 
 class _Told(NamedTuple):
-    """What a request told of a hypothesis: the token that it took next, and the log probabilities of all that may follow."""
+    """A result for a hypothesis: the next token, and the log probabilities of all possible tokens."""
 
     token_id: int
     entries: Mapping[int, Logprob]
@@ -33,8 +33,8 @@ class _Told(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """A hypothesis: prompt and output, the log probability of the output, where it stands in its grammar, and what was told of
-    it and of what follows it."""
+    """A hypothesis: prompt and output, the log probability of the output, the state of its grammar, and the results for
+    it and its forced continuation."""
 
     token_ids: tuple[int, ...]
     logprob: float = 0.0
@@ -42,11 +42,11 @@ class _Beam:
     told: Sequence[_Told] = ()
 
     def num_forced(self, most: int) -> int:
-        """Return how many tokens its grammar forces next, at most so many."""
+        """Return how many tokens its grammar forces next, at most `limit`."""
         return 0 if self.matcher is None or most <= 0 else min(most, len(self.matcher.forced_tokens()))
 
     def with_token(self, token_id: int, logprob: float) -> _Beam:
-        """Return the hypothesis with one more token, and all of its log probability."""
+        """Return the hypothesis with one more token and its log probability added."""
         matcher = None if self.matcher is None else self.matcher.fork()
         error = None if matcher is None else matcher.advance(token_id)
         if error is not None:
@@ -57,7 +57,7 @@ class _Beam:
 
 @dataclass(slots=True)
 class _Search:
-    """The hypotheses of one prompt; those in `ended` have an end-of-sequence token, or nothing can follow, and compete again at
+    """The hypotheses of one prompt; those in `ended` have an end-of-sequence token or cannot continue, and compete again at
     the end."""
 
     request: Request
@@ -68,7 +68,7 @@ class _Search:
 class BeamSearch:
     """Searches the most likely continuations of prompts.
 
-    engine  whose tokenizer and limits hold
+    engine  whose tokenizer and limits are used
     run     runs requests of one step and returns their last outputs in order
     """
 
@@ -85,8 +85,8 @@ class BeamSearch:
     def run(self, requests: list[Request]) -> list[BeamSearchOutput]:
         """Search the continuations of all prompts and hypotheses in one batch.
 
-        Every step takes, of all one-token extensions of a prompt's hypotheses, the beam_width best; of those that fit, where
-        the requests have a grammar.
+        Every step keeps the beam_width best of all one-token extensions of a prompt's hypotheses (with a grammar, of those that
+        it allows).
         """
         params = self._params
         max_model_len = self._engine.report.memory.max_model_len
@@ -100,7 +100,7 @@ class BeamSearch:
         if not self._engine.config.enable_prefix_caching:
             logger.warning("beam search without prefix caching computes every hypothesis anew for every token")
         if self._engine.config.speculative_config is not None:
-            logger.info("beam search drafts what constraints force alone: hypotheses are chosen anew behind every token")
+            logger.info("beam search only drafts tokens that constraints force, as hypotheses change after every token")
         searches = [_Search(request, [_first_beam(request)]) for request in requests]
         for num_left in range(params.max_tokens, 0, -1):
             if not any(search.live for search in searches):
@@ -109,7 +109,7 @@ class BeamSearch:
         return [self._conclude(search) for search in searches]
 
     def _extend(self, searches: list[_Search], num_left: int) -> None:
-        """Grow every hypothesis by its best tokens and keep the best of each prompt. num_left: tokens that it may still get."""
+        """Extend every hypothesis by its best tokens and keep the best of each prompt. num_left: the remaining tokens."""
         params = self._params
         asked = [
             _next_steps(search, index, beam, params, 1 + beam.num_forced(num_left - 1))
@@ -136,7 +136,7 @@ class BeamSearch:
                         search.ended.append(_Beam((*beam.token_ids, token_id), beam.logprob + entry.logprob))
                     else:
                         extended.append((beam.logprob + entry.logprob, beam, token_id))
-            # A hypothesis that no token of its grammar can follow is given up, as long as there is another.
+            # A hypothesis without any allowed next token is dropped, as long as there is another one.
             if errors and (search.request.grammar is None or not (extended or search.ended)):
                 raise errors[0]
             extended.sort(key=lambda candidate: -candidate[0])
@@ -167,7 +167,7 @@ def _first_beam(request: Request) -> _Beam:
 
 
 def _told(output: RequestOutput) -> tuple[_Told, ...]:
-    """Return what a request told, of all tokens that it took before it ended or failed."""
+    """Return the results of a request, for all tokens before it ended or failed."""
     if not output.outputs:
         return ()
     found = output.outputs[0]
@@ -175,7 +175,7 @@ def _told(output: RequestOutput) -> tuple[_Told, ...]:
 
 
 def _next_steps(search: _Search, index: int, beam: _Beam, params: BeamSearchParams, count: int) -> Request:
-    """Return a request for the best tokens behind a hypothesis, and behind those that it takes; of so many in all."""
+    """Return a request for the best tokens after a hypothesis, and after its forced tokens; num_left tokens in total."""
     ending = () if beam.matcher is None or params.ignore_eos else tuple(sorted(search.request.eos_token_ids))
     step = SamplingParams(
         temperature=0.0,

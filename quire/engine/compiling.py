@@ -11,7 +11,7 @@ from quire.grammar.compiler import Compilation, GrammarContext
 
 
 class CompilingRequests:
-    """Requests in the order in which they came. The engine's thread owns it; compilations wake it."""
+    """Requests in order of arrival. Owned by the engine's thread, which compilations wake."""
 
     def __init__(self) -> None:
         self._waiting: dict[RequestId, tuple[Request, Compilation]] = {}
@@ -21,29 +21,29 @@ class CompilingRequests:
         return bool(self._waiting)
 
     def add(self, request: Request, compilation: Compilation) -> None:
-        """Take in a request."""
+        """Add a request."""
         self._waiting[request.request_id] = (request, compilation)
         compilation.notify(self._is_news.set)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a compilation ends, or the time is over."""
+        """Wait until a compilation ends, or the timeout."""
         if self._is_news.wait(timeout_s):
             self._is_news.clear()
 
     def take_done(self) -> list[tuple[Request, Compilation]]:
-        """Return the requests whose compilations have ended, and forget them."""
+        """Remove and return the requests whose compilations have ended."""
         done = [item for item in self._waiting.values() if item[1].is_done]
         for request, _ in done:
             del self._waiting[request.request_id]
         return done
 
     def remove(self, request_id: str) -> bool:
-        """Forget a request; return whether it waited here. What it waits for is compiled all the same: others may want it."""
+        """Remove a request; return whether it waited here. Its compilation continues, since other requests may need it."""
         return self._waiting.pop(RequestId(request_id), None) is not None
 
 
 def grammar_use(request: Request, config: EngineConfig, max_model_len: int) -> GrammarContext:
-    """Return what of a request its grammar depends on, besides the constraint."""
+    """Return the fields of a request, other than the constraint, on which its grammar depends."""
     params, constraint = request.params, request.params.constraint
     max_tokens = None
     is_completed = constraint is not None and constraint.fit_max_tokens

@@ -12,7 +12,7 @@ from quire.contracts.config import EngineConfig
 
 
 def make_config(**options: Any) -> EngineConfig:
-    """Build an EngineConfig; an option that it does not have is a ConfigError that lists those it has."""
+    """Build an EngineConfig; an unknown option raises a ConfigError that lists the options."""
     known = [field.name for field in dataclasses.fields(EngineConfig)]
     unknown = sorted(set(options) - {*known, "fit_structured_outputs"})  # an old name
     if unknown:

@@ -23,14 +23,14 @@ class EmbeddingStream:
         return self._finish_reason is not None
 
     def apply(self, update: SequenceUpdate, now: float) -> bool:
-        """Take in how the sequence ended; there is no stop string that the scheduler would have to hear of."""
+        """Record the end of the sequence; returns False, since there are no stop strings."""
         if self._finish_reason is None:
             self._embedding = list(update.pooled or ())
             self._finish_reason, self._error = update.finish_reason, update.error
         return False
 
     def fail(self, error: str, param: str | None = None) -> None:
-        """End with finish_reason "error"; such a request has nothing that could be at fault so late, so param is not used."""
+        """End with finish_reason "error"; param is not used, since no field of such a request can fail this late."""
         self._embedding, self._finish_reason, self._error = [], "error", error
 
     def abort(self) -> None:
@@ -38,17 +38,17 @@ class EmbeddingStream:
         self._finish_reason = self._finish_reason or "abort"
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
-        """Take in what the scheduler measured of the sequence."""
+        """Record the scheduler's measurements of the sequence."""
         self.metrics.first_scheduled_time = stats.first_scheduled_s
         self.metrics.num_preemptions = stats.num_preemptions
         self.metrics.num_cached_tokens = stats.num_cached_tokens
 
     def note_end(self, now: float) -> None:
-        """Note when the request has ended, before its output is taken."""
+        """Record the end time of the request, before its output is taken."""
         self.metrics.finished_time = now
 
     def take(self) -> EmbeddingRequestOutput | None:
-        """Return the output when the request has ended, None before."""
+        """Return the output if the request has ended, otherwise None."""
         if self._finish_reason is None:
             return None
         return EmbeddingRequestOutput(

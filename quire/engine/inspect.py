@@ -1,4 +1,4 @@
-"""What a model is and needs, without its weights, for those who may not reach below the engine."""
+"""Inspection of a model without its weights, for packages that may not import below the engine."""
 
 from quire.worker.inspect import check_weights, inspect_model, weight_bytes_by_precision
 from quire.worker.parallel_build import RankMemory, rank_memories

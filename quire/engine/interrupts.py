@@ -1,4 +1,4 @@
-"""Interrupts: hold Ctrl-C back while the engine changes its books, so that an interrupt never leaves them half changed."""
+"""Interrupts: delay Ctrl-C while the engine changes its state, so that an interrupt never leaves the state inconsistent."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from types import FrameType
 
 
 class Interrupts:
-    """Ctrl-C as one engine takes it.
+    """The handling of Ctrl-C for one engine.
 
-    Does nothing outside the main thread, or where SIGINT has a handler of the program's own.
+    Does nothing outside the main thread, or if the program has its own handler of SIGINT.
     """
 
     def __init__(self) -> None:
@@ -22,9 +22,9 @@ class Interrupts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Keep the handler in place, so that `deferred` need not put it there, which takes as long as a tenth of a small step.
+        """Keep the handler installed, so that `deferred` does not have to install it, which takes a tenth of a small step.
 
-        Outside of `deferred` Ctrl-C is raised at once, as ever.
+        Outside of `deferred` Ctrl-C is raised at once, as usual.
         """
         is_ours = threading.current_thread() is threading.main_thread()
         if self._is_watching or not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -40,7 +40,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Raise a KeyboardInterrupt that comes inside only at the end; a second one is raised at once."""
+        """Delay a KeyboardInterrupt to the end of the block; a second one is raised at once."""
         if not self._is_watching:
             with self.watched():
                 if not self._is_watching:

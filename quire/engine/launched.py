@@ -1,4 +1,4 @@
-"""What a process does that a launcher has made a worker of another process's engine."""
+"""The main function of a process that a launcher started as a worker of another process's engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from quire.worker.parallel_launch import serve_as_worker
 
 
 def exit_if_worker(config: EngineConfig, health_address: tuple[str, int] | None = None) -> None:
-    """Be a worker until rank 0 closes the group, and then raise SystemExit; return at once where no launcher (torchrun,
-    LeaderWorkerSet) has made this process another rank than 0.
+    """Run a worker until rank 0 closes the group, then raise SystemExit. Return at once unless a launcher (torchrun,
+    LeaderWorkerSet) started this process as a rank other than 0.
 
     health_address  (host, port) at which the worker serves /health; None: nowhere
     """

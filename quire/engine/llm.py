@@ -1,4 +1,4 @@
-"""LLM: offline generation and embedding, the way users of vLLM know it."""
+"""LLM: offline generation and embedding, with the interface of vLLM."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
-    """A model, ready to generate; everything runs in this process, unless it is shared by ranks or run as replicas.
+    """A loaded model. It runs in this process, unless it is shared by ranks or run as replicas.
 
     model    a local folder, a hub id, or a bundled model (demo, demo-draft, demo-moe); or a whole EngineConfig
     options  the fields of EngineConfig: dtype, max_model_len, max_num_seqs, max_num_batched_tokens, block_size,
@@ -62,7 +62,7 @@ class LLM:
         """Generate for every prompt and return the outputs in their order.
 
         prompts          one prompt or a list: strings, lists of token ids, or {"prompt_token_ids": [...]}
-        sampling_params  one for all, or one per prompt; None: the checkpoint's own defaults
+        sampling_params  one for all, or one per prompt; None: the checkpoint's defaults
         Raises RequestError before anything runs when one of them is invalid or can never fit.
         """
         prompt_list = _as_prompts(prompts)
@@ -95,10 +95,10 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
-        """Return what a classifier says of every prompt: `output.outputs.probs` has a number for each class.
+        """Return the class probabilities of every prompt: `output.outputs.probs` has a number for each class.
 
-        pooling_params  with task "classify"; None: the checkpoint's activation function makes probabilities of the logits
-        Raises RequestError as embed does, and where the model is no classifier.
+        pooling_params  with task "classify"; None: the checkpoint's activation function turns the logits into probabilities
+        Raises RequestError as embed does, and if the model is not a classifier.
         """
         params = PoolingParams(task="classify") if pooling_params is None else pooling_params
         return [
@@ -112,9 +112,9 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Return what the task of pooling_params gives of every prompt, as `output.outputs.data`: see embed and classify.
+        """Run the task of pooling_params for every prompt and return `output.outputs.data`: see embed and classify.
 
-        pooling_params  None: what the model is for
+        pooling_params  None: the model's task
         """
         if pooling_params is None:
             is_classifier = self.llm_engine.report.pooler.task == "classify"
@@ -129,11 +129,11 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
-        """Return how well two texts fit together, as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
+        """Return the similarity of pairs of texts as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
 
-        A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt. Of an embedding model the
+        A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt. With an embedding model the
         score is the cosine of the two embeddings.
-        Raises RequestError as embed does, and where the model is neither.
+        Raises RequestError as embed does, and if the model is neither.
         """
         tokenizer = self.get_tokenizer()
         pairs = make_pairs(data_1, data_2, "data_1", "data_2")
@@ -187,7 +187,7 @@ class LLM:
     def beam_search(self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """Return for every prompt the beam_width best continuations, best first.
 
-        Of replicas only without structured_outputs: hypotheses have their grammars in this process.
+        With replicas, structured_outputs are refused, because the grammars of hypotheses live in this process.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(f"params must be a BeamSearchParams, got {type(params).__name__}", "params")
@@ -213,7 +213,7 @@ class LLM:
         submitted: list[RequestId] = []
         progress = _progress(len(requests)) if use_tqdm else None
         try:
-            for request in requests:  # nothing runs before the first step, so one that is refused has not begun the others
+            for request in requests:  # nothing runs before the first step, so a refused request does not start the others
                 engine.submit(request, "final")
                 submitted.append(request.request_id)
             while engine.has_unfinished_requests():
@@ -222,7 +222,7 @@ class LLM:
                     if progress is not None:
                         progress.update(1)
         finally:
-            # Left early (an interrupt, say): nothing of this call may run on in the next one.
+            # Left early (for example by an interrupt): no request of this call may run on in the next call.
             for request_id in submitted:
                 engine.abort_request(request_id)
             if progress is not None:
@@ -253,7 +253,7 @@ class LLM:
 
 
 def _with_grammars(engine: LLMEngine | ReplicaEngine, requests: list[Request]) -> list[Request]:
-    """Return the requests with their constraints compiled. Raises RequestError for the first that cannot be."""
+    """Return the requests with compiled constraints. Raises RequestError for the first one that cannot be compiled."""
     compilations = [engine.start_compilation(request) for request in requests]
     return [
         request if compilation is None else replace(request, grammar=compilation.result())
@@ -273,7 +273,7 @@ def _as_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[PromptLike]:
 
 
 def _as_params(params: object, count: int, kind: type[Params], name: str) -> list[Params]:
-    """Return one per prompt; name is that of the argument."""
+    """Return one per prompt; name is the argument's name."""
     if isinstance(params, kind):
         return [params] * count
     items = list(params) if isinstance(params, list | tuple) else [params]

@@ -1,4 +1,4 @@
-"""LLMEngine: the step loop. Requests go in, each step moves all of them forward, outputs come out."""
+"""LLMEngine: the step loop. It takes requests, advances them in steps, and returns outputs."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ logger = get_logger(__name__)
 
 
 _COMPILE_WAIT_S = 0.005
-"""How long a step waits for a constraint where it has nothing else to do; whoever calls it may have commands to look after."""
+"""How long an idle step waits for a constraint; the caller of `step` may have to handle commands."""
 
 _CLOSE_SAVE_S = 5.0
 """How long `close` goes on saving cached blocks to the disk tier; what is not written by then is dropped."""
 
 _MAX_SAVED_BYTES = 64 << 20
-"""What one step copies to the host tier at most."""
+"""The most that one step copies to the host tier."""
 
 EngineOutput = RequestOutput | EmbeddingRequestOutput
-"""What a step hands out; the latter for requests with PoolingParams."""
+"""The outputs of a step; EmbeddingRequestOutput for requests with PoolingParams."""
 
 
 @dataclass(slots=True)
 class EngineStats:
     """Counts since the engine was made: steps, and tokens computed in them.
 
-    num_drafts           times that a sequence's drafts were verified
+    num_drafts           number of verifications of a sequence's drafts
     num_draft_tokens     tokens of these drafts
     num_accepted_tokens  those of them that were accepted
     accepted_per_pos     how often the first draft token was accepted, the second, and so on
@@ -83,7 +83,7 @@ class EngineStats:
 
     @property
     def ranks(self) -> list[RankStats]:
-        """See above; read anew each time."""
+        """See above; read at each access."""
         return self.read_ranks()
 
     @property
@@ -92,7 +92,7 @@ class EngineStats:
         return self.read_tiers()
 
     def note_verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Count what became of the drafts of one sequence in one step."""
+        """Count the results of the drafts of one sequence in one step."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
@@ -130,10 +130,10 @@ class LLMEngine:
                 if tokenizer is None and not config.skip_tokenizer_init:
                     tokenizer = load_tokenizer(report.tokenizer_folder, template)
             except BaseException:
-                # Its threads would go on beside the end of the process.
+                # Its threads would keep running while the process ends.
                 runner.close()
                 raise
-        # What is there now stays: the collector need not walk through it again in every step.
+        # The objects so far are permanent: exclude them from garbage collection.
         gc.freeze()
         self.config = config
         self.report = report
@@ -187,7 +187,7 @@ class LLMEngine:
 
     @property
     def last_step(self) -> StepRecord | None:
-        """The last step that was committed; None where none is recorded."""
+        """The last step that was committed; None if none is recorded."""
         return self._steps.last_step
 
     def prompt_limit(self, params: PoolingParams) -> int | None:
@@ -206,7 +206,7 @@ class LLMEngine:
         params: SamplingParams | PoolingParams | None = None,
         output_kind: OutputKind = "cumulative",
     ) -> None:
-        """Queue a request; without params with the checkpoint's own defaults for sampling.
+        """Queue a request; without params with the checkpoint's sampling defaults.
 
         With PoolingParams it has one output, an EmbeddingRequestOutput, whatever the output_kind. Raises RequestError, naming
         the field, when it is invalid or can never fit.
@@ -219,7 +219,7 @@ class LLMEngine:
         self.submit(self.make_request(request_id, prompt, params), output_kind)
 
     def check_request(self, request: Request) -> None:
-        """Raise RequestError when a request that was made elsewhere does not fit the model or the engine's options."""
+        """Raise RequestError if a request that was made elsewhere does not match the model or the engine's options."""
         self._factory.check(request)
 
     def submit(self, request: Request, output_kind: OutputKind = "cumulative") -> None:
@@ -245,14 +245,14 @@ class LLMEngine:
             self._streams[request.request_id] = stream
 
     def _add(self, request: Request) -> None:
-        """Hand a request to the scheduler, or keep it aside while pages are read from the disk tier for it."""
+        """Pass a request to the scheduler, or hold it while pages are read from the disk tier for it."""
         if self._disk is None or not self._disk.begin(request):
             self.scheduler.add(request, time.monotonic())
 
     def start_compilation(self, request: Request) -> Compilation | None:
-        """Begin to compile what limits the output of a request, None where nothing does; `submit` does so, too.
+        """Start to compile a request's constraint and return the task, None without a constraint. `submit` does this too.
 
-        May be called from other threads, to wait for the result there.
+        May be called from other threads, which can wait for the result.
         """
         params = request.params
         if (params.constraint is None and not params.bad_words) or request.grammar is not None:
@@ -265,7 +265,7 @@ class LLMEngine:
         return SamplingParams(**{**self.report.generation_defaults, **overrides})
 
     def has_unfinished_requests(self) -> bool:
-        """Whether step has anything left to do."""
+        """Whether `step` has any work left."""
         return (
             self.scheduler.has_unfinished
             or bool(self._undelivered)
@@ -283,12 +283,12 @@ class LLMEngine:
         return len(self._streams)
 
     def step(self) -> list[EngineOutput]:
-        """Run one step and return the outputs of the requests that it moved, in the form each one asked for.
+        """Run one step and return the outputs of its requests, each in its output_kind.
 
         With async_scheduling the next step is launched before this one's outputs are made, so that when the last request has
         ended one step may be left, which the next call waits for; it then returns nothing.
-        Where all requests wait for their constraints to be compiled, it waits for a moment, too.
-        A step that fails ends the sequences that were in it with finish_reason "error"; the engine goes on with the others.
+        If all requests wait for the compilation of their constraints, it waits briefly.
+        A step that fails ends its sequences with finish_reason "error"; the engine continues with the others.
         Ctrl-C is raised when the step is complete, and its outputs are returned by the next call.
         """
         with self.interrupts.deferred():
@@ -303,7 +303,7 @@ class LLMEngine:
         self._steps.run()
 
     def _admit_loaded(self) -> None:
-        """Hand the requests to the scheduler whose pages were read from the disk tier, or are not worth waiting for."""
+        """Pass requests to the scheduler whose pages were read from the disk tier, or are not worth waiting for."""
         if self._disk is None:
             return
         if self._disk and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
@@ -315,7 +315,7 @@ class LLMEngine:
                 self._refuse(request.request_id, error)
 
     def save_pages(self) -> bool:
-        """Save cached KV blocks that no tier has, while there is nothing else to do; return whether there may be more."""
+        """Save cached KV blocks that no tier has, while the engine is idle; return whether there may be more."""
         if self.scheduler.kv.host_tier is None or self.config.kv_save == "none" or self.has_unfinished_requests():
             return False
         if self._disk is not None:
@@ -326,7 +326,7 @@ class LLMEngine:
             return self._steps.save_pages()
 
     def _admit_compiled(self) -> None:
-        """Hand the requests to the scheduler whose constraints are compiled; end those whose could not be."""
+        """Pass requests with compiled constraints to the scheduler; end those whose constraint failed to compile."""
         if not self._compiling:
             return
         if not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
@@ -362,7 +362,7 @@ class LLMEngine:
             try:
                 self._apply(stream, update, now)
             except Exception as error:
-                # Whatever is wrong with the text of one request is its own affair.
+                # An error in the text of one request must not affect others.
                 logger.exception("the output of request %s failed", update.request_id)
                 self.scheduler.abort(update.request_id)
                 stream.fail(f"{type(error).__name__}: {error}")
@@ -385,9 +385,9 @@ class LLMEngine:
             stream.add_stats(update.choice, stats)
 
     def abort_request(self, request_id: str) -> EngineOutput | None:
-        """End a request now and return its last output (finish_reason "abort"); None when there is no such request.
+        """End a request now and return its last output (finish_reason "abort"); None if there is no such request.
 
-        Outputs of it that an interrupted step left behind are dropped, or returned if they were its last.
+        Its outputs that an interrupted step left are dropped, or returned if they were its last.
         """
         with self.interrupts.deferred():
             left = [output for output in self._undelivered if output.request_id == request_id]
@@ -409,34 +409,34 @@ class LLMEngine:
         return [] if output is None else [output]
 
     def draft_forced(self, is_wanted: bool) -> None:
-        """Say whether the tokens that constraints force are drafted, as is the default; for measurements, between requests."""
+        """Set whether tokens that constraints force are drafted (the default); for measurements, between requests."""
         if self.has_unfinished_requests():
             raise ConfigError("draft_forced needs an engine without unfinished requests")
         self._runner.speculator.drafts_forced = is_wanted
 
     @property
     def speculator(self) -> Speculator:
-        """Where drafts come from."""
+        """The source of drafts."""
         return self._runner.speculator
 
     def use_speculator(self, speculator: Speculator) -> None:
-        """Draft with another speculator from now on, made by `with_proposer` of the one that the engine has; for measurements,
-        between requests. The one before may be used again later."""
+        """Draft with another speculator from now on, made by `with_proposer` of the present one; for measurements,
+        between requests. The previous one may be used again later."""
         if self.has_unfinished_requests():
             raise ConfigError("use_speculator needs an engine without unfinished requests")
         self._runner.use_speculator(speculator)
 
     def measure_peaks(self) -> tuple[float, float]:
-        """Return the bytes a second that this machine reads and its operations a second, measured in a moment, now."""
+        """Measure and return the bytes per second that this machine reads and its operations per second. Takes a moment."""
         return self._runner.measure_peaks(self.report)
 
     def check_health(self) -> None:
-        """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended."""
+        """Raise DeviceLostError, with the reason, if a process that runs a part of the model has ended."""
         self._runner.check_health()
 
     @property
     def stage_times(self) -> StageTimes | None:
-        """How long each pipeline stage has computed so far, and was idle; None without pipeline stages."""
+        """The busy and idle time of each pipeline stage so far; None without pipeline stages."""
         return self._runner.stage_times
 
     def _tier_stats(self) -> list[TierStats]:
@@ -447,7 +447,7 @@ class LLMEngine:
         return found if self._disk is None else [*found, self._disk.tier_stats()]
 
     def close(self) -> None:
-        """Abort what is left and release the memory; the engine takes no more requests. May be called again."""
+        """Abort unfinished requests and release the memory; the engine takes no more requests. May be called again."""
         for request_id in list(self._streams):
             self.abort_request(request_id)
         self._undelivered.clear()

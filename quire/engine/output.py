@@ -14,14 +14,14 @@ from quire.text.stop_strings import StopStringScanner
 from quire.text.tokenizer import Tokenizer
 
 OutputKind = Literal["cumulative", "delta", "final"]
-"""What a step hands out: everything so far, only what is new, or nothing before the request has finished."""
+"""What a step returns: everything so far, only the new part, or nothing before the request has finished."""
 
 
 @dataclass(slots=True)
 class _Choice:
-    """What has been generated of one choice, and how much of it has been handed out.
+    """The output of one choice so far, and how much of it was returned.
 
-    text  all of it, but of deltas what has not been handed out: what is appended to must not grow with the output
+    text  all text; for deltas only the part that was not returned, so that appending does not slow down with the length
     """
 
     index: int
@@ -47,7 +47,7 @@ class OutputStream:
         self._prompt_token_ids = list(request.prompt_token_ids)
         self.kind: OutputKind = "final" if params.num_sequences > params.n else kind
         self.metrics = RequestMetrics(request.arrival_time_s)
-        self._shown_metrics: RequestMetrics | None = None  # what the last output showed, until they change
+        self._shown_metrics: RequestMetrics | None = None  # metrics of the last output, until they change
         self._needs_logprob = params.needs_logprob
         self._tokenizer = tokenizer if params.detokenize else None
         self._token_texts = tokenizer
@@ -78,9 +78,9 @@ class OutputStream:
         return self._num_unfinished == 0
 
     def apply(self, update: SequenceUpdate, now: float) -> bool:
-        """Take in what one sequence did in a step; return whether a stop string ended it, which the scheduler must hear."""
+        """Add an update of one sequence; return whether a stop string ended it, which the scheduler must be told."""
         choice = self._choices[update.choice]
-        if choice.finish_reason is not None:  # the request has failed in this very step
+        if choice.finish_reason is not None:  # the request failed in this step
             return False
         new_token_ids = update.new_token_ids
         if new_token_ids and self.metrics.first_token_time is None:
@@ -107,19 +107,19 @@ class OutputStream:
         return False
 
     def _finish(self, choice: _Choice, reason: FinishReason | None, stop_reason: int | str | None = None) -> None:
-        """Note why a choice has ended; a stop string found in its last characters overrules what was noted before."""
+        """Record why a choice has ended; a stop string in its last characters overrides the earlier reason."""
         self._num_unfinished -= choice.finish_reason is None
         choice.finish_reason, choice.stop_reason = reason, stop_reason
 
     def fail(self, error: str, param: str | None = None) -> None:
-        """End every choice that has not ended with finish_reason "error"; param: the field of the request that is at fault."""
+        """End every choice that has not ended with finish_reason "error"; param: the invalid field of the request."""
         self._note_error(error, param)
         for choice in self._choices:
             if choice.finish_reason is None:
                 self._finish(choice, "error")
 
     def _note_error(self, error: str | None, param: str | None) -> None:
-        """Note what went wrong first."""
+        """Record the first error."""
         if self._error is None:
             self._error, self._error_param = error, param
 
@@ -130,12 +130,12 @@ class OutputStream:
                 self._finish(choice, "abort")
 
     def add_stats(self, choice: int, stats: SequenceStats) -> None:
-        """Take in what the scheduler measured of a sequence that has ended."""
+        """Record the scheduler's measurements of an ended sequence."""
         self._note_start(choice, stats)
         self.metrics.num_preemptions += stats.num_preemptions
 
     def note_end(self, now: float) -> None:
-        """Note when the request has ended, before its last output is taken."""
+        """Record the end time of the request, before its last output is taken."""
         self.metrics.finished_time = now
         self._shown_metrics = None
 
@@ -152,7 +152,7 @@ class OutputStream:
             choice.logprobs.append(self._describe(logprobs))
 
     def _append_at_once(self, choice: _Choice, token_ids: tuple[int, ...], is_ended_by_token: bool) -> None:
-        """Add tokens of which none needs to be looked at."""
+        """Add tokens that need no individual processing."""
         choice.token_ids += token_ids
         if choice.detokenizer is not None:
             is_ending_hidden = is_ended_by_token and not self.request.params.include_stop_str_in_output
@@ -190,7 +190,7 @@ class OutputStream:
             choice.text += choice.scanner.flush()
 
     def _describe(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """Return the dict of one position: the token that is there first, then the most likely ones."""
+        """Return the dict of one position: first the token itself, then the most likely ones."""
         found = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for rank, (token_id, logprob) in enumerate(entry.top, start=1):
             if token_id not in found:
@@ -202,7 +202,7 @@ class OutputStream:
         return Logprob(logprob, rank, text)
 
     def take(self) -> RequestOutput | None:
-        """Return what is to be handed out now, or None."""
+        """Return the next output, or None."""
         is_finished = self.is_finished
         if self.kind == "final" and not is_finished:
             return None
@@ -237,7 +237,7 @@ class OutputStream:
         )
 
     def _take_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Return those of the whole prompt, once it is computed; of deltas only the first has them."""
+        """Return the log probabilities of the whole prompt, once it is computed; only the first delta has them."""
         is_complete = self._num_prompt_logprobs == len(self.request.prompt_token_ids) - 1
         if self._prompt_logprobs is None or not is_complete:
             return None
@@ -252,7 +252,7 @@ class OutputStream:
         self._shown_metrics = None
 
     def _best(self) -> list[_Choice]:
-        """Return the choices of best_of that are handed out, best first."""
+        """Return the choices of best_of that are returned, best first."""
 
         def rank(choice: _Choice) -> tuple[bool, float]:
             has_failed = choice.finish_reason in ("error", "abort")

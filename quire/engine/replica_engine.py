@@ -1,4 +1,4 @@
-"""ReplicaEngine: several engine processes with the face that LLM needs of one LLMEngine."""
+"""ReplicaEngine: several engine processes with the part of LLMEngine's interface that LLM needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _KINDS = (ConfigError, ModelFormatError, UnsupportedError)
 
 
 class _Replica:
-    """One engine process; `loaded` is None while it loads, and `process` after it was given up."""
+    """One engine process; `loaded` is None while it loads, and `process` is None after its last restart failed."""
 
     def __init__(self, setup: ReplicaSetup) -> None:
         self._setup = setup
@@ -66,14 +66,14 @@ class _Replica:
         send_start(self.connection, self._setup.config)
 
     def send(self, command: Request | str) -> None:
-        """Send a command; that a process has ended is found where its outputs are read."""
+        """Send a command; the end of a process is noticed where its outputs are read."""
         try:
             self.connection.send(command)
         except OSError as error:
             logger.debug("a command was not taken: %s", error)
 
     def close(self) -> None:
-        """Let the process end, or end it after a while."""
+        """Ask the process to end, and kill it after a timeout."""
         self.is_gone = True
         self.connection.close()
         try:
@@ -84,10 +84,10 @@ class _Replica:
 
 
 class ReplicaEngine:
-    """Starts a process for each replica and hands each request to the one where it waits least, as soon as that has room.
+    """Starts a process for each replica and sends each request to the one with the least predicted wait, when it has room.
 
-    A replica that ends costs the requests that it had: they end with an error. It is started again, a few times.
-    Raises what a replica fails with while it loads.
+    When a replica ends, its requests end with an error, and it is restarted, a few times at most.
+    Raises the error of a replica that fails to load.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -133,9 +133,9 @@ class ReplicaEngine:
         return SamplingParams(**{**self.report.generation_defaults, **overrides})
 
     def start_compilation(self, request: Request) -> Compilation | None:
-        """Begin to compile what limits the output of a request, which shows whether it can be; None where nothing does.
+        """Start to compile a request's constraint, to find errors, and return the task; None without a constraint.
 
-        The replica that runs it compiles it for itself.
+        The replica that runs the request compiles the constraint again.
         """
         params = request.params
         if params.constraint is None and not params.bad_words:
@@ -144,25 +144,25 @@ class ReplicaEngine:
         return self.grammars.start(params.constraint, tuple(params.bad_words or ()), use)
 
     def submit(self, request: Request, output_kind: str = "final") -> None:
-        """Queue a request. Raises RequestError when it can never fit into a replica, and WorkerError for a closed engine."""
+        """Queue a request. Raises RequestError if it can never fit into a replica, and WorkerError if the engine is closed."""
         if self._is_closed:
             raise WorkerError("the engine has been closed")
         if output_kind != "final":
             raise UnsupportedError(f"replicas return the last output of a request only, not {output_kind!r}")
         check_servable(request, self._limits)
-        # As in one engine: the policy is that of a replica's scheduler, and this queue before it has to agree.
+        # This queue must have the same order as a replica's scheduler under its policy.
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
         heapq.heappush(self._waiting, (priority, next(self._places), request))
         self._request_ids.add(request.request_id)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether step has anything left to do."""
+        """Whether `step` has any work left."""
         return bool(self._request_ids)
 
     def step(self) -> list[EngineOutput]:
-        """Hand out what replicas have room for, wait for outputs for a moment, and return those that have come.
+        """Send requests to replicas with room, wait briefly for outputs, and return those that arrived.
 
-        Raises WorkerError where no replica is left.
+        Raises WorkerError if no replica is left.
         """
         with self.interrupts.deferred():
             self._dispatch()
@@ -176,7 +176,7 @@ class ReplicaEngine:
         return outputs
 
     def abort_request(self, request_id: str) -> None:
-        """Forget a request, and end it where it runs."""
+        """Remove a request, and abort it in its replica."""
         if request_id not in self._request_ids:
             return
         self._request_ids.discard(request_id)
@@ -198,7 +198,7 @@ class ReplicaEngine:
             self._close_replicas()
 
     def _close_replicas(self) -> None:
-        for replica in self._replicas:  # all begin to end before one is waited for
+        for replica in self._replicas:  # ask all to end before waiting for any
             if not replica.is_gone:
                 replica.connection.close()
         for replica in self._replicas:
@@ -229,7 +229,7 @@ class ReplicaEngine:
         )
 
     def _dispatch(self) -> None:
-        """Send the requests that wait to replicas that have room."""
+        """Send waiting requests to replicas with room."""
         while self._waiting:
             request = self._waiting[0][2]
             loaded = [index for index, one in enumerate(self._replicas) if one.loaded is not None and not one.is_gone]
@@ -245,7 +245,7 @@ class ReplicaEngine:
             self._replicas[route.replica].send(_as_sent(request))
 
     def _receive(self, index: int) -> None:
-        """Take in what a replica has sent, or that it has ended."""
+        """Handle the messages of a replica, or its end."""
         replica = self._replicas[index]
         try:
             while not replica.is_gone and replica.connection.poll():
@@ -269,12 +269,12 @@ class ReplicaEngine:
             request_id, error = message  # type: ignore[misc]
             request = replica.requests.get(request_id)
             output = None if request is None else self._failed(request, str(error), error.param)
-        if replica.requests.pop(request_id, None) is not None and output is not None:  # else it was aborted
+        if replica.requests.pop(request_id, None) is not None and output is not None:  # otherwise it was aborted
             self._router.end(request_id)
             self._outputs.append(output)
 
     def _on_end(self, index: int, reason: str) -> None:
-        """End the requests of a replica, and start it again."""
+        """End the requests of a replica, and restart it."""
         replica = self._replicas[index]
         logger.error("replica %d ended: %s; %d requests are lost", index, reason, len(replica.requests))
         self._router.close(index)

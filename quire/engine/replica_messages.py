@@ -1,6 +1,6 @@
-"""What crosses between ReplicaEngine and its processes.
+"""The messages between ReplicaEngine and its processes.
 
-Both ends are of one user and one program, over a socket pair that nobody else can open, so it is pickled: requests as they are
+They are pickled, because both ends belong to one program and user and the socket pair is private: requests as they are
 made, outputs as LLM returns them.
 """
 
@@ -19,7 +19,7 @@ from quire.contracts.request import Request
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The first message of a replica: what it has loaded."""
+    """The first message of a replica: the properties of its model."""
 
     report: ModelReport
     limits: SchedulerConfig
@@ -27,19 +27,19 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """The first message of a replica that could not be loaded; error: None for one that is a bug."""
+    """The first message of a replica that could not be loaded; error: None for an internal error."""
 
     error: QuireError | None
     message: str
 
 
 Output = RequestOutput | EmbeddingRequestOutput | tuple[str, RequestError]
-"""The last output of a request; or its id, and why it was refused."""
+"""The last output of a request; or its id and the reason of its refusal."""
 
 Command = Request | str
-"""A request, or the id of one to be aborted."""
+"""A request, or the id of a request to abort."""
 
 
 def send_start(connection: Connection, config: EngineConfig) -> None:
-    """Tell a process what to run, and how much to log."""
+    """Send a process its configuration and log level."""
     connection.send((config, logging.getLogger("quire").getEffectiveLevel()))

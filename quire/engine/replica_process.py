@@ -1,4 +1,4 @@
-"""A replica's process for LLM: `python -m quire.engine.replica_process FD`, with a connection to who started it."""
+"""A replica's process for LLM: `python -m quire.engine.replica_process FD`, with a connection to its parent."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
 from quire.engine.replica_messages import Command, Loaded, LoadFailed
 
-if TYPE_CHECKING:  # it loads torch, after the first message
+if TYPE_CHECKING:  # it imports torch, after the first message
     from quire.engine.llm_engine import LLMEngine
 
 
 def main(connection: Connection) -> int:
     """Run one replica until the other end of the connection is closed; return the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; who started this one decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the parent handles it
     config, log_level = connection.recv()
     setup_logging(logging.getLevelName(log_level))
     prefer_short_spins()
@@ -57,7 +57,7 @@ def main(connection: Connection) -> int:
 
 
 def _read(connection: Connection, commands: queue.SimpleQueue[Command | None]) -> None:
-    """Hand on what comes, and None at its end."""
+    """Put received messages into the queue, and None at the end."""
     try:
         while True:
             commands.put(connection.recv())
@@ -79,4 +79,4 @@ def _handle_command(engine: LLMEngine, command: Command) -> tuple[str, RequestEr
 if __name__ == "__main__":
     status = main(Connection(int(sys.argv[1])))
     sys.stderr.flush()
-    os._exit(status)  # the thread that reads may hold the interpreter's end up
+    os._exit(status)  # the reading thread could block the interpreter's exit

@@ -1,4 +1,4 @@
-"""ReplicaRouter: which of several equal engines a request waits least in. Loads no torch.
+"""ReplicaRouter: chooses the replica with the least predicted wait. Does not import torch.
 
 A replica's predicted wait is counted in prompt tokens: those that its requests have still to compute, those of the new request
 that its prefix cache is not known to hold, and the output tokens that its sequences still have to decode next to the new one,
@@ -15,10 +15,10 @@ from quire.contracts.block_keys import block_keys
 from quire.contracts.request import Request
 
 MAX_KNOWN_BLOCKS = 1 << 16
-"""Blocks of one replica's prefix cache that are remembered at most: about 8 MB."""
+"""The maximum number of block keys that are remembered for one replica: about 8 MB."""
 
 _FIRST_OUTPUT_TOKENS = 128.0
-"""Expected of a sequence until some have ended."""
+"""Expected output tokens of a sequence, until some have ended."""
 
 _LEARNING_RATE = 0.05
 _FED_AHEAD_SHARE = 8
@@ -26,7 +26,7 @@ _FED_AHEAD_LEAST = 4
 
 
 class SentPrefixes:
-    """The keys of whole prompt blocks that a replica was sent, the least recently used forgotten first."""
+    """The keys of full prompt blocks that were sent to a replica, with LRU eviction."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -45,7 +45,7 @@ class SentPrefixes:
         return num_known
 
     def note(self, keys: Sequence[int]) -> None:
-        """Note that a prompt was sent. Its last blocks count as the oldest, as in the engine, which reuses those first."""
+        """Record that a prompt was sent. Its last blocks count as the oldest, as in the engine, which reuses them first."""
         for key in reversed(keys):
             self._keys[key] = None
             self._keys.move_to_end(key)
@@ -55,10 +55,10 @@ class SentPrefixes:
 
 @dataclass(slots=True)
 class _Work:
-    """What is left of one request.
+    """The remaining work of one request.
 
     num_prompt_tokens  to be computed
-    num_expected       output tokens of each sequence, as far as one can tell
+    num_expected       expected output tokens of each sequence
     num_output_tokens  of all sequences, so far
     """
 
@@ -70,13 +70,13 @@ class _Work:
     num_output_tokens: int = 0
 
     def decode_tokens(self, num_at_most: float) -> float:
-        """Return the output tokens that its sequences write during so many steps."""
+        """Return the output tokens that its sequences generate in `num_steps` steps."""
         left = max(self.num_expected - self.num_output_tokens / self.num_sequences, 1.0)
         return 0.0 if self.is_pooling else self.num_sequences * min(left, num_at_most)
 
 
 class _Replica:
-    """What is known of one replica. speed: of its threads, in comparison with the others."""
+    """The state of one replica. speed: relative to the other replicas, by its threads."""
 
     def __init__(self, speed: float) -> None:
         self.speed = speed
@@ -89,13 +89,13 @@ class _Replica:
         return sum(work.num_sequences for work in self.requests.values())
 
     def has_room(self, num_sequences: int, is_background: bool) -> bool:
-        """Return whether it runs so many more, or has them as the next; what gives way to others takes no room from them."""
+        """Return whether it can run this many more sequences, now or next; background sequences take no room from others."""
         held = [work for work in self.requests.values() if is_background or not work.is_background]
         most = self.max_num_seqs + max(_FED_AHEAD_LEAST, self.max_num_seqs // _FED_AHEAD_SHARE)
         return not held or sum(work.num_sequences for work in held) + num_sequences <= most
 
     def wait(self, num_new_tokens: int, num_decode_steps: float, is_background: bool) -> float:
-        """Return the predicted wait of a request with so many prompt tokens that are not cached."""
+        """Return the predicted wait of a request with this many uncached prompt tokens."""
         ahead = [work for work in self.requests.values() if is_background or not work.is_background]
         queued = sum(work.num_prompt_tokens for work in ahead)
         decoding = sum(work.decode_tokens(num_decode_steps) for work in ahead)
@@ -104,7 +104,7 @@ class _Replica:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where a request goes. num_cached_tokens: of its prompt, as far as is known."""
+    """The replica for a request. num_cached_tokens: known cached tokens of its prompt."""
 
     replica: int
     num_cached_tokens: int
@@ -112,7 +112,7 @@ class Route:
 
 
 class ReplicaRouter:
-    """Keeps the books of all replicas, which their owner tells it; belongs to one thread."""
+    """Tracks the work of all replicas, as reported by their owner. Belongs to one thread."""
 
     def __init__(self, speeds: Sequence[float]) -> None:
         self._replicas = [_Replica(speed) for speed in speeds]
@@ -121,14 +121,14 @@ class ReplicaRouter:
         self._mean_output_tokens = _FIRST_OUTPUT_TOKENS
 
     def open(self, replica: int, *, max_num_seqs: int, block_size: int, num_kv_blocks: int) -> None:
-        """Note that a replica takes requests; num_kv_blocks: 0 where it keeps no prefixes."""
+        """Record that a replica is ready; num_kv_blocks: 0 without prefix caching."""
         found = self._replicas[replica]
         found.max_num_seqs = max_num_seqs
         found.prefixes = SentPrefixes(min(num_kv_blocks, MAX_KNOWN_BLOCKS))
         self._block_size = block_size if num_kv_blocks else 0
 
     def close(self, replica: int) -> None:
-        """Forget what a replica had, which has ended."""
+        """Remove all state of a replica that has ended."""
         found = self._replicas[replica]
         for request_id in found.requests:
             self._owners.pop(request_id, None)
@@ -144,13 +144,13 @@ class ReplicaRouter:
         return self._owners.get(request_id)
 
     def has_room(self, replica: int, request: Request) -> bool:
-        """Return whether a replica runs a request at once, or has it as one of the next few."""
+        """Return whether a replica can run a request at once, or as one of the next few."""
         return self._replicas[replica].has_room(request.params.num_sequences, request.is_background)
 
     def choose(self, request: Request, candidates: Sequence[int]) -> Route:
-        """Return where a request waits least, among at least one candidate; those without room only where none has any.
+        """Return the candidate (of at least one) with the least wait; those without room only if none has room.
 
-        Where several are equal, the one with fewer sequences, then with fewer known prefixes, so that caches fill evenly.
+        Ties go to the one with fewer sequences, then with fewer known prefixes, so that caches fill evenly.
         """
         num_tokens, is_background = len(request.prompt_token_ids), request.is_background
         keys = self._keys_of(request)
@@ -166,7 +166,7 @@ class ReplicaRouter:
         return Route(best, self._num_cached(best, request, keys), keys)
 
     def add(self, request: Request, route: Route) -> None:
-        """Note that a request was sent where `choose` said."""
+        """Record that a request was sent to the result of `choose`."""
         replica = self._replicas[route.replica]
         replica.prefixes.note(route.keys)
         replica.requests[request.request_id] = _Work(
@@ -179,20 +179,20 @@ class ReplicaRouter:
         self._owners[request.request_id] = route.replica
 
     def note_prefill(self, request_id: str, num_tokens: int) -> None:
-        """Note that so many of a request's prompt tokens were computed."""
+        """Record computed prompt tokens of a request."""
         work = self._work_of(request_id)
         if work is not None:
             work.num_prompt_tokens = max(work.num_prompt_tokens - num_tokens, 0)
 
     def note_output(self, request_id: str, num_tokens: int) -> None:
-        """Note output tokens of a request: its prompt is then computed."""
+        """Record output tokens of a request, whose prompt is then computed."""
         work = self._work_of(request_id)
         if work is not None and num_tokens:
             work.num_prompt_tokens = 0
             work.num_output_tokens += num_tokens
 
     def end(self, request_id: str, *, is_complete: bool = True) -> None:
-        """Forget a request; is_complete: its output ended by itself, so that its length says what to expect."""
+        """Remove a request; is_complete: its output was not aborted, so its length updates the expected length."""
         owner = self._owners.pop(request_id, None)
         work = None if owner is None else self._replicas[owner].requests.pop(request_id, None)
         if work is not None and is_complete and work.num_output_tokens:
@@ -211,7 +211,8 @@ class ReplicaRouter:
         return block_keys(request.cache_salt, request.prompt_token_ids, self._block_size) if self._block_size else []
 
     def _num_cached(self, index: int, request: Request, keys: list[int]) -> int:
-        """Return the prompt tokens that a replica need not compute: never the last one, and none where all are asked about."""
+        """Return the prompt tokens that a replica need not compute: never the last one, and none with prompt log
+        probabilities."""
         needs_all = request.pooling is not None and request.pooling.needs_every_token
         if needs_all or request.params.prompt_logprobs is not None or not self._block_size:
             return 0

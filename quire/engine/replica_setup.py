@@ -1,4 +1,4 @@
-"""replica_setups: what each replica of a host gets of its threads, memory and GPUs. Loads no torch."""
+"""replica_setups: divides a host's threads, memory and GPUs among replicas. Does not import torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ logger = get_logger(__name__)
 class ReplicaSetup:
     """One replica.
 
-    config       its own: one replica, with its part of what is divided
-    environment  variables that its process gets in addition
+    config       of this one replica, with its part of the divided resources
+    environment  additional variables of its process
     """
 
     config: EngineConfig
@@ -56,7 +56,8 @@ def replica_setups(config: EngineConfig) -> list[ReplicaSetup]:
 
 
 def _divide_threads(config: EngineConfig) -> tuple[int, ...]:
-    """Return the threads of each replica: given, or together num_threads or the cores, at least one each."""
+    """Return the threads of each replica: as configured, otherwise an equal part of num_threads or of the cores; at least
+    one."""
     if config.data_parallel_threads is not None:
         return config.data_parallel_threads
     size, num_cores = config.data_parallel_size, num_usable_cores()
@@ -76,13 +77,13 @@ def _divide_threads(config: EngineConfig) -> tuple[int, ...]:
 
 
 def _omp_threads() -> int | None:
-    """Return OMP_NUM_THREADS, which torch would heed in each process; None where it is not a number."""
+    """Return OMP_NUM_THREADS, which torch would use in each process; None if it is not a number."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _divide_gpus(config: EngineConfig) -> list[dict[str, str]]:
-    """Return the environment of each replica, which shows it its own GPUs alone; empty where the CPU runs the model."""
+    """Return the environment of each replica, which makes only its own GPUs visible; empty on CPUs."""
     size, num_ranks = config.data_parallel_size, config.parallel.world_size
     can_use = config.device == "cuda" or (config.device == "auto" and importlib.util.find_spec("triton") is not None)
     gpus = visible_gpus() if can_use else ()

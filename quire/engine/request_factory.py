@@ -1,4 +1,4 @@
-"""RequestFactory: from what a caller passes to a validated Request."""
+"""RequestFactory: makes a validated Request from a caller's arguments."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from quire.text.tokenizer import Tokenizer
 PromptLike = str | list[int] | tuple[int, ...] | dict[str, Any]
 """Text, token ids, or a dict with "prompt" or "prompt_token_ids" and optionally "cache_salt".
 
-With both, the token ids are the prompt, and the text is only handed back."""
+With both, the token ids are the prompt, and the text is only returned in the output."""
 
 
 def check_request_id(request_id: object) -> None:
-    """Raise RequestError unless a request can be called this."""
+    """Raise RequestError unless the id is a non-empty string."""
     if not isinstance(request_id, str) or not request_id:
         raise RequestError(f"request_id must be a non-empty string, got {request_id!r}", "request_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
-    """What a request is checked against: of the model its sizes and its end, of the engine what it allows."""
+    """The properties of the model and the engine that requests are checked against."""
 
     vocab_size: int
     hidden_size: int
@@ -67,9 +67,9 @@ class RequestFactory:
         self._tokenizer = tokenizer
 
     def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
-        """Return the request, or raise RequestError with the field at fault.
+        """Return the request, or raise RequestError with the invalid field.
 
-        index  of the request in the life of the engine: requests without a seed get theirs from it
+        index  number of the request in this engine: requests without a seed derive theirs from it
         """
         check_request_id(request_id)
         if isinstance(params, PoolingParams):
@@ -92,10 +92,10 @@ class RequestFactory:
         )
 
     def check(self, request: Request) -> None:
-        """Raise RequestError when a request that was made elsewhere has a field that the model or the engine does not allow."""
+        """Raise RequestError if a request that was made elsewhere has a field that the model or the engine does not allow."""
         check_request_id(request.request_id)
         token_ids, size = request.prompt_token_ids, self._rules.vocab_size
-        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:  # a long prompt is passed quickly
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:  # a fast check for long prompts
             self._check_token_ids(token_ids, "prompt_token_ids")
         self._check_pooling(request.pooling)
         self._check_params(request.params)
@@ -131,7 +131,7 @@ class RequestFactory:
         return text, tuple(prompt[:limit]), cache_salt
 
     def _read_dict(self, prompt: dict[str, Any]) -> tuple[str | None, Any, str]:
-        """Return the text to hand back, what to take as the prompt, and the salt."""
+        """Return the text for the output, the prompt, and the salt."""
         if set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"} or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise RequestError(
                 'a prompt as a dict has "prompt" or "prompt_token_ids", and optionally "cache_salt"; '

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: which texts go together, the prompt of a pair, and the cosine of two embeddings. No torch."""
+"""Scores of pairs of texts: pairing, the prompt of a pair, and the cosine of two embeddings. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.text.tokenizer import Tokenizer
 def make_pairs(
     first: str | Sequence[str], second: str | Sequence[str], first_name: str, second_name: str
 ) -> list[tuple[str, str]]:
-    """Return the pairs to be scored: texts of equal places, or the only first one with each of the others.
+    """Return the pairs to score: texts at equal indexes, or the single first text with each of the others.
 
     first_name, second_name  of the fields, for errors
 
@@ -38,8 +38,8 @@ def make_pairs(
 def encode_pair(tokenizer: Tokenizer, first: str, second: str, limit: int | None) -> list[int]:
     """Return the prompt of a pair of texts for a classifier that reads both; limit as in encode_texts.
 
-    A chat template with the roles query and document, as rerankers have, makes the prompt; otherwise the tokenizer joins the
-    texts as its checkpoint says.
+    The prompt is rendered by a chat template with the roles query and document, which rerankers have; otherwise the tokenizer
+    joins the texts as the checkpoint specifies.
     """
     template = tokenizer.chat_template
     if template is None or not all(role in template.source for role in ("query", "document")):
@@ -56,6 +56,6 @@ def encode_pair(tokenizer: Tokenizer, first: str, second: str, limit: int | None
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """Return the cosine of two vectors of equal size; 0 where one is zero."""
+    """Return the cosine of two vectors of equal size; 0 if one of them is zero."""
     lengths = [math.sqrt(math.fsum(map(mul, one, one))) for one in (first, second)]
     return math.fsum(map(mul, first, second)) / (lengths[0] * lengths[1]) if all(lengths) else 0.0

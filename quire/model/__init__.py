@@ -1,1 +1,1 @@
-"""Models as data: families, checkpoints, and the one decoder that executes any spec."""
+"""Model families, checkpoints, and the decoders that execute any ModelSpec."""

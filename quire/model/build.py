@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 
 
 def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
-    """Return the longest sequence to serve; raises ConfigError when more is asked for than the model can take."""
+    """Return the longest sequence to serve; raises ConfigError if max_model_len exceeds the model's limit."""
     if max_model_len is None:
         return spec.max_positions
     ropes = [layer.attention.rope for layer in spec.layers if layer.attention.rope is not None]
@@ -40,12 +40,12 @@ def effective_max_model_len(spec: ModelSpec, max_model_len: int | None) -> int:
 
 
 Model = Decoder | NativeDecoder | TransformersDecoder
-"""What runs a model: the torch reference, the native kernels or the transformers library, with the same `step`, `logits_at` and
+"""The decoders: the torch reference, the native kernels or the transformers library, with the same `step`, `logits_at` and
 `hidden_states`."""
 
 
 def runs_natively(spec: ModelSpec, block_size: int) -> bool:
-    """Return whether build_model takes the native kernels."""
+    """Return whether build_model uses the native kernels."""
     return load_native() is not None and native_refusal(spec, block_size) is None
 
 
@@ -56,12 +56,12 @@ def build_model(
     block_size: int,
     policy: QuantizationPolicy | None = None,
 ) -> Decoder | NativeDecoder:
-    """Return the native decoder where the extension is there and covers the model, else the reference; the log says which.
+    """Return the native decoder if the extension is built and supports the model, otherwise the reference; logs the choice.
 
-    parameters  emptied by the native decoder, which packs one after the other
-    policy      how the parameters are quantised; the native decoder does that one after the other too
+    parameters  emptied by the native decoder, which packs one at a time
+    policy      how the parameters are quantised; the native decoder quantises one at a time
 
-    Raises ConfigError where the parameters are quantised already and a policy is given.
+    Raises ConfigError if the parameters are already quantised and a policy is given.
     """
     native = load_native()
     if native is None:
@@ -92,7 +92,7 @@ def load_model(folder: Path, dtype: str = "auto", max_model_len: int | None = No
 
 
 def whole_prompt_logits(decoder: Model, token_ids: list[int], block_size: int = 16) -> Tensor:
-    """Return the logits [T, vocab_size] after every token of one prompt, computed at once in a cache of its own."""
+    """Return the logits [T, vocab_size] after every token of one prompt, computed at once with its own cache."""
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
     is_half = isinstance(decoder, NativeDecoder) and decoder.spec.dtype == "float16"

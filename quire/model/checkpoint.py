@@ -30,7 +30,7 @@ logger = get_logger(__name__)
 _EMBED, _HEAD = "embed.weight", "lm_head.weight"
 _LOOKED_UP = ("pos.weight",)
 _OTHER_HEAD = re.compile(r"score\.weight")
-"""What stands in the place of an LM head; `worker/pooling_head.py` reads it."""
+"""Modules in place of an LM head; `worker/pooling_head.py` reads them."""
 _DRAFTING = re.compile(r"(.*layers\.\d+\.)eh_proj\.\w+")
 
 _GO_ON = (
@@ -44,9 +44,9 @@ Stored = dict[str, Tensor | StoredWeight]
 def load_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter]:
     """Return all parameters of `open_parameters`, loaded: tensors in the spec's dtype, or quantised.
 
-    A parameter that is stored as it is needed stays a view of the memory-mapped file. A weight that is stored as integers
-    stays quantised (a stack of experts: as a QuantizedStack), except where its pieces do not fit together and in position
-    embeddings, which are tensors, as is what is stored in formats without integers.
+    A parameter that is stored in the needed form stays a view of the memory-mapped file. A weight that is stored as integers
+    stays quantised (a stack of experts as a QuantizedStack), unless its pieces cannot be joined or it is a position
+    embedding: these become tensors, like weights in formats without integers.
     """
     return load_all(open_parameters(folder, spec))
 
@@ -55,7 +55,7 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     """Return canonical name -> parameter, still in the checkpoint, as `parameter_shapes` lists them.
 
     Names, shapes and dtypes are checked here, values when a parameter is opened. As in transformers, an lm_head.weight that
-    differs from the embedding is returned even where the config says tied; the decoder uses it where it is there.
+    differs from the embedding is returned even if the config says tied; the decoder uses it if it exists.
     Raises ModelFormatError with the names of tensors that are missing, unexpected or of the wrong shape.
     """
     page = FAMILIES.get(spec.model_type)
@@ -84,9 +84,9 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
 
 
 def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:
-    """Return the spec of a tied model, with a warning, where an untied checkpoint stores no head; else the same spec.
+    """Return the spec of a tied model, with a warning, if an untied checkpoint stores no head; otherwise the same spec.
 
-    Raises ModelFormatError where the weights cannot be opened.
+    Raises ModelFormatError if the weights cannot be opened.
     """
     page = FAMILIES.get(spec.model_type)
     if spec.is_tied or _HEAD in _strip_names(_open(folder, page, is_logged=False), page, folder):
@@ -99,7 +99,7 @@ def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:
 
 
 def quantized_weights(folder: Path, spec: ModelSpec) -> list[StoredWeight]:
-    """Return the weights that a checkpoint folder stores quantised; nothing is unpacked, and nothing said in the log.
+    """Return the weights that a checkpoint folder stores quantised; nothing is unpacked or logged.
 
     Raises ModelFormatError.
     """
@@ -124,7 +124,7 @@ def _open(folder: Path, page: FamilyPage, is_logged: bool = True, files: MappedF
 
 
 def _drafting_layers(names: Iterable[str]) -> tuple[str, ...]:
-    """Return what the names of layers begin with that only draft, in DeepSeek's layout; model/heads/mtp.py reads them."""
+    """Return the name prefixes of layers that are only for drafting, in DeepSeek's layout; model/heads/mtp.py reads them."""
     return tuple({match[1] for name in names if (match := _DRAFTING.fullmatch(name)) is not None})
 
 
@@ -139,10 +139,10 @@ def _strip_names(tensors: Stored, page: FamilyPage, folder: Path) -> Stored:
 
 
 def _settle_head(sources: Sources, shapes: dict[str, Shape], stored: Stored, spec: ModelSpec, folder: Path) -> None:
-    """Make `sources` and `shapes` ask for the heads that are stored.
+    """Adapt `sources` and `shapes` to the heads that are stored.
 
     A tied model may store either, or both. An untied one must store both: transformers would fill a missing lm_head.weight
-    with random numbers. The class of a base model, without a head, is an exception: it is there for its hidden states.
+    with random numbers. A base model class without a head is an exception: it is used for its hidden states.
     """
     embed = sources[_EMBED].groups[0][0].name
     is_tied = _HEAD not in sources
@@ -181,7 +181,7 @@ def _share_head(parameters: dict[str, CheckpointParameter], spec: ModelSpec) -> 
 
 
 def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -> dict[str, Shape]:
-    """Return stored name -> shape that the checkpoint must have, from what is made of it. Quantised weights are [out, in]."""
+    """Return stored name -> required shape in the checkpoint, derived from the parameters. Quantised weights are [out, in]."""
     expected: dict[str, Shape] = {}
     for name, source in sources.items():
         shape = shapes[name][1:] if source.is_stacked else shapes[name]
@@ -189,7 +189,7 @@ def _stored_shapes(sources: Sources, shapes: dict[str, Shape], stored: Stored) -
             for piece in group:
                 is_plain = not isinstance(stored.get(piece.name), StoredWeight)
                 is_transposed = piece.is_transposed and is_plain
-                # The entry of what is no stack of experts is one of one.
+                # A parameter that is not a stack of experts has one entry.
                 count = shapes[name][0] if source.is_stacked else 1
                 stack = (count,) if piece.entry is not None and is_plain else ()
                 rows = shape[0] // len(group)
@@ -223,7 +223,7 @@ def _check_names(stored: Stored, expected: dict[str, Shape], page: FamilyPage, f
 
 
 def _is_needless_bias(name: str, stored: Stored) -> bool:
-    """Return whether a tensor is the bias of zeros that some writers of GPTQ give to every linear."""
+    """Return whether a tensor is the zero bias that some GPTQ writers add to every linear layer."""
     module, _, kind = name.rpartition(".")
     bias = stored[name]
     if kind != "bias" or not isinstance(bias, Tensor) or not isinstance(stored.get(f"{module}.weight"), StoredWeight):

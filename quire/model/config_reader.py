@@ -32,11 +32,11 @@ _NEUTRAL: dict[str, object] = {
     "pruned_heads": {},
     "reorder_and_upcast_attn": False,
 }
-"""Options that change results and are not implemented, each with the one value (beside null) that is accepted."""
+"""Options that change results and are not implemented, each with the one value (other than null) that is accepted."""
 
 _QUANTIZATION_KEYS = ("quantization_config", "compression_config")
 _QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Files that stand for quantization_config where config.json has none, with the method that wrote them."""
+"""Files with the quantization config if config.json has none, and the method that wrote them."""
 
 _HARMLESS = {
     *("_name_or_path", "architectures", "attention_dropout", "attn_pdrop", "auto_map", "cache_implementation", "dtype"),
@@ -47,7 +47,7 @@ _HARMLESS = {
     *("router_jitter_noise", "task_specific_params", "torch_dtype", "transformers_version", "use_cache", *_NEUTRAL),
     *_QUANTIZATION_KEYS,
 }
-"""Keys that are not read because they do not change what a model computes."""
+"""Keys that are not read because they do not change the model's results."""
 
 
 _MAX_LAYERS = 10_000
@@ -57,8 +57,8 @@ _STORED_DTYPES: dict[bytes, Dtype] = {b"F32": "float32", b"BF16": "bfloat16", b"
 def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
     """Return the spec of the checkpoint in a folder, or in a GGUF file.
 
-    dtype  of weights and activations; "auto": as config.json says, or else as the weights are stored
-    Raises ModelFormatError (what is there is wrong), UnsupportedError (right, but not implemented) or ConfigError (dtype)
+    dtype  of weights and activations; "auto": that of config.json, otherwise that of the stored weights
+    Raises ModelFormatError (invalid files), UnsupportedError (valid, but not implemented) or ConfigError (dtype)
     """
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype must be one of auto, {', '.join(DTYPE_BYTES)}, got {dtype!r}")
@@ -69,7 +69,7 @@ def read_model_spec(folder: Path, dtype: str = "auto") -> ModelSpec:
 
 @contextmanager
 def _naming(file: Path) -> Iterator[None]:
-    """Put the name of the file before errors that lack it."""
+    """Prefix errors with the name of the file if they lack it."""
     try:
         yield
     except (ModelFormatError, UnsupportedError) as error:
@@ -143,7 +143,7 @@ def _attend_both_ways(spec: ModelSpec, is_halved: bool) -> ModelSpec:
 
 
 def _read_config(folder: Path) -> tuple[Path, dict[str, object]]:
-    """Return config.json and what it holds; of a GGUF file, what its metadata say in the same keys."""
+    """Return config.json and its content; for a GGUF file, its metadata under the same keys."""
     if is_gguf(folder):
         return folder, read_gguf_config(folder)
     file = folder / "config.json"
@@ -166,7 +166,7 @@ def is_base_model(folder: Path) -> bool:
 
 
 def is_multimodal(folder: Path) -> bool:
-    """Return whether a checkpoint is that of a wrapper, whose language model is served. False for GGUF files."""
+    """Return whether a checkpoint is multimodal, with a language model that is served. False for GGUF files."""
     return not folder.is_file() and is_wrapped(_read_config(folder)[1])
 
 
@@ -177,11 +177,11 @@ def _is_base_class(name: object) -> bool:
 
 
 def stored_dtype(folder: Path) -> Dtype:
-    """Return the dtype of the first floating-point tensor of the first safetensors file; float32 where there is none."""
+    """Return the dtype of the first floating-point tensor of the first safetensors file; float32 if there is none."""
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
-            # A damaged header is the loader's to report.
+            # The loader reports a damaged header.
             found = re.search(rb'"dtype"\s*:\s*"(F32|BF16|F16)"', stream.read(min(size, 1 << 20)))
         if found is not None:
             return _STORED_DTYPES[found.group(1)]
@@ -189,7 +189,7 @@ def stored_dtype(folder: Path) -> Dtype:
 
 
 def read_json_object(file: Path) -> dict[str, object]:
-    """Return a file's JSON object, which nobody may change; see `shared_reads`. Raises ModelFormatError."""
+    """Return a file's JSON object, which callers must not change; see `shared_reads`. Raises ModelFormatError."""
     return read_once(file, _read_json_object)
 
 
@@ -204,13 +204,13 @@ def _read_json_object(file: Path) -> dict[str, object]:
 
 
 def read_quantization_config(folder: Path) -> QuantizationConfig | None:
-    """Return how the weights of a checkpoint folder are quantised, or None where they are not.
+    """Return how the weights of a checkpoint folder are quantised, or None if they are not.
 
-    config.json says so, or its text_config, or, beside early checkpoints, a file of its own.
+    It is read from config.json, its text_config or, for early checkpoints, a separate file.
     Raises ModelFormatError or UnsupportedError.
     """
     if is_gguf(folder):
-        return None  # each tensor says its own type
+        return None  # each tensor has its own type
     file = folder / "config.json"
     whole = read_json_object(file)
     for part in (whole, whole.get("text_config")):

@@ -48,7 +48,7 @@ class Decoder(StepDecoder):
 
     parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `open_parameters` or
                    `load_parameters` return them; quantised weights are made dense once, here
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    max_model_len  the longest sequence; some rope scalings depend on it
     """
 
     def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter], max_model_len: int) -> None:
@@ -68,7 +68,7 @@ class Decoder(StepDecoder):
         self._scalings = {layer.attention.query_scaling for layer in spec.layers} - {None}
 
     def _frequencies_of(self, rope: RopeSpec, step: AttentionMetadata) -> Tensor:
-        """Return the frequencies of a rope [dim / 2], or [T, dim / 2] where tokens differ."""
+        """Return the frequencies of a rope [dim / 2], or [T, dim / 2] if tokens differ."""
         short = self._short_frequencies.get(rope)
         if short is None or step.short_ropes is None:
             return self._frequencies[rope]
@@ -126,7 +126,7 @@ class Decoder(StepDecoder):
         return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
 
     def parameter(self, name: str) -> Tensor | None:
-        """Return a parameter by its canonical name, dense; None where the model has none of it."""
+        """Return a dense parameter by its canonical name; None if the model has none."""
         return self._parameters.get(name)
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ class Decoder(StepDecoder):
 
 
 class LayerCache(NamedTuple):
-    """What a KvPool has of one layer; states: of a mixer, the tensors of recurrent states."""
+    """One layer's tensors of a KvPool; states: the recurrent states of a mixer."""
 
     k: Tensor
     v: Tensor
@@ -163,10 +163,10 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where the tokens of a step stand for one layer.
+    """The positions of a step's tokens for one layer.
 
     angles  cos and sin of its rope; None: it has none
-    factor  [T, 1, 1] that scales queries by their positions; None: nothing does
+    factor  [T, 1, 1] that scales queries by their positions; None: no scaling
     """
 
     angles: tuple[Tensor, Tensor] | None
@@ -185,7 +185,7 @@ class LayerPlace:
 
 
 class DecoderLayer:
-    """One layer; `parameters` under their canonical names, of which it takes those below `prefix`."""
+    """One layer; it takes the `parameters` whose canonical names begin with `prefix`."""
 
     def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
         self.spec = spec
@@ -312,8 +312,8 @@ class DecoderLayer:
         heads.update({name: self._norm(y, spec.qk_norm, f"{name}_norm") for name, y in heads.items() if name != "v"})
 
     def _latent_attention(self, x: Tensor, spec: AttentionSpec, place: LayerPlace) -> Tensor:
-        """Attend in the space of the cached rows: queries are brought into it by the keys' half of kv_b, and what heads find
-        out of it by the values' half."""
+        """Attend in the latent space of the cached rows: the key half of kv_b projects queries into it, and the value half
+        projects the attention output back."""
         latent = spec.latent
         assert latent is not None
         nope, rank = latent.nope_dim, latent.kv_rank
@@ -330,7 +330,7 @@ class DecoderLayer:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
             attended = attend(q, place.k_cache, place.v_cache, place.step, spec)
         else:
-            # The keys of the indexer lie where there would be values: rows are both.
+            # The indexer's keys are stored in the value cache, since a latent row is both key and value.
             index, keys = self._index(x, q_latent, latent.indexer, latent.rope_dim, place)
             store_index_keys(row[:, 0], place.k_cache, place.step.slots)
             store_index_keys(keys, place.v_cache, place.step.slots)
@@ -341,7 +341,7 @@ class DecoderLayer:
     def _index(
         self, x: Tensor, q_latent: Tensor, spec: IndexerSpec, rope_dim: int, place: LayerPlace
     ) -> tuple[IndexQueries, Tensor]:
-        """Return what tokens ask the indexer, and its keys [T, D]."""
+        """Return the indexer's queries, and its keys [T, D]."""
         q = self._linear(q_latent, "index_q").view(len(x), spec.num_heads, spec.head_dim)
         k = self._norm(self._linear(x, "index_k"), spec.norm, "index_k_norm")[:, None]
         q, k = (

@@ -1,4 +1,4 @@
-"""DeviceCopies: tensors of the host on their way to a device through few buffers, so that reading and sending overlap."""
+"""DeviceCopies: copies host tensors to a device through a few buffers, so that reading and copying overlap."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _BUFFER_BYTES = 16 << 20
 
 
 class SentBuffer(Protocol):
-    """A buffer on the host from which the device copies by itself."""
+    """A host buffer from which the device copies asynchronously."""
 
     bytes: Tensor
     """[N] u8"""
 
     def send(self, source: Tensor, out: Tensor) -> None:
-        """Begin to copy a view of the buffer to a tensor on the device, which may have another dtype."""
+        """Start to copy a view of the buffer to a tensor on the device, which may have another dtype."""
         ...
 
     def wait(self) -> None:
-        """Wait until what was sent last has left the buffer."""
+        """Wait until the last copy has ended."""
         ...
 
 
 class PinnedBuffer:
-    """A buffer for a CUDA device, whose stream the copies are in."""
+    """A pinned buffer for a CUDA device; copies run in its stream."""
 
     def __init__(self, num_bytes: int) -> None:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -46,9 +46,9 @@ class PinnedBuffer:
 
 
 class DeviceCopies:
-    """Copies tensors to a device; a source may go, or change, as soon as its call has returned.
+    """Copies tensors to a device; a source may be freed or changed as soon as the call has returned.
 
-    make_buffer  of a number of bytes; None: torch copies by itself, as where the device is the host
+    make_buffer  makes a buffer of a number of bytes; None: torch copies directly, as when the device is the host
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class DeviceCopies:
 
     @classmethod
     def to(cls, device: torch.device) -> DeviceCopies:
-        """Return what copies to a device, through pinned buffers where it is a GPU."""
+        """Return a DeviceCopies for a device, with pinned buffers if it is a GPU."""
         return cls(device, PinnedBuffer if device.type == "cuda" else None)
 
     def upload(self, source: Tensor) -> Tensor:
-        """Return a tensor on the device; itself where it is there."""
+        """Return a tensor on the device; itself if it is there already."""
         if not self._buffers or source.device.type != "cpu":
             return source.to(self._device)
         out = torch.empty(source.shape, dtype=source.dtype, device=self._device)
@@ -92,6 +92,6 @@ class DeviceCopies:
             buffer.send(staged, out[first : first + step])
 
     def finish(self) -> None:
-        """Wait until everything has left the buffers."""
+        """Wait until all copies have ended."""
         for buffer in self._buffers:
             buffer.wait()

@@ -38,23 +38,23 @@ logger = get_logger(__name__)
 
 
 class DeviceDecoder:
-    """A decoder-only model whose parameters and cache lie on a device. Nothing here waits for the device or copies to it.
+    """A decoder-only model whose parameters and cache are on a device. It never synchronises with the device or copies to it.
 
-    Between the matrix products a layer has five launches: norm, heads (norm of q and k, rope, store), attention, norm with the
-    residual, and activation; attention has a second where it is split. q, k and v are one product, gate and up another. In
-    decode steps of few sequences most layers are five launches, products included: see device_layers.py. With ranks, each sum
-    over them is one more.
+    Besides the matrix products a layer launches five kernels: norm, heads (norm of q and k, rope, store), attention, norm with
+    the residual, and activation; split attention has a second one. q, k and v are one product, gate and up another. In
+    decode steps of few sequences most layers are five fused kernels including the products: see device_layers.py. With ranks,
+    each all-reduce is one more launch.
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
-    policy         how weights are quantised while they are loaded; None: run as they are stored, narrow where kernels are
-    is_in_order    a row has the same bits at any number of rows: sums are formed in one order, by kernels of our own
-    ranks          of tensor parallelism, of which this is one: it has a part of every weight, and `spec` becomes what it runs.
-                   All ranks have to take the same steps in the same order
-    Raises ConfigError where a policy is given and weights are quantised already.
+    max_model_len  the longest sequence; some rope scalings depend on it
+    policy         how weights are quantised during loading; None: they run as stored, quantised if a kernel supports it
+    is_in_order    batch-invariant: a row has the same bits for any number of rows; quire's own kernels form sums in one order
+    ranks          the tensor-parallel group of this rank: it has a part of every weight, and `spec` becomes the spec of this
+                   part. All ranks must run the same steps in the same order
+    Raises ConfigError if a policy is given and weights are already quantised.
 
-    is_fused, which may be changed between steps, says whether layers that can be are five launches where they may be.
-    embedding, head  what heads that draft share where they have none
+    is_fused, which may be changed between steps, selects fused layers where they are supported.
+    embedding, head  shared with draft heads that have none
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class DeviceDecoder:
         )
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Launch on the model's device meanwhile; which device is the current one is a matter of each thread."""
+        """Make the model's device current for this thread, within the block."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
-        """Keep what a head reads of every step from now on, at a fixed place, so that recorded steps keep it, too.
+        """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
 
         layers       whose inputs these are, low to high; none: the hidden states after the final norm
         most_tokens  of a step, padding included
@@ -128,7 +128,7 @@ class DeviceDecoder:
 
     @torch.inference_mode()
     def features_at(self, rows: Sequence[int]) -> Tensor:
-        """Return what was kept [R, F] of tokens of the last step that was launched, by their places in it; a copy."""
+        """Return a copy of the features [R, F] of tokens of the last launched step, by their indices in it."""
         if self._features is None:
             raise InvariantError("features of a step are asked for, and none are kept")
         return self._features.index_select(0, torch.tensor(rows, dtype=torch.int64).to(self.device))
@@ -169,7 +169,7 @@ class DeviceDecoder:
         return hidden
 
     def _keep(self, rows: Tensor, column: int | None) -> None:
-        """Copy rows [T, hidden_size] to a column of the features; None: nobody reads them."""
+        """Copy rows [T, hidden_size] to a column of the features; None: they are not needed."""
         if self._features is not None and column is not None:
             self._features[: len(rows), column : column + rows.shape[1]].copy_(rows)
 
@@ -190,7 +190,7 @@ class DeviceDecoder:
 
 
 def _rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: torch.dtype, device: torch.device) -> Rope:
-    """Return the table of a rope; with switch_len, rows of so many positions of its short variant come last."""
+    """Return the table of a rope; with switch_len, the rows of that many positions of its short variant come last."""
     long = rope_table(spec, inverse_frequencies(spec, max_model_len).to(device), max_model_len, dtype)
     if switch_len is None:
         return long
@@ -208,7 +208,7 @@ def _layer_ranks(ranks: DeviceRanks | None, index: int, weights: DeviceWeights) 
 
 
 class DeviceLayer:
-    """A layer of a DeviceDecoder, whose launches are separate ones; of a rank where `ranks` is not None."""
+    """A layer of a DeviceDecoder with separate kernels; with `ranks`, the part of one rank."""
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ class DeviceLayer:
         self.fused: FusedLayer | None = None
 
     def fuse(self, arrived: Tensor) -> str | None:
-        """Set `fused` where the layer can be, and return why it cannot; arrived as in FusedLayer."""
+        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in FusedLayer."""
         reason = reason_not_to_fuse(self._spec, self._linears, self._ranks)
         if reason is None:
             norms = self.attn_in, self._mlp_in
@@ -319,7 +319,7 @@ class DeviceLayer:
         return self._close("down", activate(both, None, spec.activation))
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
-        """Return the output of the shared expert: of a rank, its part of the sum, or its columns."""
+        """Return the output of the shared expert; with ranks, its partial sum or its columns."""
         gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
         inner = activate(gate, up, spec.activation)
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
@@ -332,10 +332,10 @@ T = TypeVar("T")
 
 
 def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Return what is named with a prefix, without it."""
+    """Return the entries whose names begin with a prefix, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def norm_of(parameters: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> Norm | None:
-    """Return the norm of that name; None where the layer has none."""
+    """Return the norm of that name; None if the layer has none."""
     return None if spec is None else Norm(spec, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))

@@ -1,4 +1,5 @@
-"""Heads on a GPU that the kernels of one launch do not know: torch turns them; weights of norms that have none."""
+"""Attention heads that the fused GPU kernel does not support: torch normalises and rotates them. Weights for norms without
+any."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from quire.kernels.triton.qk_rope_store import Projections, Rope
 
 
 def needs_separate_heads(spec: AttentionSpec) -> bool:
-    """Return whether `place_heads` does not do all that attention wants of q and k."""
+    """Return whether attention needs operations on q and k that `place_heads` does not support."""
     by_head = None if spec.qk_norm_over == "all" else spec.qk_norm
     is_odd = by_head is not None and (spec.is_qk_norm_last or spec.qk_norm_over == "each" or by_head.kind != "rms")
     return is_odd or spec.query_scaling is not None
@@ -22,7 +23,7 @@ def needs_separate_heads(spec: AttentionSpec) -> bool:
 def turn_heads(
     heads: Projections, spec: AttentionSpec, positions: Tensor, rope: Rope | None, norms: tuple[Norm, Norm] | None
 ) -> Projections:
-    """Return q, k and v as attention takes them, q and k normalised, rotated and scaled; rope and norms as in place_heads."""
+    """Return q, k and v for attention, with q and k normalised, rotated and scaled; rope and norms as in place_heads."""
     q, k = heads.q, heads.k
     if norms is not None and not spec.is_qk_norm_last:
         q, k = _normalize(q, norms[0]), _normalize(k, norms[1])
@@ -42,7 +43,7 @@ def _normalize(x: Tensor, norm: Norm) -> Tensor:
 
 
 def fill_missing_weights(tensors: dict[str, Tensor], spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-    """Add weights of one, which change nothing, for the norms that have none: the kernels multiply by a weight."""
+    """Add weights of one for norms without weights, because the kernels always multiply by a weight."""
 
     def fill(name: str, norm: NormSpec | None, size: int) -> None:
         if norm is not None and not norm.has_weight:

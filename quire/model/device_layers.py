@@ -1,4 +1,4 @@
-"""FusedLayer: a layer of a decode step of few sequences in five launches."""
+"""FusedLayer: a layer of a decode step of few sequences as five fused kernels."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.model.device_ranks import LayerRanks
 
 
 def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ranks: LayerRanks | None = None) -> str | None:
-    """Return what a layer has that the five launches do not know; None: nothing."""
+    """Return the feature of a layer that fused kernels do not support; None if it can be fused."""
     if any(linear.is_in_order for linear in linears.values()):
         return "sums in one order at any number of rows"
     if not isinstance(spec.mlp, MlpSpec):
@@ -36,7 +36,7 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
     if spec.attention.has_sinks:
         return "attention sinks"
     if spec.attn_out is not None or spec.mlp_out is not None:
-        return "a norm behind attention or feed-forward block"
+        return "a norm after attention or the feed-forward block"
     if any(norm is not None and norm.kind != "rms" for norm in (spec.attn_in, spec.mlp_in, spec.attention.qk_norm)):
         return "a norm that is no RMSNorm"
     if spec.attention.qk_norm is not None and spec.attention.qk_norm_over == "all":
@@ -54,7 +54,7 @@ class FusedLayer:
     linears    qkv, o, gate_up and down; `reason_not_to_fuse` has none against them
     norms      before attention, and before the feed-forward block
     attention  with its rope and the norms of q and k
-    ranks      of tensor parallelism: o and down give parts of a sum, which a further launch each adds to the residual stream
+    ranks      of tensor parallelism: o and down give partial sums, each of which one more launch adds to the residual stream
     """
 
     def __init__(

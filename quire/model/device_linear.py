@@ -13,8 +13,8 @@ from quire.kernels.triton.linear import multiply, multiply_in_order, widen
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
 _WIDENED_FROM = 257
-"""Tokens from which on a quantised weight is made dense for the product: the library's product of plain weights is then faster
-by more than making it dense takes. Not measured yet."""
+"""From this number of tokens on a quantised weight is dequantised for the product: the library's dense product is then faster
+by more than dequantising takes. Not measured yet."""
 
 DeviceWeight = Tensor | DeviceQuantizedWeight
 """[O, K], dense or quantised."""
@@ -26,7 +26,7 @@ class DeviceLinear:
 
     parts        the rows of the weight, one part after the other
     bias         [O] or None
-    is_in_order  sums have the same order at any number of tokens, so that a row has the same bits; slower
+    is_in_order  batch-invariant: sums have the same order for any number of tokens, so a row has the same bits; slower
     whole_rows   of each part, on all tensor-parallel ranks together; None: the parts are whole
     """
 

@@ -1,4 +1,4 @@
-"""DeviceRanks: what the GPUs of a tensor-parallel group exchange while they run a step."""
+"""DeviceRanks: the collectives of a tensor-parallel group of GPUs during a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
 
 
 class Collectives(Protocol):
-    """What of a Communicator the steps of a model need."""
+    """The part of Communicator that a model's steps need."""
 
     size: int
 
@@ -30,7 +30,7 @@ class Collectives(Protocol):
 
 
 class DeviceRanks:
-    """The group of a rank. All ranks make the same calls in the same order; nothing here waits for the device.
+    """The group of a rank. All ranks make the same calls in the same order; no call waits for the device.
 
     communicator  of the group, on the model's device; closed with the ranks where it has to be
     shard         the part of this rank
@@ -41,7 +41,7 @@ class DeviceRanks:
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
 
     def close(self) -> None:
-        """Close the communicator; nothing may be under way."""
+        """Close the communicator; no collective may be running."""
         if isinstance(self.communicator, TorchCommunicator):
             self.communicator.close()
 
@@ -67,9 +67,9 @@ class DeviceRanks:
         return torch.cat([gathered[rank, :, :size] for rank, size in enumerate(sizes)], 1, out=out)
 
     def sum_parts(self, part: Tensor) -> Tensor:
-        """Return the sum of the ranks' parts [T, N] of it, which may be in the place of `part`.
+        """Return the sum of the ranks' partial sums [T, N], which may overwrite `part`.
 
-        In f32 in the order of ranks, up to ORDERED_BYTES; larger ones in an order of the library's.
+        Up to ORDERED_BYTES the sum is in f32 in rank order; larger sums use the library's order.
         """
         if part.nbytes > ORDERED_BYTES:
             self.communicator.all_reduce(part, in_order=False)
@@ -79,11 +79,11 @@ class DeviceRanks:
         return out
 
     def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
-        """Add the sum of the ranks' parts [T, N], which are few tokens, to the residual stream x in place."""
+        """Add the sum of the ranks' partial sums [T, N], for few tokens, to the residual stream x in place."""
         add_parts_launch(x, self._gather(part), residual_scale).run()
 
     def lookup(self, embedding: DeviceLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return rows ids [T] i64 of an embedding of which each rank has some; exact, as all but one part are zeros."""
+        """Return rows ids [T] i64 of an embedding that is sharded by rows; exact, since all parts but one are zeros."""
         own = self.shard.own.vocabulary
         is_elsewhere = (ids < own.start) | (ids >= own.stop)
         rows = embedding.lookup((ids - own.start).masked_fill(is_elsewhere, 0), dtype)
@@ -101,7 +101,7 @@ class DeviceRanks:
 
 
 class LayerRanks:
-    """What the ranks exchange in one layer.
+    """The collectives of one layer.
 
     row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down", "shared.down"
     """
@@ -122,7 +122,7 @@ class LayerRanks:
     def close_block(self, name: str, linear: DeviceLinear, rows: Tensor) -> Tensor:
         """Return the output [T, hidden_size] of attention ("o") or of the feed-forward block ("down").
 
-        rows  [T, K] what this rank has of its inputs
+        rows  [T, K] this rank's part of its inputs
         """
         if name in self.row_parallel:
             return self._ranks.sum_parts(linear(rows))
@@ -137,7 +137,8 @@ class LayerRanks:
         return self._ranks.sum_parts(part) if is_row_parallel else self.gather_outputs(part)
 
     def gather_inner(self, part: Tensor, name: str = "down") -> Tensor:
-        """Return the inside [T, I] of the feed-forward block, or of the shared expert, given this rank's columns."""
+        """Return the intermediate activations [T, I] of the feed-forward block, or of the shared expert, given this rank's
+        columns."""
         return self._ranks.gather_columns(part, self._inputs[name])
 
     def gather_outputs(self, part: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class LayerRanks:
         sizes = [(own.heads.size * self._dim, own.kv_heads.size * self._dim) for own in self._heads]
         both = self._ranks.gather_columns(torch.cat((q, k), 1), [sum(pair) for pair in sizes])
         parts = both.split([size for pair in sizes for size in pair], 1)
-        seen: set[int] = set()  # kv heads that several ranks have each
+        seen: set[int] = set()  # kv heads that several ranks hold
         keys: list[Tensor] = []
         for own, part in zip(self._heads, parts[1::2], strict=True):
             if own.kv_heads.start not in seen:

@@ -1,4 +1,4 @@
-"""What the GPU kernels do not run: one list for the decoder, which refuses it, and for the table of models."""
+"""Features that the GPU kernels do not support: one list for the decoder and for the table of models."""
 
 from __future__ import annotations
 

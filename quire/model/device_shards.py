@@ -1,6 +1,6 @@
-"""DeviceShard: the part of a model's weights that a tensor-parallel rank has on its GPU, and how it is cut from whole ones.
+"""DeviceShard: the shard of a model's weights on a tensor-parallel rank's GPU, and how it is cut from whole weights.
 
-Two ways (https://arxiv.org/abs/1909.08053 has the second):
+There are two modes (https://arxiv.org/abs/1909.08053 has the second):
 
 column-parallel with all-gather
     Every weight is cut by its outputs: no sum crosses ranks, so the bits are those of one rank. Used with `deterministic`.
@@ -32,7 +32,7 @@ _ROW_PARALLEL = ("o.weight", "down.weight")  # the last also of experts, and of 
 
 @dataclass(frozen=True, slots=True)
 class DeviceShard:
-    """The part of one rank, and what it must know of the others'.
+    """The shard of one rank, and the sizes of the others'.
 
     spec         of the whole model
     ranks        the parts of all ranks
@@ -48,7 +48,7 @@ class DeviceShard:
     def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float], is_in_order: bool) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
-        Raises ConfigError where a rank would have no part of a weight.
+        Raises ConfigError if a rank would have no part of a weight.
         """
         ranks = [ModelShard.of(spec, each, shares) for each in range(len(shares))]
         if not is_in_order:
@@ -81,7 +81,7 @@ class DeviceShard:
         return own
 
     def is_row_parallel(self, name: str) -> bool:
-        """Return whether a weight is cut by its inputs where its scales allow."""
+        """Return whether a weight is cut by its inputs if its scales allow it."""
         return not self.is_in_order and name.endswith(_ROW_PARALLEL)
 
     def rows(self, name: str, num_rows: int) -> list[ShardRange] | None:
@@ -123,7 +123,7 @@ class DeviceShard:
 
 
 def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[float]) -> ModelShard:
-    """Return a part whose columns of the inside are whole groups of quantised weights, where that keeps the shares."""
+    """Return a shard whose intermediate columns are whole groups of quantised weights, if that keeps the shares."""
     layers: list[LayerShard] = []
     for layer, own in zip(spec.layers, shard.layers, strict=True):
         total = layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
@@ -136,7 +136,7 @@ def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[floa
 
 
 def _in_whole_groups(total: int, given: ShardRange, rank: int, shares: Sequence[float]) -> ShardRange:
-    """Return a rank's range of `total` columns in whole groups, where that keeps the shares; else what is given."""
+    """Return a rank's range of `total` columns in whole groups, if that keeps the shares; otherwise the given range."""
     is_equal = len(set(shares)) == 1
     for multiple in _GROUP_SIZES:
         if total % (multiple * len(shares)) == 0 if is_equal else total >= 16 * multiple * len(shares):

@@ -1,4 +1,4 @@
-"""The embedding and the LM head of a model, whole, as a draft head reads them where tensor-parallel ranks have parts."""
+"""The whole embedding and LM head of a model, for a draft head next to a tensor-parallel model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
 
 class DeviceVocabulary(NamedTuple):
-    """What a draft head shares with the model; None: it has its own."""
+    """The parts that a draft head shares with the model; None: it has its own."""
 
     embedding: DeviceLinear | None
     head: DeviceLinear | None
@@ -29,10 +29,10 @@ def load_vocabulary(
     policy: QuantizationPolicy | None = None,
     is_in_order: bool = False,
 ) -> DeviceVocabulary:
-    """Load the whole embedding and LM head of a model, with the numbers that they have on one rank.
+    """Load the whole embedding and LM head of a model, with the same values as on a single rank.
 
     parameters           of the whole model
-    owned                names of parameters that the draft head has of its own; of these nothing is loaded
+    owned                names of parameters that the draft head has itself; these are not loaded
     policy, is_in_order  as in DeviceDecoder
     """
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)

@@ -1,4 +1,4 @@
-"""The weights of a model on a device, streamed there one by one, with those joined that read the same input."""
+"""The weights of a model on a device: loaded one by one, with weights that read the same input joined."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _FLOAT8_CAPABILITY = (8, 9)
 class DeviceWeights:
     """The parameters of a model on a device.
 
-    tensors  what is dense for sure: norms, biases, positions, routers
-    linears  the weights of linear layers, the embedding and the head, each in parts of rows; where q, k and v are there,
-             layers.N.qkv holds their rows, one after the other, and gate_up those of gate and up
+    tensors  parameters that are always dense: norms, biases, positions, routers
+    linears  the weights of linear layers, the embedding and the head, each in parts of rows; the rows of q, k and v are joined
+                  as layers.N.qkv, and those of gate and up as gate_up
     experts  of a layer: [E, O, K], or quantised, with the rows of all experts one after the other
     whole_rows    of a tensor-parallel rank: rows of each part of `linears` on all ranks together
-    row_parallel  names in `linears` and `experts` of what is cut by its inputs
+    row_parallel  names in `linears` and `experts` of weights that are cut by their inputs
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class DeviceWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Rows [start, start + count) of a tensor on the device, which has another name where it is joined.
+    """Rows [start, start + count) of a tensor on the device, which has another name if it is joined.
 
     whole  rows of the parameter on all ranks together
     """
@@ -79,14 +79,14 @@ def load_on_device(
     shapes: Mapping[str, Shape] | None = None,
     shard: DeviceShard | None = None,
 ) -> DeviceWeights:
-    """Return every parameter on a device, quantised where it is stored so, else in the model's dtype; `parameters` is emptied.
+    """Return every parameter on a device, quantised if stored so, otherwise in the model's dtype; `parameters` is emptied.
 
-    The host holds one parameter, or one expert, at a time beside the checkpoint's own pages, which are given back. Two names
-    of one parameter stay one. What no kernel runs quantised is made dense, which is said in the log.
+    The host holds one parameter, or one expert, at a time in addition to the checkpoint's pages, which are released. Two names
+    of one parameter stay shared. Quantised weights that no kernel supports are dequantised, with a log line.
 
-    quantize  applied on the device to every weight that is dense in the checkpoint, to an expert's on its own
+    quantize  applied on the device to every weight that is dense in the checkpoint, to each expert separately
     shapes    of the parameters, q before k before v and gate before up; None: those of the spec
-    shard     the part of this rank, of a model that several share; None: all
+    shard     the part of this rank of a tensor-parallel model; None: all
     """
     return _Loader(parameters, spec, device, quantize, shapes, shard).load()
 
@@ -126,7 +126,7 @@ class _Loader:
     def load(self) -> DeviceWeights:
         found = DeviceWeights()
         twins: dict[int, str] = {}
-        owned: list[Parameter | StoredParameter] = []  # so that no identity is used twice
+        owned: list[Parameter | StoredParameter] = []  # keeps objects alive, so that no id() is reused
         # A bias is cut as its weight was.
         names = sorted(self._parameters, key=lambda name: self._shard is not None and name.endswith(".bias"))
         for name in tqdm(names, "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
@@ -181,9 +181,10 @@ class _Loader:
         self._parts.setdefault(place.name, []).append((place, packed))
 
     def _sharded(self, weight: Opened, name: str) -> Opened:
-        """Return this rank's part of a linear weight, or of that of an expert, quantised where that is to be.
+        """Return this rank's part of a linear weight, or of an expert's, quantised if requested.
 
-        What is cut by its inputs is quantised as a whole, so that it has the numbers of one rank; its place is set.
+        A weight that is cut by its inputs is quantised as a whole, so that it has the values of a single rank; its place is
+        set.
         """
         if self._shard is None:
             return self._quantized(weight, name)
@@ -217,7 +218,8 @@ class _Loader:
             self._sizes[place.name] = num_rows  # of o or down, which are joined with nothing
 
     def _own_part(self, tensor: Opened, name: str) -> Opened | None:
-        """Return this rank's part of a dense parameter; None: it has none, as of the bias of a sum that rank 0 adds."""
+        """Return this rank's part of a dense parameter; None if it has none, such as a bias of an all-reduce, which rank 0
+        adds."""
         shard = self._shard
         if shard is None or not isinstance(tensor, Tensor):
             return tensor
@@ -253,7 +255,7 @@ class _Loader:
             logger.warning("%d weights are cut by their outputs, not their inputs, as %s: %s", len(names), reason, shown)
 
     def _finish(self, name: str) -> tuple[tuple[DeviceWeight, ...], tuple[int, ...]]:
-        """Return the parts of a weight, as few as they can be, and the rows of each on all ranks together."""
+        """Return the parts of a weight, merged as far as possible, and the rows of each on all ranks together."""
         parts: list[DeviceWeight] = []
         whole_rows: list[int] = []
         runs: list[tuple[int, int]] = []  # of dense rows
@@ -285,7 +287,7 @@ class _Loader:
         return self._quantize.narrowed(name, self._copies.upload(weight))
 
     def _open_quantized(self, weight: Opened, name: str) -> DeviceQuantizedWeight | None:
-        """Return a weight as kernels run it, on the device, or None where it is to be dense."""
+        """Return a weight in the form of the kernels, on the device, or None if it must be dense."""
         if isinstance(weight, Tensor):
             return None
         num_columns = weight.shape[1]
@@ -319,7 +321,7 @@ class _Loader:
             names.append(name)
 
     def _place_experts(self, parameter: Parameter | StoredParameter, name: str) -> Tensor | DeviceQuantizedWeight:
-        """Return a stack of experts, quantised where all are of one kind, filled expert by expert."""
+        """Return a stack of experts, quantised if all have the same kind, filled expert by expert."""
         shape = self._shapes[name]
         stack: DeviceQuantizedWeight | None = None
         for index in range(shape[0]):
@@ -340,7 +342,7 @@ class _Loader:
         return dense
 
     def _own_expert(self, weight: Opened, name: str) -> Opened:
-        """Return this rank's part of an expert that is to be dense, cut as the first one was."""
+        """Return this rank's part of a dense expert, cut like the first one."""
         if self._shard is None:
             return weight
         if name in self._row_parallel:
@@ -351,7 +353,7 @@ class _Loader:
     def _put(
         self, stack: DeviceQuantizedWeight | None, expert: DeviceQuantizedWeight, index: int, shape: Shape, name: str
     ) -> DeviceQuantizedWeight | None:
-        """Return the stack with an expert in its place, or None, with a line for the log, where that is of another kind."""
+        """Add an expert to the stack and return it, or None, with a reason for the log, if the expert has another kind."""
         if expert.shape != shape[1:]:
             raise InvariantError(f"an expert of {name} is {expert.shape}, its place on the device {shape[1:]}")
         if expert.columns is not None:
@@ -368,7 +370,7 @@ class _Loader:
         for whole, part in ((stack.codes, expert.codes), (stack.scales, expert.scales), (stack.offsets, expert.offsets)):
             if whole is not None and part is not None:
                 rows = whole[index * len(part) : (index + 1) * len(part)]
-                is_byte = part.itemsize == 1  # not every operation knows float8
+                is_byte = part.itemsize == 1  # not every operation supports float8
                 (rows.view(torch.uint8) if is_byte else rows).copy_(part.view(torch.uint8) if is_byte else part)
         return stack
 
@@ -388,7 +390,7 @@ class _Loader:
 
 
 def _is_linear(name: str) -> bool:
-    """Return whether a joined name is that of a weight that kernels may runs quantised."""
+    """Return whether a joined name is that of a weight that kernels may run quantised."""
     parts = name.split(".")
     return name in _ENDS or (_is_projection(parts) and parts[-2] in _LINEARS and parts[-1] == "weight")
 

@@ -26,7 +26,9 @@ def read_rope_scaling(keys: GgufKeys, rotated: int) -> dict[str, object]:
     divisors = [_rope_factors(keys, name, rotated // 2) for name in ROPE_FACTORS]
     if any(divisors):
         if kind not in ("none", "longrope") or (kind == "none" and factor not in (None, 1.0)):
-            raise UnsupportedError(f"{keys.file.path}: rope.scaling.type {kind!r} beside {ROPE_FACTORS} is not supported")
+            raise UnsupportedError(
+                f"{keys.file.path}: rope.scaling.type {kind!r} together with {ROPE_FACTORS} is not supported"
+            )
         return _divided_rope(keys, *divisors)
     if kind == "none" or (kind == "linear" and factor in (None, 1.0)):
         return {}

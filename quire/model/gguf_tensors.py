@@ -74,7 +74,7 @@ def _join_latent_parts(
             raise ModelFormatError(f"{path}: {name} must hold {num_heads} heads of {rank} x {key_dim}")
         if not isinstance(values, StoredWeight) or values.shape != (num_heads * value_dim, rank):
             raise ModelFormatError(
-                f"{path}: {name} must have an attn_v_b of {num_heads} heads of {value_dim} x {rank} beside it"
+                f"{path}: {name} must have an attn_v_b of {num_heads} heads of {value_dim} x {rank} next to it"
             )
         joined = _LatentRows(keys, values, num_heads)
         read = (*keys.tensors, *values.tensors)

@@ -1,4 +1,4 @@
-"""MappedFiles: says before tensors of a checkpoint are read that their file is still as long as it was when it was opened."""
+"""MappedFiles: checks, before tensors of a checkpoint are read, that their file has not become shorter."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class _File:
 
 
 class MappedFiles:
-    """The files of a checkpoint that tensors are views of. Whoever reads a mapped file past its end is ended by the system.
+    """The mapped files of a checkpoint's tensors. Reading a mapped file past its end kills the process (SIGBUS).
 
-    A descriptor of each file is kept until this is gone, so that a file put in its place does not matter.
+    A descriptor of each file is kept open, so that replacing the file has no effect.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class MappedFiles:
         self._spans: list[tuple[int, _File]] = []
 
     def add(self, path: Path, num_bytes: int, tensors: Iterable[Tensor]) -> None:
-        """Note that a file of this size is mapped, and tensors that lie in it; those that torch allocated do not.
+        """Register a mapped file of this size and its tensors (tensors that torch allocated are not in it).
 
-        Raises ModelFormatError where it has become shorter already, or cannot be opened.
+        Raises ModelFormatError if the file has already become shorter, or cannot be opened.
         """
         try:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -53,14 +53,14 @@ class MappedFiles:
         storages = [storage for storage in (tensor.untyped_storage() for tensor in tensors) if not storage.resizable()]
         if not storages:
             return
-        # All lie in one mapping, so nothing else lies between them.
+        # All tensors are in one mapping, so no other memory is between them.
         start = min(storage.data_ptr() for storage in storages)
         index = bisect_right(self._starts, start)
         self._starts.insert(index, start)
         self._spans.insert(index, (max(storage.data_ptr() + storage.nbytes() for storage in storages), file))
 
     def check(self, tensors: Iterable[Tensor]) -> None:
-        """Raise ModelFormatError where the file of one of the tensors has become shorter; call it just before they are read."""
+        """Raise ModelFormatError if the file of one of the tensors has become shorter. Call just before they are read."""
         for tensor in tensors:
             address = tensor.data_ptr()
             index = bisect_right(self._starts, address) - 1

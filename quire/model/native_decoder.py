@@ -25,7 +25,7 @@ from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
 
 class PlanMirror(Protocol):
-    """What rank 0 of a tensor-parallel group tells the other ranks of calls that are not steps of `run`."""
+    """Sends calls other than steps of `run` from rank 0 of a tensor-parallel group to the other ranks."""
 
     def call_logits(self, rows: Sequence[int], run: Callable[[], None]) -> None:
         """Call `run`, which computes logits of rows that the last step kept, while all other ranks do the same."""
@@ -38,21 +38,22 @@ class PlanMirror(Protocol):
 
 _KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
 _FIRST_POSITIONS = 4096
-"""Positions whose angles are computed at once at the start; the tables double when a longer sequence comes."""
+"""Positions whose angles are computed at start; the tables double for longer sequences."""
 _UNUSED = 1
-"""An address that is not 0, of logits that are wanted but not here."""
+"""A nonzero address for logits that are computed, but not stored on this rank."""
 _OWN_REFERENCES = 2
-"""To an array that nobody else holds: the attribute, and the argument of the function that counts."""
+"""References to an unshared array: the attribute, and the argument of the counting function."""
 
 
 class NativeDecoder:
-    """A decoder-only model in packed weights; the same results for a row whatever else is in the step.
+    """A decoder-only model with packed weights. Batch-invariant: a row's results do not depend on the rest of the step.
 
-    parameters     as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
-    quantize       applied to every weight by its name just before it is packed, to an expert's on its own
-    group          the tensor-parallel ranks of which this is one; None: it has the whole model. Every rank must make the same
-                   calls of `run`, `step` and `logits_at`, of which rank 0 alone gets results
+    parameters     as `open_parameters` or `load_parameters` return them; emptied during packing, so that packed weights are
+                   freed
+    max_model_len  the longest sequence; some rope scalings depend on it
+    quantize       applied to every weight by its name just before it is packed, to each expert separately
+    group          the tensor-parallel group of this rank; None: it has the whole model. Every rank must make the same
+                   calls of `run`, `step` and `logits_at`; only rank 0 gets results
     rope_switch_len  where spec has a part of the layers only, that of the whole model (see ModelSpec.rope_switch_len), 0: none.
                    None: that of spec
     """
@@ -77,7 +78,7 @@ class NativeDecoder:
         rope_index = {rope: index for index, rope in enumerate(ropes)}
         self._group = group
         self.mirror: PlanMirror | None = None
-        # The other ranks of a group write their logits where rank 0 finds them, and get none.
+        # The other ranks of a group write their logits into rank 0's memory, and get none.
         self._gives_results = group is None or group.shard.rank == 0
         if group is not None:
             shard = group.shard
@@ -109,7 +110,7 @@ class NativeDecoder:
 
     @property
     def head(self) -> NativeWeight:
-        """What makes logits; the embedding where they are tied."""
+        """The LM head; the embedding if they are tied."""
         if self._parts.head is None:
             raise InvariantError("this pipeline stage has no LM head")
         return self._parts.head
@@ -121,7 +122,7 @@ class NativeDecoder:
 
     @property
     def spared_bytes(self) -> int:
-        """Bytes of them that a step does not read which wants best tokens alone: it reads the head's copy, not the head."""
+        """Bytes of the LM head, which greedy steps do not read: they read its int8 copy."""
         return self.head.num_bytes - self._parts.screen_bytes if self._parts.screen_bytes else 0
 
     @property
@@ -158,11 +159,11 @@ class NativeDecoder:
 
     @property
     def plan(self) -> Any:
-        """The native plan; `prepare` comes before a step of it."""
+        """The native plan; call `prepare` before a step of it."""
         return self._plan
 
     def prepare(self, kv: KvPool, longest: int) -> None:
-        """Get ready for steps with these keys and values, and sequences of at most so many tokens."""
+        """Prepare for steps with these keys and values, and sequences of at most this many tokens."""
         if os.getpid() != self._process:
             raise InvariantError(
                 "a model does not survive a fork, whose threads are gone: build it in the process that runs it"
@@ -191,7 +192,7 @@ class NativeDecoder:
         logit_rows            R indices of tokens
         keeps_all             logits_at may ask for other rows before the next step
         hidden_rows           indices of other tokens, of which hidden_states may ask for some
-        layers                the layers to run, in order; None: all. The KV of the others is left as it is
+        layers                the layers to run, in order; None: all. The KV of the others is unchanged
         """
         self.prepare(kv, max(step.context_lens))
         if step.short_ropes is not None:
@@ -233,9 +234,9 @@ class NativeDecoder:
         wants_best: bool = False,
         needs_logits: bool = True,
     ) -> tuple[Tensor, list[int] | None]:
-        """As `step`, of runs of tokens; with wants_best also the best token of every row of logits, -1 where there is none.
+        """As `step`, for runs of tokens; with wants_best also return the argmax of every row of logits, -1 if there is none.
 
-        needs_logits  False, beside wants_best: the logits may be empty where every row has a best token
+        needs_logits  False, with wants_best: the logits may be empty if every row has a best token
         """
         self.prepare(kv, max(runs.ends))
         wanted = logit_rows
@@ -268,13 +269,13 @@ class NativeDecoder:
         return logits, best if wants_best else None
 
     def _note_hidden_rows(self, rows: list[int] | None, num_logit_rows: int, keeps_all: bool) -> None:
-        """Note where hidden_states finds these rows: where they are, or behind those with logits."""
+        """Record where hidden_states finds these rows: in place, or after those with logits."""
         count = len(rows or ())
         self._hidden_rows = rows or [] if keeps_all else list(range(num_logit_rows, num_logit_rows + count))
 
     def _new_logits(self, count: int) -> Tensor:
-        """Return an uninitialised [count, vocab_size] f32, in the memory of the step before unless somebody still holds that:
-        the system takes longer to find new pages than the head to fill them."""
+        """Return an uninitialised [count, vocab_size] f32, in the previous step's memory unless it is still referenced:
+        taking new pages from the system takes longer than the LM head takes to fill them."""
         size = count * self.spec.vocab_size
         if self._logits.size < size or sys.getrefcount(self._logits) > _OWN_REFERENCES:
             self._logits = np.empty(size, np.float32)
@@ -286,8 +287,8 @@ class NativeDecoder:
         self._plan.keep_inputs(list(layers))
 
     def layer_inputs(self, rows: Sequence[int]) -> Tensor:
-        """Return the kept inputs [R or more, layers * hidden_size] f32 of R rows of the last step's tokens; what is held is
-        left alone, see ReusedRows."""
+        """Return the kept inputs [R or more, layers * hidden_size] f32 of R rows of the last step's tokens. Arrays that are
+        still referenced are not overwritten, see ReusedRows."""
         found = self._rows_out.take(len(rows), self._num_kept * self.spec.hidden_size)
         self._plan.layer_inputs(list(rows), found.data_ptr())
         return found
@@ -302,7 +303,7 @@ class NativeDecoder:
         return self.logits_of(range(first, last))
 
     def logits_of(self, rows: Sequence[int]) -> Tensor:
-        """Return the logits [R, vocab_size] of places in what the last step kept."""
+        """Return the logits [R, vocab_size] of rows that the last step kept."""
         logits = torch.empty(len(rows), self.spec.vocab_size) if self._gives_results else self._no_logits
 
         def run() -> None:
@@ -327,14 +328,15 @@ class NativeDecoder:
 
     def final_states(self, places: Sequence[int]) -> Tensor:
         """Return the hidden states [R or more, hidden_size] f32, after the final norm, of R rows of the last step: the indices
-        of tokens where it kept all, else places in its logit_rows; what is held is left alone, see ReusedRows."""
+        of tokens if it kept all, otherwise indices into its logit_rows. Referenced arrays are not overwritten, see
+        ReusedRows."""
         hidden = self._rows_out.take(len(places), self.spec.hidden_size)
         self._plan.hidden_states(list(places), hidden.data_ptr())
         return hidden
 
 
 def _int32(values: Sequence[int]) -> Tensor:
-    """Return a list as an i32 tensor; by way of numpy, which takes a quarter of the time of torch.tensor."""
+    """Return a list as an i32 tensor; through numpy, which takes a quarter of torch.tensor's time."""
     return torch.from_numpy(np.array(values, dtype=np.int32))
 
 

@@ -41,21 +41,21 @@ logger = get_logger(__name__)
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse": 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
 _CHECKED_ROWS = 1024
-"""Of a weight at once, where a copy is made."""
+"""Elements of a weight that are copied at once."""
 
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
-"""Weights of a model from which on no cache holds them, so that it is worth while to make bfloat16 shorter."""
+"""Number of weights above which a model does not fit into the CPU's caches, so that 12-bit bfloat16 is worthwhile."""
 _SCREENED_FROM = 1 << 20
-"""Weights of a head from which on its best outputs are found by way of a copy in bytes: a smaller one is quickly read."""
+"""Number of weights above which an LM head gets an int8 copy for the argmax; a smaller one is read quickly enough."""
 _MAX_EXPERTS, _MAX_GROUPS = 4096, 64
 """See csrc/elementwise.h."""
 _MAX_WINDOW = 2**31 - 1
-"""A window of so many tokens is none: positions have 32 bits."""
+"""A window of this many tokens means no window: positions have 32 bits."""
 
 
 def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
-    """Return why the native kernels cannot run a model, or None where they can."""
+    """Return why the native kernels cannot run a model, or None if they can."""
     if spec.implementation == "transformers":
         return "models that transformers computes"
     if block_size % 16 != 0:
@@ -100,22 +100,22 @@ def _changes_rope(layer: LayerSpec) -> bool:
 
 
 def is_screened(spec: ModelSpec) -> bool:
-    """Return whether the best outputs of a model's head, where that is dense, are found by way of a copy."""
+    """Return whether a model's dense LM head gets an int8 copy for the argmax."""
     has_plain_logits = spec.logit_scale == 1.0 and not spec.final_softcap
     return has_plain_logits and spec.vocab_size * spec.hidden_size >= _SCREENED_FROM
 
 
 def screen_bytes(spec: ModelSpec) -> int:
-    """Return what the copy of a dense head takes: a byte for each weight, and three numbers for each output."""
+    """Return the bytes of the copy of a dense head: one per weight, and three numbers per output."""
     return -(-spec.vocab_size // 16) * 16 * (-(-spec.hidden_size // 8) * 8 + 12) if is_screened(spec) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class NativeParts:
-    """What the plan refers to: it lives no longer than these.
+    """The objects that the plan refers to; they must outlive it.
 
-    embedding, head  None where a pipeline stage does not have it
-    layers        native layers, to which the cache is still to be told
+    embedding, head  None if the pipeline stage does not have it
+    layers        native layers, whose cache is set later
     weight_bytes  of all packed weights
     screen_bytes  of the head's copy, which tells most outputs that are not the best (csrc/screen.h); 0: there is none
     """
@@ -131,9 +131,9 @@ class NativeModelBuilder:
     """Builds a plan once.
 
     plan        native, and empty
-    parameters  as `open_parameters` or `load_parameters` return them; emptied on the way, so that what is packed can go
+    parameters  as `open_parameters` or `load_parameters` return them; emptied during packing, so that packed weights are freed
     ropes       the number of each rope in the plan
-    quantize    applied to every weight by its name just before it is packed, to an expert's on its own; row by row
+    quantize    applied to every weight by its name just before it is packed, to each expert separately; row by row
     shard       the part of the model that this rank has; None: all of it
     has_whole_vocabulary  with a shard: the parts returned have the whole embedding and LM head, packed in addition
     stage       the pipeline stage that spec and parameters are of; None: the whole model
@@ -167,7 +167,7 @@ class NativeModelBuilder:
         self._screen_bytes = 0
 
     def build(self) -> NativeParts:
-        """Pack all weights and complete the plan. Raises InvariantError when parameters are left that nothing reads."""
+        """Pack all weights and complete the plan. Raises InvariantError if parameters remain unread."""
         if self._stage is not None:
             return self._build_stage(self._stage)
         embedding = self._parameters["embed.weight"]
@@ -184,7 +184,7 @@ class NativeModelBuilder:
         return self._complete(*(whole or (embed, head)), self._layers())
 
     def _build_stage(self, stage: PipelineStage) -> NativeParts:
-        """As build, of one pipeline stage; a tied embedding is on the first and on the last."""
+        """As build, for one pipeline stage; a tied embedding is on the first and on the last."""
         embedding = self._parameters.get("embed.weight")
         own_head = self._parameters.get("lm_head.weight")
         embed = None if embedding is None else self._pack("embed")
@@ -225,7 +225,7 @@ class NativeModelBuilder:
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
 
     def _pack_whole_vocabulary(self) -> tuple[NativeWeight, NativeWeight]:
-        """Return embedding and LM head, whole, and leave the parameters in their place."""
+        """Return the whole embedding and LM head, and keep the parameters."""
         kept = {name: self._parameters[name] for name in ("embed.weight", "lm_head.weight") if name in self._parameters}
         biases = {name: self._parameters[name] for name in ("lm_head.bias",) if name in self._parameters}
         is_tied = kept.get("lm_head.weight", kept["embed.weight"]) is kept["embed.weight"]
@@ -267,7 +267,7 @@ class NativeModelBuilder:
         is_quantized = False
         if rows is not None:
             if isinstance(weight, Tensor) and self._quantize is not None and not _is_finite(weight, self._dtype):
-                # Values that are not finite make a quantised weight dense: all ranks must see them.
+                # Non-finite values make a quantised weight dense, so all ranks must check the whole weight.
                 weight, is_quantized = self._quantized(f"{name}.weight", weight), True
             weight = self._packer.fitting(weight, dtype)
             weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
@@ -278,13 +278,13 @@ class NativeModelBuilder:
         return packed
 
     def _open(self, parameter: StoredParameter, index: int | None = None) -> DenseOrQuantized:
-        """Return a stored weight, or that of one expert: as it is stored, or as numbers where it will be quantised."""
+        """Return a stored weight, or that of one expert: in its stored form, or dense if it will be quantised."""
         if self._quantize is None:
             return parameter.open_quantized(index)
         return parameter.open() if index is None else parameter.open_expert(index)
 
     def _quantized(self, name: str, weight: DenseOrQuantized) -> DenseOrQuantized:
-        """Return a weight as it is packed: quantised, where it is to be, or made exact, see `is_made_exact`."""
+        """Return a weight in the form in which it is packed: quantised if requested, or made exact, see `is_made_exact`."""
         if isinstance(weight, Tensor):
             return weight if self._quantize is None else self._quantize(name, weight)
         if not isinstance(weight, QuantizedWeight) or weight.is_token_quantized:
@@ -294,7 +294,7 @@ class NativeModelBuilder:
         return weight.dequantize() if is_exact else weight
 
     def _say_inputs(self, is_exact: bool) -> None:
-        """Say once in the log what becomes of inputs of weights that the checkpoint stores as integers."""
+        """Log once whether the inputs of integer weights are quantised."""
         if self._has_said_inputs:
             return
         self._has_said_inputs = True
@@ -310,7 +310,7 @@ class NativeModelBuilder:
         )
 
     def _vector(self, name: str) -> Tensor | None:
-        """Return a bias or the weight of a norm, where there is one."""
+        """Return a bias or the weight of a norm, None if there is none."""
         parameter = self._parameters.pop(name, None)
         found = None if parameter is None else load_parameter(parameter)
         if not isinstance(found, Tensor | None):
@@ -318,13 +318,13 @@ class NativeModelBuilder:
         return found
 
     def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1) -> None:
-        """Set a native norm of rows of `size` values; num_heads: of so many, each with a weight of its own."""
+        """Set a native norm of rows of `size` values; num_heads: number of heads, each with its own weight."""
         if spec is None:
             return
         weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
         if (weight is None) == spec.has_weight:
             raise InvariantError(f"{name} must have a weight: {spec.has_weight}")
-        # Without a weight values are multiplied by one, which changes none.
+        # Without a weight, values are multiplied by one.
         weight = torch.ones(size * num_heads) if weight is None else weight.float().contiguous() + spec.offset
         bias = None if bias is None else bias.float().contiguous()
         addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
@@ -389,9 +389,10 @@ class NativeModelBuilder:
     def _build_latent(
         self, layer: Any, attention: AttentionSpec, latent: LatentSpec, prefix: str, shard: LayerShard | None
     ) -> None:
-        """Pack the projections, and of kv_b for each head what brings queries into the latent space, and values out of it.
+        """Pack the projections, and for each head the halves of kv_b that project queries into the latent space and values out
+        of it.
 
-        These are kept in the model's dtype: the former is transposed, across the groups of a quantised weight.
+        These are kept in the model's dtype, because the first is transposed, across the groups of a quantised weight.
         """
         q_a = None if latent.q_rank is None else self._pack(f"{prefix}q_a")
         heads = ShardRange(0, attention.num_heads) if shard is None else shard.heads.heads
@@ -424,7 +425,7 @@ class NativeModelBuilder:
             layer.positive, layer.negative = self._xielu_numbers(prefix)
 
     def _xielu_numbers(self, prefix: str) -> tuple[float, ...]:
-        """Return what x^2 and the bent part of xielu are multiplied with."""
+        """Return the factors of x^2 and of the exponential part of xielu."""
         found = []
         for part, offset in (("positive", 0.0), ("negative", XIELU_BETA)):
             stored = self._vector(f"{prefix}xielu_{part}.weight")
@@ -473,15 +474,15 @@ class NativeModelBuilder:
             layer.shared_scale = self._pack(f"{prefix}shared_scale")
 
     def _pack_experts(self, module: str, num_experts: int, ranges: tuple[ShardRange, ...]) -> list[list[NativeWeight]]:
-        """Return the weights of every expert of a stack, one for each range of its rows. All read their inputs in one form:
-        where stored ones differ, they become dense."""
+        """Return the weights of every expert of a stack, one for each range of its rows. All read their inputs in the same
+        form: if the stored forms differ, the weights become dense."""
         name = f"{module}.weight"
         stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
         biases = self._vector(f"{module}.bias")
         packed: list[list[NativeWeight]] = []
         form: InputForm | None = None
         for index in range(num_experts):
-            # Whole: all ranks have to take the same form.
+            # Check whole weights: all ranks must choose the same form.
             weight = self._packer.fitting(self._quantized(name, self._expert(stack, index)))
             if index > 0 and input_form(weight) != form:
                 break
@@ -515,7 +516,7 @@ class NativeModelBuilder:
         ranges: tuple[ShardRange, ...],
     ) -> list[NativeWeight]:
         bias = None if biases is None else biases[index]
-        # Gate and up of an expert are one job, which takes them to be alike.
+        # Gate and up of an expert are one job, which requires the same form.
         packed = [
             self._packer.pack(part, None if bias is None else bias[rows.start : rows.stop], may_be_short=False)
             for part, rows in zip(parts, ranges, strict=True)
@@ -540,7 +541,7 @@ def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shar
 
 
 def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
-    """Tell a native layer which part of the model's layer it is."""
+    """Set in a native layer which part of the model's layer it is."""
     attention, heads, kv_heads = spec.attention, shard.heads.heads, shard.heads.kv_heads
     layer.num_heads, layer.num_kv_heads = heads.size, kv_heads.size
     layer.first_head, layer.first_kv_head = heads.start, kv_heads.start

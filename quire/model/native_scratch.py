@@ -1,36 +1,37 @@
-"""The memory of a step of the native decoder, before there is one: what Plan::reserve of kernels/cpu/csrc will take."""
+"""Computes the scratch memory of a step of the native decoder in advance: what Plan::reserve of kernels/cpu/csrc will
+allocate."""
 
 from __future__ import annotations
 
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
 _CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
-"""Of attention (csrc/attention_tile.inl): cached tokens whose softmax is taken at once, rows and heads of a tile."""
+"""Of attention (csrc/attention_tile.inl): cached tokens per softmax block, rows and heads of a tile."""
 _TREE_TOKENS = 64
-"""Tokens of a draft tree: so much farther apart the rows of a tile may stand."""
+"""Maximum tokens of a draft tree, by which the rows of a tile may be farther apart."""
 _TILES_A_THREAD = 4
-"""Tiles that cost less than a thread's work divided by this are not cut, so that fewer than this for each thread are."""
+"""Tiles that cost less than a thread's work divided by this are not split, so fewer than this many per thread are split."""
 _FIRST_POSITIONS = 4096
 _NUM_ARRAYS, _HUGE_PAGE_BYTES = 20, 2 << 20
 
 
 def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_threads: int) -> int:
-    """Return the most that a step of so many tokens takes beside weights and cache, logits left out."""
+    """Return the maximum memory of a step of this many tokens, without weights, cache and logits."""
     row_words = _row_words(spec)
     # A row for each thread, and that row packed.
     rows = num_threads * 4 * row_words
     attention = max(attention_bytes(layer.attention, max_model_len, num_threads) for layer in spec.layers)
     ropes = {layer.attention.rope for layer in spec.layers if layer.attention.rope is not None}
-    # Cosine and sine of every position; their tables are made anew when they grow.
+    # Cosine and sine of every position; the tables are reallocated when they grow.
     angles = sum(2 * 4 * rope.dim * max(_FIRST_POSITIONS, max_model_len) for rope in ropes)
     rounding = _NUM_ARRAYS * _HUGE_PAGE_BYTES
     return 4 * num_tokens * row_words + rows + attention + angles + rounding
 
 
 def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: int) -> int:
-    """Return the most that the attention of a step takes, whatever sequences are in it."""
+    """Return the maximum memory of a step's attention, for any sequences."""
     units = attention.num_kv_heads * -(-attention.num_heads // attention.num_kv_heads // _TILE_HEADS)
-    # The tiles of all units cost the same: all are cut or none.
+    # The tiles of all units cost the same: either all are split or none.
     num_cut = (_TILES_A_THREAD * num_threads - 1) // units * units if num_threads > 1 else 0
     return num_threads * _tile_bytes(attention) + num_cut * _cut_bytes(attention, max_model_len)
 
@@ -70,7 +71,7 @@ def _row_words(spec: ModelSpec) -> int:
 
 
 def _latent_words(attention: AttentionSpec) -> int:
-    """Return what multi-head latent attention takes beside questions and answers in the latent space."""
+    """Return the words of multi-head latent attention, without queries and outputs in the latent space."""
     latent = attention.latent
     if latent is None:
         return 0
@@ -83,14 +84,14 @@ def _heads_size(num_heads: int, layer: LayerSpec) -> int:
 
 
 def _packed_words(spec: ModelSpec, size: int) -> int:
-    """Return what an input takes, however the weights that read it are stored: dense and, beside it, as bytes with scales
-    (three words for every 16 of them), or twice as bytes."""
+    """Return the words of an input, for any format of the weights that read it: dense, and in addition as bytes with scales
+    (three words for every 16 values), or twice as bytes."""
     dense = -(-size // 2) if spec.dtype == "bfloat16" else size
     return dense + size // 2 + 8
 
 
 def _tile_bytes(attention: AttentionSpec) -> int:
-    """Return what one thread needs for a tile: rows, scores, runs of keys and values, a path of a tree, and two results."""
+    """Return the bytes of one thread for a tile: rows, scores, runs of keys and values, a path of a tree, and two results."""
     return (64 << 10) + 2048 * (attention.head_dim + 16)
 
 

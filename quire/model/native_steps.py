@@ -1,4 +1,4 @@
-"""Several steps of the native decoder one after the other, with what they share made once."""
+"""Several consecutive steps of the native decoder, with their shared arguments made once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from quire.model.token_runs import TokenRuns
 def draft_greedily(
     decoder: NativeDecoder, kv: KvPool, runs: TokenRuns, counts: list[int], least_share: float = 0.0
 ) -> list[list[int]]:
-    """Compute runs of tokens; return the most likely ones behind the last one of every sequence s, counts[s] >= 1 of them, or
-    those before the first with which all together are less likely than least_share.
+    """Compute runs of tokens; return the most likely tokens after the last one of every sequence s: counts[s] >= 1 of them, or
+    fewer if their joint probability falls below least_share.
 
     The block tables have room for counts[s] - 1 tokens more.
     """
@@ -31,7 +31,7 @@ def draft_greedily(
 
 
 class OneTokenCall(NamedTuple):
-    """A token of each of S sequences through some layers; what every rank of a tensor-parallel group is told.
+    """One token of each of S sequences through some layers; the message to every rank of a tensor-parallel group.
 
     token_ids, positions, slots  [S] i64; positions are rows of the table of angles
     lengths                      [S] i32, tokens in the cache once this one is stored
@@ -48,7 +48,7 @@ class OneTokenCall(NamedTuple):
 
 
 class OneTokenSteps:
-    """Computes the tokens of S sequences, each after the one before, of which only the tokens have to be given.
+    """Computes consecutive tokens of S sequences; after the construction only the token ids are needed.
 
     positions  [S] of the first tokens
     tables     [S, max_blocks] i64 the block tables; they hold the positions of all steps
@@ -113,7 +113,7 @@ class OneTokenSteps:
 
 
 class _OneTokenAddresses:
-    """The arguments of a native step of one token a sequence that stay the same; the arrays must outlive it."""
+    """The constant arguments of a native step of one token per sequence; the arrays must outlive it."""
 
     def __init__(
         self, tokens: NDArray[np.int64], tables: NDArray[np.int32], layers: NDArray[np.int32] | None, logits_address: int
@@ -122,7 +122,7 @@ class _OneTokenAddresses:
         self._starts = np.arange(num_rows + 1, dtype=np.int32)
         starts = self._starts.ctypes.data
         self._num_rows, self._tokens = num_rows, tokens.ctypes.data
-        # The rows whose logits are wanted are 0, 1, ...: all.
+        # Logits of all rows: 0, 1, ...
         self._end = (starts, num_rows, num_rows, False, logits_address, 0, 0)
         self._tables = (tables.ctypes.data, tables.shape[1])
         self._layers = (0, 0) if layers is None else (layers.ctypes.data, len(layers))

@@ -18,16 +18,16 @@ from quire.quant.weight import QuantizedWeight, StoredWeight
 logger = get_logger(__name__)
 
 _CONVERTED_WEIGHTS = 1 << 22
-"""Weights that are converted to another dtype at once, when the stored one is not what is packed."""
+"""Number of weights that are converted to another dtype at once, if the stored dtype differs from the packed one."""
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 _INPUT_GROUP = 256
 """Inputs that share a scale when they are quantised, unless the checkpoint says so or groups of the weight are larger."""
 
 _STEP = 4
-"""Columns of a byte each are packed by so many."""
+"""Columns of one byte are packed in groups of this many."""
 _MAX_COLUMNS = 60000
-"""Of a weight of integers, whose sums must be exact."""
+"""Maximum columns of an integer weight, whose sums must be exact."""
 
 _MAX_OFFSET = 32768.0
 """The largest offset of a group, in units of its row's scale."""
@@ -41,8 +41,7 @@ class WeightPacker:
 
     native   the extension module
     dtype    torch.bfloat16, float16 or float32: how weights that are not quantised are kept
-    is_short keep bfloat16 in 12 bits, without loss, where few weights are exceptions: memory then has less to bring, and the
-             cores more to do
+    is_short compress bfloat16 to 12 bits without loss if few weights are exceptions: fewer bytes to read, more arithmetic
     """
 
     def __init__(self, native: ModuleType, dtype: torch.dtype, is_short: bool = False) -> None:
@@ -54,7 +53,7 @@ class WeightPacker:
 
     @property
     def is_near(self) -> bool:
-        """Whether what was packed may stay in a cache: it takes half of the largest at most, as others use it, too."""
+        """Whether the packed weights may stay in a cache: they take at most half of the largest one, which is shared."""
         return 2 * self.num_bytes <= largest_cache_bytes()
 
     def pack(
@@ -65,11 +64,11 @@ class WeightPacker:
         may_be_short: bool = True,
         is_exact: bool = False,
     ) -> NativeWeight:
-        """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are given back on the way.
+        """Return the packed weight; `bias` [N] is added to its outputs. Pages of a mapped file are released during packing.
 
-        dtype         of a weight that is not packed as integers, where that is not the model's
-        may_be_short  False: plain bfloat16, for weights that are run as a pair and must be alike
-        is_exact      a dense weight is not rounded to the model's dtype before it is brought to `dtype`
+        dtype         of a weight that is not packed as integers, if it differs from the model's
+        may_be_short  False: plain bfloat16, for weights that run as a pair and must have the same format
+        is_exact      a dense weight is converted to `dtype` without rounding to the model's dtype first
         """
         weight = self.fitting(weight, dtype)
         if isinstance(weight, QuantizedWeight):
@@ -82,9 +81,9 @@ class WeightPacker:
         return packed
 
     def fitting(self, weight: DenseOrQuantized, dtype: torch.dtype | None = None) -> DenseOrQuantized:
-        """Return a weight, dense where the native layouts have no room for it as it is stored; dtype as in `pack`.
+        """Return a weight, made dense if no native layout can hold its stored form; dtype as in `pack`.
 
-        To be called with whole weights: if rows of one were asked for one by one, ranks would disagree.
+        Call with whole weights: with parts of the rows, ranks could decide differently.
         """
         if isinstance(weight, QuantizedWeight) and not _is_packable(weight):
             self._warn_once("quantised")
@@ -107,7 +106,7 @@ class WeightPacker:
         is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
         step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)
         spent = SpentPages()
-        # Only what lies in a mapped file comes back when it is read again; giving back other memory would zero it.
+        # Only pages of a mapped file are reloaded when they are read again; releasing other memory would zero it.
         is_mapped = is_view and is_file_view(weight)
         packed: NativeWeight = None
         for first in range(0, num_rows, step):
@@ -123,7 +122,7 @@ class WeightPacker:
         return packed
 
     def _format(self, rows: Tensor, may_be_short: bool) -> str:
-        """Return the format of a dense weight, of which these are the first rows."""
+        """Return the format of a dense weight, given its first rows."""
         count, num_columns = rows.shape
         is_short = may_be_short and self._is_short and rows.dtype == torch.bfloat16
         if is_short and self._native.suits_bf12(rows.data_ptr(), num_columns, count, num_columns):
@@ -131,14 +130,14 @@ class WeightPacker:
         return _FORMATS[rows.dtype]
 
     def _is_float8_packable(self, weight: Float8Weight) -> bool:
-        """Whether the kernels can run it as it is: blocks of whole steps, and scales that f32 holds as they are kept."""
+        """Whether the kernels support the weight: blocks of whole steps, and scales that f32 represents exactly."""
         is_whole = _are_whole_blocks(weight.shape[1], weight.block[1])
         return is_whole and bool(torch.isfinite(weight.scale * self._native.float8_divisor()).all())
 
     def _pack_float8(self, weight: Float8Weight, bias: Tensor | None) -> NativeWeight:
         num_rows, num_columns = weight.shape
         block = weight.block[1] if weight.block[1] < num_columns else 0
-        # Inputs are what they would be beside a weight that is not quantised.
+        # Inputs have the same form as for an unquantised weight.
         name = "f8" if self._dtype == torch.bfloat16 else "f8_wide"
         packed = self._native.Weight(name, num_rows, num_columns, block)
         codes = weight.codes.view(torch.uint8).contiguous()
@@ -166,7 +165,7 @@ class WeightPacker:
         )
         column_scale = weight.scale.abs().amax(1)
         if weight.offset is not None:
-            # Offsets beside small scales, or none, must stay within what f16 holds.
+            # Offsets must stay within the range of f16, even with small or zero scales.
             column_scale = torch.maximum(column_scale, weight.offset.abs().amax(1) / _MAX_OFFSET)
         divisor = torch.where(column_scale > 0, column_scale, torch.ones_like(column_scale))[:, None]
         needs_scales = num_groups > 1 or weight.offset is not None
@@ -202,9 +201,9 @@ class WeightPacker:
 
 
 def packed_bytes_of(weight: StoredWeight, float_bytes: int) -> int:
-    """Return what a stored weight takes once it is packed, or a little more: offsets that turn out to be needless are counted.
+    """Return the packed size of a stored weight, or slightly more: offsets that turn out to be unnecessary are counted.
 
-    float_bytes  of a number of the model's dtype, in which is kept what the kernels do not run as it is stored
+    float_bytes  bytes of the model's dtype, to which weights are converted that the kernels do not support
     """
     (num_rows, num_columns), codes = weight.shape, weight.codes
     dense, padded_rows = num_rows * num_columns * float_bytes, -(-num_rows // 16) * 16
@@ -222,8 +221,8 @@ def packed_bytes_of(weight: StoredWeight, float_bytes: int) -> int:
 
 
 def is_made_exact(dtype: str) -> bool:
-    """Return whether integers of a checkpoint that declares no quantised inputs are run as the floats that they stand for: the
-    kernels multiply integers by integers, which rounds inputs to int8. In float32 they do so only where it is declared.
+    """Return whether integer weights are dequantised because the checkpoint declares no quantised inputs. The kernels multiply
+    integers by integers, which rounds inputs to int8; in float32 they do so only if the checkpoint declares it.
 
     dtype  of the model
     """
@@ -231,7 +230,7 @@ def is_made_exact(dtype: str) -> bool:
 
 
 def is_stored_made_exact(weight: StoredWeight, dtype: str) -> bool:
-    """Return whether a stored weight becomes floats for that reason."""
+    """Return whether a stored weight is dequantised for that reason."""
     codes = weight.codes
     return codes is not None and codes.kind != "float8" and not codes.is_token_quantized and is_made_exact(dtype)
 
@@ -245,7 +244,7 @@ def _are_whole_blocks(num_columns: int, wide: int) -> bool:
 
 
 InputForm = tuple[int, tuple[int, ...] | None, bool, bool, bytes]
-"""What weights that read the same packed inputs have in common."""
+"""The common properties of weights that read the same packed inputs."""
 
 
 def input_form(weight: DenseOrQuantized) -> InputForm | None:
@@ -257,7 +256,8 @@ def input_form(weight: DenseOrQuantized) -> InputForm | None:
 
 
 def _is_packable(weight: QuantizedWeight) -> bool:
-    """Whether the kernels can run it as it is: groups of whole 4-byte steps, and scales that f16 holds beside their row's."""
+    """Whether the kernels support the weight: groups of whole 4-byte steps, and scales that f16 can represent relative to their
+    row's."""
     if not _has_whole_steps(weight.shape[1], weight.group_size):
         return False
     values = weight.scale if weight.offset is None else torch.cat((weight.scale, weight.offset), 1)
@@ -265,12 +265,12 @@ def _is_packable(weight: QuantizedWeight) -> bool:
 
 
 def _groups(weight: QuantizedWeight) -> tuple[int, int]:
-    """Return how many inputs share a scale of the weight, and how many one of the quantised input."""
+    """Return the group sizes of the weight's scales and of the quantised input's scales."""
     num_columns, group = weight.shape[1], weight.group_size
     if weight.is_token_quantized:
         return group, num_columns
     if group == num_columns and weight.offset is None:
-        # One scale per row is applied at the end; inputs are quantised in groups all the same.
+        # A scale per row is applied at the end; inputs are still quantised in groups.
         return min(_INPUT_GROUP, num_columns), min(_INPUT_GROUP, num_columns)
     return group, max(group, _INPUT_GROUP // group * group)
 

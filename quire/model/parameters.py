@@ -1,4 +1,4 @@
-"""The canonical parameters of a model: their names and shapes, whatever the checkpoint calls them."""
+"""The canonical parameters of a model: names and shapes, independent of the checkpoint's names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def parameter_shapes(spec: ModelSpec) -> dict[str, Shape]:
 
 
 def float32_parameters(spec: ModelSpec) -> frozenset[str]:
-    """Return the names of parameters that are float32 whatever the model's dtype is: what decides between close experts."""
+    """Return the names of parameters that are always float32, since they decide between experts with close scores."""
     names: set[str] = set()
     for index, layer in enumerate(spec.layers):
         if isinstance(layer.mlp, MoeSpec):

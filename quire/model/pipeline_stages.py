@@ -40,7 +40,7 @@ class PipelineStage:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it has."""
+        """The number of layers."""
         return self.stop - self.start
 
     @classmethod
@@ -54,7 +54,7 @@ class PipelineStage:
         return replace(spec, layers=spec.layers[self.start : self.stop])
 
     def own_name(self, name: str, is_tied: bool) -> str | None:
-        """Return what a parameter of the whole model is called in the stage; None: the stage does not have it."""
+        """Return the stage's name of a parameter of the whole model; None: the stage does not have it."""
         if name.startswith("layers."):
             _, index, rest = name.split(".", 2)
             number = int(index)
@@ -67,7 +67,7 @@ class PipelineStage:
         return name
 
     def whole_name(self, name: str) -> str:
-        """Return what a parameter of the stage is called in the whole model."""
+        """Return the whole model's name of a parameter of the stage."""
         if not name.startswith("layers."):
             return name
         _, index, rest = name.split(".", 2)
@@ -91,12 +91,12 @@ def check_layers(layers: Sequence[int], num_layers: int) -> None:
 
 
 def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float) -> tuple[int, ...]:
-    """Return the number of layers of each stage so that the most expensive stage costs least; each has at least one.
+    """Return the number of layers of each stage that minimises the cost of the most expensive stage; each has at least one.
 
     costs      of the layers
-    head_cost  of the last stage, beside its layers
+    head_cost  of the last stage, in addition to its layers
 
-    Where several divisions do that, the one whose stages before are cheapest in the same way. Raises ConfigError for more
+    Ties are resolved by the cost of the earlier stages, in the same way. Raises ConfigError for more
     stages than layers.
     """
     num_layers = len(costs)
@@ -105,7 +105,7 @@ def divide_layers(costs: Sequence[float], num_stages: int, head_cost: float) -> 
             f"pipeline_parallel_size must be at most {num_layers} for a model of {num_layers} layers, got {num_stages}"
         )
     sums = [0.0, *itertools.accumulate(costs)]
-    # For each number of first layers: the least cost of the dearest stage so far, and the ends of the stages.
+    # For each number of first layers: the minimal cost of the most expensive stage so far, and the ends of the stages.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(num_stages):
         is_last = stage == num_stages - 1

@@ -1,4 +1,4 @@
-"""Read what a checkpoint says about pooling: its class in config.json, and the files of sentence-transformers. No torch."""
+"""Read the pooling of a checkpoint: from the class in config.json and the files of sentence-transformers. No torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _MAX_CLASSES = 1 << 20
 
 
 def read_pooler_spec(folder: Path, spec: ModelSpec, *, generates_without_head: bool = False) -> PoolerSpec:
-    """Return how the checkpoint in a folder pools. A GGUF file is that of a generative model.
+    """Return how the checkpoint in a folder pools. A GGUF file is always a generative model.
 
     generates_without_head  the embedding stands for a missing LM head (allow_missing_head): the model generates
 
-    Raises ModelFormatError (what is there is wrong) or UnsupportedError (right, but not implemented).
+    Raises ModelFormatError (invalid files) or UnsupportedError (valid, but not implemented).
     """
     if is_gguf(folder):
         return PoolerSpec()
@@ -67,7 +67,7 @@ def is_classifier(config: Mapping[str, object]) -> bool:
 
 
 def _stated_pooling(config: Mapping[str, object], default: Pooling) -> Pooling:
-    """Return what config.json says is pooled (llama-embed). Raises UnsupportedError."""
+    """Return the pooling in config.json (llama-embed). Raises UnsupportedError."""
     stated = config.get("pooling")
     if stated is None:
         return default
@@ -77,7 +77,7 @@ def _stated_pooling(config: Mapping[str, object], default: Pooling) -> Pooling:
 
 
 def _default(config: Mapping[str, object], spec: ModelSpec, folder: Path, is_bidirectional: bool) -> PoolerSpec:
-    """Return how a checkpoint pools that has no files of sentence-transformers."""
+    """Return the pooling of a checkpoint without files of sentence-transformers."""
     pooling = _stated_pooling(config, "last" if spec.is_causal else "mean")
     is_embedding = is_bidirectional or is_base_model(folder)
     return PoolerSpec(task="embed" if is_embedding else "generate", pooling=pooling)
@@ -129,7 +129,7 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _read_labels(config: Mapping[str, object], folder: Path) -> tuple[str, ...]:
-    """Return the names of the classes; as in transformers there are two where the config says nothing."""
+    """Return the names of the classes; as in transformers there are two if the config has none."""
     names, count = config.get("id2label"), config.get("num_labels")
     if isinstance(names, dict) and names:
         if set(names) != {str(index) for index in range(len(names))}:

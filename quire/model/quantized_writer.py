@@ -43,7 +43,7 @@ class LayerQuality:
 
 @dataclass(frozen=True, slots=True)
 class WrittenCheckpoint:
-    """What was written: bytes of all tensors before and after, and every weight that was quantised."""
+    """The result: bytes of all tensors before and after, and every quantised weight."""
 
     folder: Path
     source_bytes: int
@@ -52,7 +52,7 @@ class WrittenCheckpoint:
 
     @property
     def bits_per_weight(self) -> float:
-        """Mean over the quantised weights, scales included."""
+        """Mean over the quantised weights, including scales."""
         num_weights = sum(layer.num_weights for layer in self.layers)
         return sum(layer.bits_per_weight * layer.num_weights for layer in self.layers) / num_weights
 
@@ -65,15 +65,16 @@ def write_quantized(
     max_shard_bytes: int = _MAX_SHARD_BYTES,
     show_progress: bool = False,
 ) -> WrittenCheckpoint:
-    """Quantise a checkpoint folder into another, one tensor after the other; the peak is one tensor and one shard.
+    """Quantise a checkpoint folder into another, one tensor at a time; the peak memory is one tensor and one shard.
 
     scheme      "int8": a scale per row; "int4": levels -8..7 in groups of columns, int8 for some weights (`_writing_policy`)
     group_size  of int4: 32, 64 or 128
 
-    Scales are stored in the dtype of their weight, or in float32 where float16 would lose them. config.json is written last, so
-    that what was interrupted cannot be loaded.
-    Raises ConfigError where `out` has files or the checkpoint is quantised already; ModelFormatError and UnsupportedError
-    where it cannot be read, where its weights have no place in the format, or are not finite.
+    Scales are stored in the dtype of their weight, or in float32 if float16 would lose precision. config.json is written last,
+    so an interrupted result cannot be loaded.
+
+    Raises ConfigError if `out` has files or the checkpoint is already quantised; ModelFormatError and UnsupportedError
+    if it cannot be read, or its weights do not fit the format or are not finite.
     """
     if not source.is_dir():
         raise ConfigError(f"{source} is a file; only folders of Hugging Face checkpoints can be quantised")
@@ -117,10 +118,10 @@ def _open_plain(source: Path, files: MappedFiles) -> dict[str, Tensor]:
 
 
 def _writing_policy(spec: ModelSpec, scheme: Literal["int8", "int4"], group_size: int) -> QuantizationPolicy:
-    """Return which weights are written how, so that readers of the format can load them.
+    """Return the scheme of each weight, such that readers of the format can load the checkpoint.
 
-    Embedding and head keep their precision. Beside int4, q, k and v get int8 together, because some readers join them; so do
-    the MLPs at both ends; and in a model with mixtures of experts so does all but the experts, because some readers know one
+    Embedding and LM head keep their precision. With int4, q, k and v all get int8, because some readers join them; so do
+    the MLPs of the first and last layer; and in MoE models everything except the experts, because some readers support only one
     scheme for the experts and one for the rest.
     """
     if scheme == "int8":
@@ -185,7 +186,7 @@ def _pack(module: str, weight: Tensor, scheme: Scheme) -> tuple[dict[str, Tensor
 
 
 def _has_lost_scales(weight: Tensor, quantized: QuantizedWeight) -> bool:
-    """Return whether float16 rounds scales of a weight to few bits or to nothing: those below its normal numbers."""
+    """Return whether scales of a weight are below the normal numbers of float16, and so lose precision."""
     largest = weight.view(len(weight), quantized.scale.shape[1], -1).abs().amax(2)
     return bool(((quantized.scale.abs() < torch.finfo(torch.float16).tiny) & (largest > 0)).any())
 
@@ -200,7 +201,7 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 class _Shards:
-    """Files of tensors, each written when the next tensor would make it larger than it may be."""
+    """Shard files, each written when the next tensor would exceed the maximum size."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder = folder
@@ -221,7 +222,7 @@ class _Shards:
         self.num_bytes += num_bytes
 
     def close(self) -> None:
-        """Write what is left, give the files the names that loaders look for, and write their index."""
+        """Write the last shard, rename the files to the names that loaders expect, and write their index."""
         self._write()
         count = len(self._homes)
         names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)] if count > 1 else ["model.safetensors"]
@@ -235,7 +236,7 @@ class _Shards:
     def _write(self) -> None:
         part = self._part(len(self._homes))
         part.touch()
-        mode = part.stat().st_mode  # as the user's umask says; the library makes files that nobody else can read
+        mode = part.stat().st_mode  # apply the user's umask; the library makes files that only the owner can read
         save_file(self._open, part, metadata={"format": "pt"})
         part.chmod(mode)
         self._homes.append(list(self._open))
@@ -280,7 +281,8 @@ def _weights_config(scheme: Scheme) -> dict[str, object]:
 
 
 def _template(module: str) -> tuple[str, str]:
-    """Return a pattern of a module and its like in other layers and experts, `{}` for the layer, and its layer."""
+    """Return a pattern for a module and its counterparts in other layers and experts, with `{}` for the layer, and its
+    layer."""
     _, dot, rest = module.partition("layers.")
     layer, _, rest = rest.partition(".")
     if not dot or not layer.isdigit():
@@ -290,7 +292,7 @@ def _template(module: str) -> tuple[str, str]:
 
 
 def _pattern(template: str, layers: set[str]) -> str:
-    """Return a target: the modules of a template in some layers, whatever stands before them."""
+    """Return a target: the modules of a template in some layers, with any prefix."""
     if layers == {""}:
         return f"re:(.*\\.)?{template}$"
     return f"re:(.*\\.)?{template.replace('{}', '(' + '|'.join(sorted(layers, key=int)) + ')')}$"

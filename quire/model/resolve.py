@@ -17,10 +17,10 @@ logger = get_logger(__name__)
 
 BUNDLED_MODELS = ("demo", "demo-draft", "demo-moe")
 BUNDLED_HEADS = ("demo-eagle3", "demo-medusa", "demo-mtp")
-"""Heads that draft for `demo`."""
+"""Draft heads for `demo`."""
 
 MEDUSA_FILE = "medusa_lm_head.pt"
-"""What a repository of Medusa heads alone holds."""
+"""The files of a repository with only Medusa heads."""
 
 _CONFIGURATION_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _MODULE_FILES = ["[0-9]*_*/*.json", "[0-9]*_*/*.safetensors", "[0-9]*_*/*.bin"]
@@ -31,8 +31,9 @@ _NOT_NEEDED = ["*/*", "consolidated*", "training_args*", "optimizer*", "*.gguf"]
 def resolve_model(model: str, revision: str | None = None, token: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file; downloads it where it is a hub id that is not in the local cache.
 
-    model     one of BUNDLED_MODELS or BUNDLED_HEADS, else an existing folder or .gguf file, else a hub id, or one with a file
-              ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for the file
+    model     one of BUNDLED_MODELS or BUNDLED_HEADS, otherwise an existing folder or .gguf file, otherwise a hub id, or one
+              with a file ("owner/name:FILE.gguf"); a folder or repository with one .gguf file and no other weights stands for
+              the file
     revision  branch, tag or commit, for a hub id only
     token     of the hub; None: that of the environment, or the one that is stored
     Raises ConfigError.
@@ -85,7 +86,7 @@ def _local_folder(model: str) -> Path | None:
 
 
 def _gguf_inside(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder without other weights, None where there is none; of a split one the first part."""
+    """Return the GGUF file of a folder without other weights (of a split file the first part), None if there is none."""
     suffixes = {path.suffix for path in folder.iterdir()}
     if ".safetensors" in suffixes or (".bin" in suffixes and (folder / "config.json").is_file()):
         return None
@@ -172,6 +173,6 @@ def _download_gguf(repository: str, source: _Source, file: str) -> Path:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name of a file stays in the folder that it is put into."""
+    """Return whether a file name stays inside its folder."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts and "\\" not in name

@@ -1,4 +1,4 @@
-"""Check the header of a safetensors file: it is text of a stranger, and every number in it leads into memory."""
+"""Check the header of a safetensors file: it is untrusted, and its numbers are used as memory offsets."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _ITEM_BYTES = {
 
 
 def check_safetensors(file: Path) -> None:
-    """Raise ModelFormatError where a file is not a safetensors file whose tensors fill its data without gap or overlap.
+    """Raise ModelFormatError unless the file is a safetensors file whose tensors fill its data without gap or overlap.
 
-    Fields of a tensor that are not known, sizes of 0 and data that is not aligned are accepted.
+    Unknown fields of a tensor, sizes of 0 and unaligned data are accepted.
     """
     try:
         file_bytes = file.stat().st_size
@@ -57,7 +57,7 @@ def _parse(raw: bytes, file: Path) -> dict[str, object]:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            raise ValueError("a name stands twice in its header")
+            raise ValueError("a name occurs twice in its header")
         return found
 
     if raw[:1] != b"{":

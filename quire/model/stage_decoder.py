@@ -1,4 +1,4 @@
-"""StageDecoder: runs the layers of one pipeline stage on rows of the residual stream in memory that stages share."""
+"""StageDecoder: runs the layers of one pipeline stage on rows of the residual stream in shared memory."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def row_floats(native: ModuleType, hidden_size: int) -> int:
 
 
 class StageOutputs(NamedTuple):
-    """What the last stage computes of a step.
+    """The outputs of a step that the last stage computes.
 
-    wanted       rows whose results are wanted, first those that get logits
-    num_logits   how many get logits
-    keeps_all    logits of other rows may be asked for later
+    wanted       rows with results, first those with logits
+    num_logits   how many of them get logits
+    keeps_all    logits of other rows may be requested later
     wants_best   find the best token of each row of logits
-    needs_logits False, with wants_best: logits are computed only where a row has no best token
+    needs_logits False, with wants_best: logits are computed only for rows without a best token
     address      of the logits [num_logits, vocab_size] f32
     """
 
@@ -47,7 +47,7 @@ _NO_OUTPUTS = StageOutputs([], 0, True, False, False, 0)
 class StageDecoder(NativeDecoder):
     """The decoder of a stage: results have the bits of a decoder of the whole model.
 
-    spec, parameters  of the whole model, see NativeDecoder; what other stages have is not opened
+    spec, parameters  of the whole model, see NativeDecoder; parameters of other stages are not opened
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class StageDecoder(NativeDecoder):
         return NativeModelBuilder(*args, stage=self.stage)
 
     def run_stage(self, runs: TokenRuns, kv: KvPool, rows: int, outputs: StageOutputs | None) -> list[int]:
-        """Compute the stage's layers of a step in the rows at an address; return the best tokens that are wanted.
+        """Compute the stage's layers of a step on the rows at an address; return the requested best tokens.
 
-        outputs  of the last stage. Where a row has no best token (-1), its logits are there
+        outputs  of the last stage. If a row has no best token (-1), its logits are written
         """
         self.prepare(kv, max(runs.ends))
         trees, out = runs.trees, outputs or _NO_OUTPUTS
@@ -113,7 +113,7 @@ class StageDecoder(NativeDecoder):
         return best
 
     def write_logits(self, rows: int, places: list[int], address: int) -> None:
-        """Write the logits [R, vocab_size] of places in what a step has left in rows."""
+        """Write the logits [R, vocab_size] of some of the rows that a step has left."""
         self._plan.use_rows(rows)
         self.logits_into(places, address)
 

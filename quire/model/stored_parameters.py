@@ -1,4 +1,4 @@
-"""Parameters that stay in their checkpoint until they are used: pieces of stored tensors, opened one after the other."""
+"""Parameters that are opened lazily from their checkpoint: pieces of stored tensors, opened one at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _COMPARED_ROWS = 4096
 
 
 class StoredTensors:
-    """The tensors of a checkpoint, shared by its parameters. A weight that is unpacked is kept while others may be its rows.
+    """The tensors of a checkpoint, shared by its parameters. An unpacked weight is kept while other parameters may be rows of
+    it.
 
-    files  in which they lie, as far as they are mapped
+    files  that contain them, if mapped
     """
 
     def __init__(self, stored: Stored, files: MappedFiles) -> None:
@@ -34,25 +35,25 @@ class StoredTensors:
         self._last: DenseOrQuantized | None = None
 
     def is_integer(self, source: Source) -> bool:
-        """Return whether everything that a parameter is made of is stored as integers."""
+        """Return whether all pieces of a parameter are stored as integers."""
         pieces = (self._stored[piece.name] for group in source.groups for piece in group)
         return all(isinstance(stored, StoredWeight) and stored.is_integer for stored in pieces)
 
     def is_quantized(self, source: Source) -> bool:
-        """Return whether any of what a parameter is made of is stored quantised."""
+        """Return whether any piece of a parameter is stored quantised."""
         return any(isinstance(self._stored[piece.name], StoredWeight) for group in source.groups for piece in group)
 
     def layout(self, source: Source) -> tuple[object, ...]:
-        """Return what is stored of a parameter, what repeats itself once."""
+        """Return the stored pieces of a parameter, with repetitions listed once."""
         found = dict.fromkeys(
             (piece.rows, piece.step, _layout(self._stored[piece.name])) for group in source.groups for piece in group
         )
         return source.is_stacked, *found
 
     def rows(self, piece: Piece, keeps_float8: bool = False) -> DenseOrQuantized:
-        """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight where it is stored as one.
+        """Return the rows of a piece, [out, in]; keeps_float8: as a Float8Weight if it is stored as one.
 
-        Raises ModelFormatError where its file has become shorter.
+        Raises ModelFormatError if its file has become shorter.
         """
         whole = self._stored[piece.name]
         self._files.check(whole.tensors if isinstance(whole, StoredWeight) else (whole,))
@@ -70,7 +71,7 @@ class StoredTensors:
         return whole[start : stop : piece.step] if isinstance(whole, Tensor) else whole.rows(start, stop, piece.step)
 
     def give_back(self, groups: tuple[tuple[Piece, ...], ...]) -> None:
-        """Give back the pages that pieces take."""
+        """Release the pages of pieces."""
         for piece in (piece for group in groups for piece in group):
             stored = self._stored[piece.name]
             if isinstance(stored, Tensor) and piece.entry is not None:
@@ -91,10 +92,10 @@ class StoredTensors:
 class CheckpointParameter(StoredParameter):
     """One parameter of a checkpoint.
 
-    source    where its pieces lie in `tensors`
-    shape     as parameter_shapes has it
+    source    its pieces in `tensors`
+    shape     as in parameter_shapes
     dtype     of the model
-    is_dense  it becomes a tensor even where it is stored as integers
+    is_dense  it becomes a tensor even if it is stored as integers
     """
 
     def __init__(self, tensors: StoredTensors, source: Source, shape: Shape, dtype: torch.dtype, is_dense: bool) -> None:
@@ -159,7 +160,7 @@ class CheckpointParameter(StoredParameter):
             self._tensors.spent.add((expert,))
 
     def is_equal(self, other: CheckpointParameter) -> bool:
-        """Return whether two matrices that are no stacks hold the same numbers in the model's dtype."""
+        """Return whether two matrices (not stacks) are equal in the model's dtype."""
         if self._is_integer or other._is_integer:
             return False
         mine, its = self.open(), other.open()
@@ -186,7 +187,7 @@ class CheckpointParameter(StoredParameter):
         return self._join_parts([part.dequantize() if isinstance(part, Float8Weight) else part for part in parts])
 
     def _join_parts(self, parts: list[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
-        """Return parts joined along their rows: as integers where they are stored so and fit together."""
+        """Return parts joined along their rows: as integers if they are stored so and can be joined."""
         quantized = [part for part in parts if isinstance(part, QuantizedWeight)] if self._is_integer else []
         joined = concatenate_rows(quantized) if len(quantized) == len(parts) else None
         if joined is not None:

@@ -25,9 +25,9 @@ _PROGRESS_DELAY_S = 3.0
 
 
 def open_tensors(folder: Path, files: MappedFiles | None = None) -> Mapping[str, Tensor | StoredWeight]:
-    """Return stored name -> tensor, or weight in a GGUF file. Data is read when it is first used. Raises ModelFormatError.
+    """Return stored name -> tensor, or weight in a GGUF file. Data is read at its first use. Raises ModelFormatError.
 
-    files  is told which files were mapped
+    files  receives the files that were mapped
     """
     if is_gguf(folder):
         return open_gguf_tensors(folder, files)
@@ -44,13 +44,13 @@ def open_tensors(folder: Path, files: MappedFiles | None = None) -> Mapping[str,
 
 
 def has_weights(path: Path) -> bool:
-    """Return whether a folder has weights, of whatever kind and state, or an index of some; so has a GGUF file."""
+    """Return whether a folder has weights of any kind, or an index of weights; True for a GGUF file."""
     suffixes, indices = (".safetensors", ".bin", ".gguf"), (f"{_SAFETENSORS}.index.json", f"{_PICKLED}.index.json")
     return path.is_file() or any(file.suffix in suffixes or file.name in indices for file in path.iterdir())
 
 
 def stored_bytes(path: Path) -> int:
-    """Return the size of the weight files of a checkpoint folder, or of a GGUF file and what it is split into."""
+    """Return the size of the weight files of a checkpoint folder, or of a GGUF file with all its parts."""
     if path.is_file():
         stem = path.name.split("-of-")[0].rstrip("0123456789")
         files = path.parent.glob(f"{stem}*.gguf") if "-of-" in path.name else iter((path,))
@@ -86,7 +86,7 @@ def _open_shards(folder: Path, index: Path, files: MappedFiles | None) -> dict[s
 
 
 def _refuse_links_out(folder: Path, file: Path) -> None:
-    """Refuse a shard that is a link out of the folder, but for the hub's cache: links of a snapshot lead to its `blobs`."""
+    """Refuse a shard that is a link out of the folder, except in the hub's cache, where snapshots link to `blobs`."""
     home, target = folder.resolve(), file.resolve()
     is_blob = target.parent.name == "blobs" and home.is_relative_to(target.parent.parent)
     if not target.is_relative_to(home) and not is_blob:
@@ -114,12 +114,12 @@ def _open_safetensors(file: Path) -> dict[str, Tensor]:
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Return a tensor whose data may be used as it lies: kernels expect addresses that are multiples of the item size."""
+    """Return a tensor with aligned data: kernels expect addresses that are multiples of the item size."""
     return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
 
 
 def _open_pickled(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of a torch file; nothing in it is executed (weights_only)."""
+    """Return the tensors of a torch file; no code in it is executed (weights_only)."""
     advice = "quire reads plain dictionaries of tensors; get a safetensors version of the checkpoint or download it again"
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
@@ -135,12 +135,12 @@ def _open_pickled(file: Path) -> dict[str, Tensor]:
 
 
 def _is_in_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor's memory holds its numbers as they are: kernels read it by its address."""
+    """Return whether a tensor's memory holds its plain values, which kernels read by address."""
     is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.device.type == "cpu" and not tensor.is_nested
     return is_plain and tensor.layout == torch.strided and not tensor.is_neg() and not tensor.is_conj()
 
 
 def listing(items: list[str], limit: int = 8) -> str:
-    """Return items joined for an error message, cut after `limit`."""
+    """Return items joined for an error message, at most `limit`."""
     rest = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + rest

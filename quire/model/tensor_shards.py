@@ -1,7 +1,7 @@
 """ModelShard: which rows of which weight a tensor-parallel rank has.
 
-Every weight is sharded by its outputs, so that a rank forms whole sums over all inputs and no sum crosses ranks: results are
-gathered, and have the same bits at any number of ranks. This is the column-parallel half of Megatron-LM
+Every weight is sharded by its outputs, so that a rank computes whole sums over all inputs and nothing is summed across ranks:
+results are gathered, and have the same bits for any number of ranks. This is the column-parallel half of Megatron-LM
 (https://arxiv.org/abs/1909.08053), applied to every weight.
 """
 
@@ -22,8 +22,8 @@ class LayerShard:
     """The part of a layer that a rank has.
 
     heads    its query heads, and the key and value heads that they read
-    inner    its columns of the inside of the feed-forward block, of every expert
-    shared_inner  the same of the expert that all tokens are given
+    inner    its intermediate columns of the feed-forward block, or of every expert
+    shared_inner  the same of the shared expert
     outputs  its columns of the residual stream: rows of o and down
     total_heads, total_kv_heads  of all ranks together
     """
@@ -59,13 +59,14 @@ def _shared_inner_size(layer: LayerSpec) -> int:
 
 
 def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
-    """Return the outputs of a rank: whole panels of the kernels where there are enough; results do not depend on that."""
+    """Return the outputs of a rank: whole panels of the kernels if there are enough; results do not depend on this."""
     return shard_range(total, rank, shares, OUTPUT_MULTIPLE if total >= OUTPUT_MULTIPLE * len(shares) else 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShard:
-    """The part of a model that a rank has; norms, routers, positions and what makes latent rows are whole on every rank.
+    """The part of a model that a rank has; norms, routers, positions and the projections to latent rows are replicated on every
+    rank.
 
     vocabulary  its rows of the embedding and of the LM head
     """
@@ -79,7 +80,7 @@ class ModelShard:
     def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float]) -> ModelShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
-        Raises ConfigError where a rank would have no part of a weight.
+        Raises ConfigError if a rank would have no part of a weight.
         """
         if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
             raise ConfigError(
@@ -140,7 +141,7 @@ class RankGroup:
 
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
-    exchange         where the ranks share no memory: what each barrier does, see RowExchange
+    exchange         the exchange at each barrier if the ranks share no memory, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     """
 

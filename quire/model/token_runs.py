@@ -1,4 +1,4 @@
-"""TokenRuns: the tokens of a step, and where the keys and values of their sequences lie."""
+"""TokenRuns: the tokens of a step, and the block tables of their sequences."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ BlockTable = NDArray[np.int64]
 
 
 def address_of(table: BlockTable) -> int:
-    """Return where a block table lies; to be asked once, as that takes longer than a native call."""
+    """Return the address of a block table. Call once and cache the result: it takes longer than a native call."""
     return table.ctypes.data
 
 
 def run_places(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the place of each token [T] in its sequence, given `starts` and `ends` of TokenRuns."""
+    """Return the position of each token [T] in its sequence, given `starts` and `ends` of TokenRuns."""
     counts = np.diff(starts)
     return np.repeat(ends - counts, counts) + np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
 
@@ -36,7 +36,7 @@ def short_rope_tokens(starts: list[int], short_ropes: list[bool] | None) -> NDAr
 
 @dataclass(frozen=True, slots=True)
 class TreePlaces:
-    """Which tokens of a step are draft trees; the slots of these follow each other whatever their positions.
+    """The draft trees among a step's tokens; their cache slots are consecutive, independent of their positions.
 
     positions   [T] i64 of all tokens
     num_drafts  [S] i32, and ancestors [T] u64: see TreeInput
@@ -51,8 +51,8 @@ class TokenRuns(NamedTuple):
     """Runs of tokens of S sequences, one run after the other. Plain lists: the native kernels take them as they are.
 
     starts     S + 1 offsets: sequence s owns token_ids [starts[s], starts[s + 1]), at least one
-    ends       S positions, each behind the last token of its run
-    tables     S block tables [max_blocks], which hold these positions, and `addresses` where they lie
+    ends       S positions, each one after the last token of its run
+    tables     S block tables [max_blocks], which hold these positions, and `addresses` their addresses
     trees      None: there are none
     short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
     states     rows of recurrent states; None: the model has none
@@ -82,8 +82,8 @@ class TokenRuns(NamedTuple):
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Return token ids and positions [T] i64, and what attention reads.
 
-        origins  positions, starts of blocks, from which on a sequence is seen; None: from its start
-        room     positions behind the end of each run that its table must hold; None: none
+        origins  positions (starts of blocks) from which on a sequence is attended to; None: from its start
+        room     positions after the end of each run that its table must hold; None: none
         """
         counts = np.diff(self.starts)
         ends, first_seen = np.array(self.ends), np.zeros(len(counts), np.int64) if origins is None else np.array(origins)

@@ -1,1 +1,1 @@
-"""The server: HTTP in one process, the engine in another, what joins them, and what keeps both alive."""
+"""The server: an HTTP process, an engine process, the connection between them, and their supervision."""

@@ -1,4 +1,4 @@
-"""Answer: what a handler gives to the HTTP shell, which sends it, and stops the work when the client goes."""
+"""Answer: the return value of a handler. The HTTP layer sends it, and cancels the work when the client disconnects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.serving.errors import ApiError
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """An answer that is there already.
+    """An answer that is complete.
 
     body  None sends no body
     """
@@ -24,7 +24,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Unary:
-    """An answer that takes time: `work` is awaited while the shell watches the client; when it goes, `work` is cancelled.
+    """An answer that takes time: `work` is awaited, and cancelled if the client disconnects.
 
     `work` may raise ApiError.
     """
@@ -33,30 +33,29 @@ class Unary:
 
 
 class FrameSink(Protocol):
-    """Where frames of a stream can be written at once, without waiting.
+    """A sink for frames of a stream that writes without waiting.
 
-    last_write_s  when that was done last, of time.monotonic()
+    last_write_s  time of the last write, from time.monotonic()
     """
 
     last_write_s: float
 
     @property
     def is_open(self) -> bool:
-        """Whether the stream has begun, and its connection takes more."""
+        """Whether the stream has begun and its connection accepts more data."""
         ...
 
     def write(self, frame: bytes) -> None:
-        """Write one or more whole events; only while it is open."""
+        """Write one or more whole events. Call only while the sink is open."""
         ...
 
 
 @dataclass(slots=True)
 class DirectSink:
-    """The way past `Stream.frames`: while whoever iterates waits for the next frame, what makes the frames may write to `sink`.
+    """A shortcut around `Stream.frames`: while the consumer waits for the next frame, the producer may write to `sink`
+    directly. A frame then needs no task switch.
 
-    A frame then costs no turn of a task, and no coroutine is resumed.
-
-    sink  set by the shell, where its connection can be written to in this way
+    sink  set by the HTTP layer, if its connection supports direct writes
     """
 
     sink: FrameSink | None = None
@@ -68,8 +67,9 @@ class Stream:
 
     With is_lines the items are lines of JSON, and no comment is sent in a silence, as such a line may not be one.
 
-    The status is sent with the first frame: an ApiError before it becomes an ordinary error answer, one after it the event that
-    encode_error makes. When the client goes, `frames` is closed (its `aclose` runs, so that `async with` inside is left).
+    The status is sent with the first frame. An ApiError before it becomes an ordinary error response; a later one becomes the
+    event that encode_error makes. When the client disconnects, `frames` is closed (`aclose`, so `async with` blocks inside it
+    exit).
     """
 
     frames: AsyncIterator[bytes]
@@ -81,7 +81,8 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Bytes that are sent as they are read. `headers` has the content-length; `pieces` is closed when the client goes."""
+    """Bytes that are sent as they are read. `headers` has the content-length; `pieces` is closed when the client
+    disconnects."""
 
     pieces: AsyncIterator[bytes]
     headers: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""Who is asking: API keys, and without them, only this machine's own names and pages."""
+"""Authentication: API keys, or, without keys, checks of the Host and Origin headers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ ANONYMOUS = Tenant(name="anonymous", cache_salt="", is_admin=True, may_use_inter
 
 
 def hash_key(key: str) -> bytes:
-    """Return what is kept of an API key."""
+    """Return the hash that is stored instead of an API key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether an address is reachable only from this machine."""
     return host in LOOPBACK or host.startswith("127.")
 
 
@@ -77,7 +77,7 @@ class Authenticator:
             raise ApiError(401, "an API key is needed: send it as 'Authorization: Bearer KEY'", code="invalid_api_key")
         digest = hash_key(key)
         found = None
-        for known, owner in self._owners:  # all of them, so that the time tells nothing
+        for known, owner in self._owners:  # compare with all keys, so that the time reveals nothing
             if hmac.compare_digest(known, digest):
                 found = owner
         if found is None:
@@ -85,7 +85,7 @@ class Authenticator:
         return found
 
     def knows(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request that needs no key comes from somebody who may ask everything."""
+        """Whether the caller of an open route has full access."""
         try:
             self.identify(headers)
         except ApiError:
@@ -93,13 +93,13 @@ class Authenticator:
         return True
 
     def owner_named(self, name: str) -> Tenant:
-        """Return the owner of stored work; one whose key has been taken away shares its prefixes with nobody."""
+        """Return the owner of stored work; an owner whose key was removed gets its own cache salt."""
         if not self._owners and name == ANONYMOUS.name:
             return ANONYMOUS
         return self._by_name.get(name) or Tenant(name=name, cache_salt=secrets.token_hex(32))
 
     def _check_origin(self, headers: Mapping[str, str]) -> None:
-        """Refuse what a page of another origin, or a name that was made to point here, makes a browser send."""
+        """Refuse browser requests from pages of other origins, and DNS rebinding."""
         host = headers.get("host", "")
         name = urlsplit(f"//{host}").hostname or "" if _is_plain(host) else ""
         # Browsers always send a Host header; clients of HTTP/1.0, such as probes of load balancers, need not.
@@ -119,7 +119,7 @@ class Authenticator:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether urlsplit takes it without raising: brackets only as an IPv6 host has them."""
+    """Whether urlsplit accepts the text: brackets only around an IPv6 host."""
     return text.isascii() and text.isprintable() and text.count("[") == text.count("]") <= 1 and "@" not in text
 
 
@@ -209,7 +209,7 @@ class _KeyEntry(msgspec.Struct, forbid_unknown_fields=True):
 def read_key_file(path: Path) -> list[ApiKey]:
     """Return the keys in a JSON file, a list of objects with a name and a key (or its sha256), and perhaps limits.
 
-    Raises ConfigError, naming what is wrong, but never a key.
+    Raises ConfigError that names the problem but never contains a key.
     """
     try:
         entries = msgspec.json.decode(path.read_bytes(), type=list[_KeyEntry])

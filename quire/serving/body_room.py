@@ -9,12 +9,12 @@ from types import TracebackType
 from quire.serving.errors import BODY_ROOM_CODE, ApiError, spread_s
 
 SMALL_BYTES = 64 << 10
-"""A body may always have so much: the number of connections bounds these."""
-RETRY_AFTER_S = 2.0  # a body arrives, or is given up, within seconds
+"""Bodies up to this size are always accepted; the number of connections bounds them."""
+RETRY_AFTER_S = 2.0  # a body arrives or times out within seconds
 
 
 class BodyRoom:
-    """Used from the event loop alone.
+    """Used from the event loop only.
 
     decoding  is held while a huge body is decoded
     """
@@ -25,11 +25,11 @@ class BodyRoom:
         self.decoding = asyncio.Lock()
 
     def share(self) -> BodyShare:
-        """Return the share of one request, which is nothing yet; to be entered, and left when the request is over."""
+        """Return the (empty) share of one request, a context manager for the duration of the request."""
         return BodyShare(self)
 
     def has_room(self, num_more: int) -> bool:
-        """Whether so many more bytes may come."""
+        """Whether this many more bytes are within the limit."""
         return self.num_bytes + num_more <= self._limit_bytes
 
     def refusal(self) -> ApiError:
@@ -43,7 +43,7 @@ class BodyRoom:
 
 
 class BodyShare(AbstractContextManager["BodyShare"]):
-    """What one request has of the room."""
+    """The bytes that one request holds."""
 
     __slots__ = ("_room", "num_bytes")
 
@@ -53,22 +53,22 @@ class BodyShare(AbstractContextManager["BodyShare"]):
 
     @property
     def decoding(self) -> asyncio.Lock:
-        """That of the room."""
+        """The lock of the room."""
         return self._room.decoding
 
     def check(self, num_bytes: int) -> None:
-        """Raise ApiError 503 where a body that says it has so many bytes would find no room now; it takes none yet."""
+        """Raise ApiError 503 if there is no room for a body of this declared size. Reserves nothing."""
         if num_bytes > SMALL_BYTES and not self._room.has_room(num_bytes - self.num_bytes):
             raise self._room.refusal()
 
     def take(self, num_more: int) -> None:
-        """Take room for bytes that have come. Raises ApiError 503 where there is none."""
+        """Reserve room for bytes that have arrived. Raises ApiError 503 if there is none."""
         if self.num_bytes + num_more > SMALL_BYTES and not self._room.has_room(num_more):
             raise self._room.refusal()
         self.num_bytes += num_more
         self._room.num_bytes += num_more
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Give the room back."""
+        """Release the room."""
         self._room.num_bytes -= self.num_bytes
         self.num_bytes = 0

@@ -11,7 +11,7 @@ from quire.contracts.sampling_params import MAX_CHOICES
 from quire.text.parsing.formats import REASONING_FORMATS, TOOL_FORMATS
 
 MIB = 1 << 20
-MAX_NAME_LENGTH = 512  # of a model in a request
+MAX_NAME_LENGTH = 512  # of a model name in a request
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\s@]+")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
@@ -42,16 +42,17 @@ _OWN_LABELS = (
 class ApiKey:
     """One client of the server.
 
-    name                 in logs, metrics of the log, and as the owner of files and batches
-    sha256               of the key itself, which is not kept
+    name                 in logs, and as the owner of files and batches
+    sha256               of the key; the key itself is not stored
     max_concurrent       requests in flight at once; None for no limit
     requests_per_minute  None for no limit
     tokens_per_minute    prompt and output tokens; None for no limit
-    weight               share of the engine beside other keys under load
-    max_stored_files     files at a time, outputs of batches included; None for the server's own limit
+    weight               share of the engine relative to other keys under load
+    max_stored_files     files at a time, including outputs of batches; None for the server's limit
     max_stored_bytes     of these files; likewise
-    max_stored_batches   batches at a time, those of the last 30 days included; likewise
-    may_use_interactive  its requests may ask for the service tier "priority"; else they get "default", and are told so
+    max_stored_batches   batches at a time, including those of the last 30 days; likewise
+    may_use_interactive  its requests may ask for the service tier "priority"; otherwise they get "default", and the answer says
+                         so
     """
 
     name: str
@@ -87,14 +88,15 @@ class ServerConfig:
                           for small ones
     max_stored_files      of one key, what its batches have written included; over it uploads are refused
     max_stored_bytes      of these files
-    max_stored_batches    of one key, ended ones included until they go, 30 days after their end; over it new ones are refused
+    max_stored_batches    of one key, including ended ones until they expire after 30 days; beyond it new ones are refused
     max_queued_requests   sequences (n counts) that may wait or run; over it 503
     max_queued_tokens     prompt tokens that may wait; over it 503
     max_queue_wait_s      a request whose estimated wait is longer is refused with 503
     default_timeout_s     deadline of requests that state none
-    drain_grace_s         after SIGTERM: still listening, refusing new work with 503, for balancers that are told late
+    drain_grace_s         after SIGTERM: time in which the server still listens and answers new work with 503, for load
+                          balancers
     drain_timeout_s       then: time for running requests to end
-    watchdog_timeout_s    an engine without progress for so long is killed and started again
+    watchdog_timeout_s    an engine without progress for this long is killed and restarted
     max_restarts          restarts within restart_window_s before the server gives up and exits
     tool_call_parser      a format of quire.text.parsing, "auto" (from the chat template) or "none"
     reasoning_parser      likewise
@@ -240,7 +242,7 @@ class ServerConfig:
                 raise ConfigError(f"{option} {name!r} is not known; allowed are auto, none, {', '.join(sorted(table))}")
 
     def weight_of(self, owner: str) -> float:
-        """Return the share of an owner beside others."""
+        """Return the weight of an owner."""
         return next((key.weight for key in self.api_keys if key.name == owner), 1.0)
 
     def max_batches_of(self, owner: str) -> int:

@@ -1,4 +1,4 @@
-"""ServerContext: what a route that asks the model needs."""
+"""ServerContext: the objects that routes which use the model need."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Phase = Literal["starting", "serving", "draining", "failed"]
 
 @dataclass(slots=True)
 class ServerState:
-    """Where the server stands in its life; written by Lifecycle only.
+    """The phase of the server; written by Lifecycle only.
 
     failure  why the server gives up, where phase is "failed"
     """
@@ -30,10 +30,10 @@ class ServerState:
 
 @dataclass(slots=True, kw_only=True)
 class ServerContext:
-    """The loaded model and the way to it.
+    """The loaded model and the objects to run requests on it.
 
     served       None until the engine is loaded for the first time
-    signing_key  of this process, for what clients hold for it and send back
+    signing_key  key of this process for data that clients store and send back
     """
 
     config: ServerConfig
@@ -53,11 +53,11 @@ class ServerContext:
 
     @property
     def max_chat_bytes(self) -> int | None:
-        """Of a body with one prompt; None while no model says."""
+        """The limit of a body with one prompt; None before the model is loaded."""
         return None if self.served is None else self.served.max_chat_bytes
 
     def check_model(self, name: str | None) -> ServedModel:
-        """Return the model that a request names. Raises ApiError 404 for a name that is not served, naming those that are."""
+        """Return the model that a request names. Raises ApiError 404 for a name that is not served, with the names that are."""
         served = self.model
         if name is not None and name not in served.names and "*" not in served.names:
             allowed = ", ".join(repr(known) for known in served.names)
@@ -69,13 +69,14 @@ class ServerContext:
     async def prepare(
         self, owner: Tenant, call_id: str | None, texts: object, function: Callable[[], T], *, may_run_here: bool = False
     ) -> T:
-        """Return what a function returns that renders or tokenises `texts`, run off the event loop in its owner's turn.
+        """Run a function that renders or tokenises `texts` outside the event loop, fairly between owners, and return its
+        result.
 
-        call_id       of the HTTP request, which counts against its key's limits meanwhile; None for a line of a batch
-        may_run_here  at once and on the event loop, where `texts` are all it works on, and so few that it takes nothing,
-                      and it does not render a chat template, which waits for another process
+        call_id       of the HTTP request, which counts as in flight for its key; None for a line of a batch
+        may_run_here  the function may run at once on the event loop if `texts` are short: it processes only them, and does not
+                      render a chat template, which waits for another process
 
-        Raises ApiError: 429 or 503 where there is no room, and what the function raises.
+        Raises ApiError: 429 or 503 if the queue is full, and the errors of the function.
         """
         preparation = self.model.preparation
         with self.gateway.holding(owner.name, call_id):

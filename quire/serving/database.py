@@ -1,4 +1,4 @@
-"""SQLite as the server's stores use it: one connection of one thread, a schema with a version, whole transactions."""
+"""SQLite for the server's stores: one connection in one thread, a schema with a version, and transactions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quire.base.errors import ConfigError
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a folder, where it is missing, that nobody else may look into; what is above it is made as usual. Raises OSError."""
+    """Create a folder with mode 0700 if it is missing; parents get default modes. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
 
 def _make_private_file(path: Path) -> None:
-    """Make a file, where it is missing, and let nobody else read it, where it is our own. Raises OSError."""
+    """Create a file if it is missing, and set its mode to 0600 if we own it. Raises OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         status = os.fstat(descriptor)
@@ -30,11 +30,11 @@ def _make_private_file(path: Path) -> None:
 def open_database(folder: Path, name: str | None, schema: str, version: int) -> sqlite3.Connection:
     """Return a connection to the file `name` in a folder, with the tables of `schema`; without a name to a database in memory.
 
-    Nobody else may read the file: it has what people asked and were answered.
-    Raises ConfigError, sqlite3.Error and OSError where it cannot be opened, and for a file of another version.
+    Other users cannot read the file, since it contains prompts and answers.
+    Raises ConfigError, sqlite3.Error and OSError if it cannot be opened, or is of another version.
     """
     if name is not None:
-        _make_private_file(folder / name)  # SQLite makes the files beside it as readable as this one is
+        _make_private_file(folder / name)  # SQLite gives its journal files the mode of this file
         for beside in (folder / f"{name}-wal", folder / f"{name}-shm"):
             if beside.exists():
                 _make_private_file(beside)
@@ -54,12 +54,12 @@ def open_database(folder: Path, name: str | None, schema: str, version: int) -> 
 
 @contextlib.contextmanager
 def transaction(db: sqlite3.Connection) -> Generator[None]:
-    """Commit what is done inside, or nothing of it."""
+    """Run the block as one transaction."""
     db.execute("BEGIN IMMEDIATE")
     try:
         yield
         db.execute("COMMIT")
     except BaseException:
-        if db.in_transaction:  # a full disk has ended it already, another error has not
+        if db.in_transaction:  # a full disk has already rolled it back; other errors have not
             db.execute("ROLLBACK")
         raise

@@ -1,4 +1,4 @@
-"""Endpoint and Call: a route of the server, and one request to it, apart from the web framework."""
+"""Endpoint and Call: a route of the server and one request to it, independent of the web framework."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from quire.serving.interfaces import Tenant
 
 D = TypeVar("D")
 Body = TypeVar("Body", bound=msgspec.Struct)
-HUGE_BYTES = 1 << 20  # decoding these holds the interpreter for milliseconds at a time: one after the other, or they add up
+HUGE_BYTES = 1 << 20  # decoding these holds the GIL for milliseconds, so only one is decoded at a time
 MAX_TRACEPARENT_LENGTH = 128
 MAX_TIMEOUT_S = 24 * 3600.0
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
-    """Return the headers by their names in lower case; of several with one name the first."""
+    """Return the headers by their names in lower case; of repeated headers, the first."""
     found = scope.get("quire.headers")
     if found is None:
         found = {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
@@ -42,9 +42,9 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
 class Call:
     """One request to an endpoint.
 
-    share           of the room for bodies, taken as the body comes
-    ignored_params  paths of fields of the body that mean nothing here, and of formats in a schema that are not enforced; the
-                    shell lists them in x-quire-ignored-params
+    share           of the BodyRoom, reserved as the body arrives
+    ignored_params  paths of unknown fields of the body, and of formats in a schema that are not enforced; the
+                    HTTP layer lists them in x-quire-ignored-params
     """
 
     request: Request
@@ -119,14 +119,14 @@ class Call:
         return body
 
     def ignore(self, names: tuple[str, ...]) -> None:
-        """Note fields that are ignored, by their paths. Raises ApiError 400 where the server is strict."""
+        """Record the paths of ignored fields. Raises ApiError 400 if the server is strict."""
         if names and self.config.strict:
             raise unknown_parameters(names)
         self.ignored_params += names
 
     @property
     def content_length(self) -> int | None:
-        """How many bytes the body has, as its head says; None where that says nothing, or no number."""
+        """The declared length of the body in bytes; None if it is missing or not a number."""
         stated = self.headers.get("content-length", "")
         return int(stated) if stated.isascii() and stated.isdigit() and len(stated) < 20 else None
 
@@ -139,7 +139,7 @@ class Call:
         return await self._parts(limit if max_bytes is None else min(max_bytes, limit))
 
     async def _parts(self, max_bytes: int) -> list[bytes]:
-        """Return the whole body. Raises ApiError as soon as it is known to be over max_bytes (413), or over the room (503)."""
+        """Return the whole body. Raises ApiError as soon as it is known to exceed max_bytes (413) or the BodyRoom (503)."""
         encoding = self.headers.get("content-encoding", "identity").lower()
         if encoding != "identity":
             raise ApiError(415, f"content-encoding {encoding[:100]!r} is not supported", code="unsupported_media_type")
@@ -158,7 +158,7 @@ class Call:
                 self.share.take(len(part))
                 parts.append(part)
         except ClientDisconnect:
-            parts.clear()  # the error's traceback may live on
+            parts.clear()  # the error's traceback may keep a reference
             raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
         except BaseException:
             parts.clear()
@@ -166,9 +166,9 @@ class Call:
         return parts
 
     def deadline_s(self, is_streaming: bool) -> float:
-        """Return until when the answer is wanted, in time.monotonic(): as the client says, or the default."""
+        """Return the deadline of the answer in time.monotonic(): the client's, or the default."""
         headers = self.headers
-        # The official clients say by themselves how long they will wait for a whole answer.
+        # The official clients send their timeout for a whole answer in a header.
         for name in ("x-request-timeout", *(() if is_streaming else ("x-stainless-read-timeout",))):
             stated = headers.get(name)
             if stated is not None:
@@ -187,7 +187,7 @@ def _seconds(text: str, header: str) -> float:
 
 
 def too_large(max_bytes: int) -> ApiError:
-    """Return a 413; nothing more of the body is read."""
+    """Return a 413; the rest of the body is not read."""
     return ApiError(413, f"the body may have {max_bytes} bytes", code="request_too_large")
 
 
@@ -208,13 +208,13 @@ Handler = Callable[[D, Call], Awaitable[Answer]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint(Generic[D]):
-    """One route, whose handler gets a D, the parts of the server that it works with.
+    """One route. Its handler gets a D, the parts of the server that it uses.
 
-    path           with {parameters}; {name:path} takes slashes too
+    path           with {parameters}; {name:path} also matches slashes
     body           the type of the JSON body, for the OpenAPI description
-    answer         the type of the JSON answer, likewise; None where that is no JSON
-    other_answers  types of JSON answers with other statuses, beside errors; None for one without a body
-    is_streaming   the answer may be server-sent events; without `answer` it always is
+    answer         the type of the JSON answer, likewise; None if it is not JSON
+    other_answers  types of JSON answers with other statuses (not errors); None for one without a body
+    is_streaming   the answer may be server-sent events; without `answer` it always is a stream
     request_body   OpenAPI of a body that is not JSON
     query          OpenAPI parameters
     headers        likewise
@@ -242,12 +242,12 @@ class Endpoint(Generic[D]):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An endpoint, and its handler with what it works with."""
+    """An endpoint with its handler bound to the parts of the server that it uses."""
 
     endpoint: Endpoint[Any]
     answer: Callable[[Call], Awaitable[Answer]]
 
 
 def bind(endpoints: Iterable[Endpoint[D]], parts: D) -> tuple[Route, ...]:
-    """Return the routes of endpoints that work with the same parts of the server."""
+    """Return the routes of endpoints that use the same parts of the server."""
     return tuple(Route(endpoint, partial(endpoint.handler, parts)) for endpoint in endpoints)

@@ -37,7 +37,7 @@ _TYPES = {
 }
 _LENGTH_FIELDS = ("prompt", "messages", "input", "max_tokens", "max_completion_tokens", "max_output_tokens")
 MAX_MESSAGE_LENGTH = 2000
-MAX_RETRY_AFTER_S = 120  # clients take a longer wait as "do not retry"
+MAX_RETRY_AFTER_S = 120  # clients treat a longer wait as "do not retry"
 INTERNAL_ERROR = "the server failed on this request; its log has the reason under the request id"
 BODY_ROOM_CODE = "too_many_body_bytes"
 
@@ -45,10 +45,10 @@ BODY_ROOM_CODE = "too_many_body_bytes"
 class ApiError(Exception):
     """An answer with an error status.
 
-    code           a stable word for programs, such as "context_length_exceeded"
-    param          the field at fault, as a path: "messages[2].content[0].type"
-    retry_after_s  when to come back; sent with 429 and 503, between 1 and 120 seconds
-    should_retry   overrides what clients conclude from the status; None leaves it to them
+    code           a stable identifier for programs, such as "context_length_exceeded"
+    param          the invalid field, as a path: "messages[2].content[0].type"
+    retry_after_s  the Retry-After of 429 and 503, between 1 and 120 seconds
+    should_retry   tells clients whether to retry, independently of the status; None leaves it to them
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ApiError(Exception):
         self.should_retry = should_retry
 
     def headers(self) -> dict[str, str]:
-        """Return the headers that belong to the error."""
+        """Return the headers of the error."""
         headers: dict[str, str] = {}
         if self.retry_after_s is not None:
             seconds = min(max(self.retry_after_s, 1.0), MAX_RETRY_AFTER_S)
@@ -83,12 +83,12 @@ class ApiError(Exception):
         return headers
 
     def openai_body(self) -> dict[str, Any]:
-        """Return {"error": {...}} as the OpenAI API has it."""
+        """Return {"error": {...}} in the format of the OpenAI API."""
         kind = _TYPES.get(self.status, ("server_error", "api_error"))[0]
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def anthropic_body(self, request_id: str | None = None) -> dict[str, Any]:
-        """Return {"type": "error", ...} as the Anthropic API has it; the field at fault goes into the message."""
+        """Return {"type": "error", ...} in the format of the Anthropic API; the invalid field is part of the message."""
         kind = _TYPES.get(self.status, ("server_error", "api_error"))[1]
         message = self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
         return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
@@ -109,7 +109,7 @@ class ApiError(Exception):
         return msgspec.json.encode(self.ollama_body()) + b"\n"
 
     def openai_event(self) -> bytes:
-        """Return the error as an event of a stream, [DONE] after it."""
+        """Return the error as an event of a stream, followed by [DONE]."""
         return b"data: " + msgspec.json.encode(self.openai_body()) + b"\n\ndata: [DONE]\n\n"
 
     def anthropic_event(self, request_id: str | None = None) -> bytes:
@@ -118,17 +118,17 @@ class ApiError(Exception):
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """Return a 400: the client has to change the request."""
+    """Return a 400: the client must change the request."""
     return ApiError(400, message, code=code, param=param)
 
 
 def unknown_parameters(paths: Sequence[str]) -> ApiError:
-    """Return a 400 for fields that a strict server does not take."""
+    """Return a 400 for unknown fields on a strict server."""
     return ApiError(400, f"unknown parameters: {', '.join(paths)}", code="unknown_parameter", param=paths[0])
 
 
 def unsupported(param: str, message: str) -> ApiError:
-    """Return a 400 for a parameter that exists in the API and not here."""
+    """Return a 400 for a parameter of the API that is not supported here."""
     return ApiError(400, message, code="unsupported_parameter", param=param)
 
 
@@ -148,29 +148,29 @@ def rate_limited(message: str, retry_after_s: float) -> ApiError:
 
 
 def spread_s(seconds: float, draw: Callable[[], float] = random.random) -> float:
-    """Return when to come back after at least `seconds`: up to a quarter later, so that not all return at once."""
+    """Return `seconds` plus a random jitter of up to a quarter, so that clients do not all return at once."""
     return min(max(math.ceil(seconds), 1) * (1 + 0.25 * draw()), float(MAX_RETRY_AFTER_S))
 
 
 def engine_unavailable(message: str, retry_after_s: float = 5.0) -> ApiError:
-    """Return a 503: the engine is not there (starting, restarting, draining or dead); all learn it at once, and are spread."""
+    """Return a 503: the engine is not available (starting, restarting, draining or dead). Retry-After has jitter."""
     return ApiError(503, message, code="engine_unavailable", retry_after_s=spread_s(retry_after_s))
 
 
 def shutting_down(code: str = "draining", after_s: float = 1.0) -> ApiError:
-    """Return a 503: this server ends, after about `after_s`; all learn it at once, and are spread."""
+    """Return a 503: this server ends, after about `after_s`. Retry-After has jitter."""
     return ApiError(503, "the server is shutting down", code=code, retry_after_s=spread_s(after_s))
 
 
 def deadline_exceeded(while_queued: bool) -> ApiError:
-    """Return a 408 for a deadline that passed in the queue, else a 504, which the same work would meet again."""
+    """Return a 408 for a deadline that passed in the queue, otherwise a 504, since a retry would take as long."""
     if while_queued:
         return ApiError(408, "the deadline passed while the request waited in the queue", code="request_timeout")
     return ApiError(504, "the deadline passed while the request ran", code="deadline_exceeded", should_retry=False)
 
 
 def from_quire_error(error: QuireError) -> ApiError:
-    """Return a 400 for what the client can change, else a 500."""
+    """Return a 400 for errors that the client can fix, otherwise a 500."""
     if isinstance(error, RequestError):
         is_too_long = error.param in _LENGTH_FIELDS and "max_model_len" in str(error)
         code = "context_length_exceeded" if is_too_long else "invalid_value"
@@ -181,10 +181,10 @@ def from_quire_error(error: QuireError) -> ApiError:
 
 
 def as_api_error(error: BaseException, request_id: str) -> ApiError:
-    """Return what the client is told of an exception: its own mistakes in full, the server's by name, and in the log."""
+    """Return the client's view of an exception: client errors in full, server errors by type only, with the rest in the log."""
     if isinstance(error, ApiError):
-        # Who keeps the error in a variable would be kept by its traceback, and the body of the request with it, until the
-        # collector comes.
+        # Clear the traceback: it references frames that reference the error and the body of the request, a cycle that would
+        # live until the next garbage collection.
         return error.with_traceback(None)
     if isinstance(error, QuireError):
         return from_quire_error(error)

@@ -1,4 +1,4 @@
-"""What is said of the fields of a body that were not known: the header, and the list in a line of a batch."""
+"""Reports unknown fields of a body: as a header, or as a list in a line of a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_HEADER_LENGTH = 500
 
 
 def header_of(paths: Iterable[str]) -> str:
-    """Return the value of the header: as many paths as it may hold, "..." where there are more."""
+    """Return the value of the header: as many paths as fit, then "..." if there are more."""
     shown, length = list[str](), 0
     for path in paths:
         quoted = quote(path, safe=".[]")

@@ -1,4 +1,4 @@
-"""What the parts of the server hand to each other: who asks, what for, and the stream of what comes back."""
+"""Interfaces between the parts of the server: tenants, jobs, and the streams of their deltas."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NOT_BY_CLIENT = "not by the client"
 """The message of a cancellation (task.cancel) that does not mean that the client has gone."""
 AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut"]
 Sink = Callable[[RequestDelta], bool]
-"""Offered a delta the moment it comes; returns whether it takes it, and must have left it alone if not."""
+"""Called with each delta as it arrives. Returns whether it took the delta; if not, it must have had no effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """Who sends a request; files, batches and stored responses belong to one.
+    """The sender of a request; it owns files, batches and stored responses.
 
-    name         of the API key, as the server's operator called it; "anonymous" without keys
-    cache_salt   keeps this tenant's prefix cache apart from all others'
-    is_admin     may see the live view with everybody's requests
+    name         of the API key, as configured; "anonymous" without keys
+    cache_salt   separates this tenant's prefix cache from that of others
+    is_admin     may see everyone's requests in the live view
     may_use_interactive    may ask for the class "interactive"
     """
 
@@ -37,13 +37,13 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request for the engine, and how it is to be treated on the way there.
+    """One request for the engine, with its class, deadline and caller.
 
     deadline_s   of time.monotonic(); None for none
     route        label of metrics: "/v1/chat/completions"
     traceparent  W3C trace context that the client sent; None for none
-    call_id      of the HTTP request that the job is a part of: its jobs count as one against the limits of a key; None for none
-    received_s   when that request's head had arrived, in time.monotonic(); None for none
+    call_id      of the job's HTTP request, whose jobs count as one against the limits of a key; None for none
+    received_s   when the head of that request arrived, in time.monotonic(); None for none
     """
 
     request: Request
@@ -58,15 +58,15 @@ class Job:
 
     @property
     def has_client(self) -> bool:
-        """Whether somebody waits for the answer on a connection."""
+        """Whether a client waits for the answer on a connection."""
         return self.call_id is not None
 
 
 class GenerationStream(Protocol):
     """The deltas of one job, an asynchronous iterator that is used once, inside `async with`.
 
-    Leaving `async with` before the last delta aborts the request, exactly once, whatever the cause. Iterating raises ApiError:
-    a deadline that passed, an engine that died, a request that the engine refused or that failed in a step.
+    Leaving `async with` before the last delta aborts the request exactly once. Iterating raises ApiError if
+    the deadline passed, the engine died, or the request was refused or failed in a step.
     """
 
     @property
@@ -77,10 +77,10 @@ class GenerationStream(Protocol):
         ...
 
     def attach_sink(self, take: Sink) -> None:
-        """Offer deltas to `take` from now on; those that it takes are not iterated over. A stream need not offer any.
+        """Offer deltas to `take` from now on; those that it takes are not iterated over. A stream may ignore this.
 
-        Only while a reader waits in the iteration, so that order is kept, and neither errors nor the last delta: what has to
-        end in the reader's task. What `take` raises is raised from the iteration.
+        Deltas are offered only while a reader waits in the iteration, to keep their order. Errors and the last delta are not
+        offered, since the reader's task must handle them. Exceptions of `take` are raised from the iteration.
         """
         ...
 
@@ -96,24 +96,24 @@ class GenerationStream(Protocol):
 
 
 class Gateway(Protocol):
-    """The way to the engine: admission, the fair queue, the engine itself."""
+    """Access to the engine: admission, the fair queue, the engine itself."""
 
     def open(self, job: Job) -> GenerationStream:
-        """Queue a job. Raises ApiError at once where it is not admitted: 400, 429 or 503."""
+        """Queue a job. Raises ApiError at once if it is not admitted: 400, 429 or 503."""
         ...
 
     def holding(self, owner: str, call_id: str | None) -> AbstractContextManager[None]:
-        """Count a client's request among those in flight of its key, inside `with`. Raises ApiError 429 over the key's limit.
+        """Count a client's request as in flight for its key, inside `with`. Raises ApiError 429 over the key's limit.
 
-        It counts once, also where its jobs are opened meanwhile; None, for a line of a batch, is not counted.
+        It counts once, even if its jobs are opened meanwhile. None (a line of a batch) is not counted.
         """
         ...
 
     @property
     def drain_left_s(self) -> float:
-        """How long it takes until a server that drains has ended."""
+        """The expected time until a draining server has ended."""
         ...
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
-        """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
+        """Return the x-ratelimit-* headers of an owner; empty without rates."""
         ...

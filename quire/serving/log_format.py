@@ -33,11 +33,11 @@ FIELDS = (
     "finish_reasons",
     "abort_reason",
 )
-"""Attributes of a log record (its `extra`) that are written; no others, so that no prompt or key gets there by accident."""
+"""Attributes of a log record (its `extra`) that are written. Others are not, so that no prompt or key is logged by accident."""
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the FIELDS that the record has, and its exception."""
+    """One JSON object per line: time, level, logger, message, the FIELDS that the record has, and its exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line of a record."""
@@ -58,10 +58,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup_log_format(log_format: str) -> None:
-    """Let this process log in the format of ServerConfig.log_format; "text" is what it does already.
+    """Set this process's log format to ServerConfig.log_format; "text" is the default.
 
-    With "json" every line is an object, also of other libraries, of warnings, and of errors that nothing catches. Neither shows
-    where in the code, or in which thread or process, a record was made: that is then not looked up, which is half of its cost.
+    With "json" every line is an object, also lines of libraries, warnings, and uncaught errors. Neither format shows the
+    code location, thread or process of a record; not looking them up saves half of a record's cost.
     """
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # type: ignore[attr-defined]  # the documented way

@@ -1,15 +1,15 @@
-"""show_error: what of an exception inside of the server may be told to whoever asks."""
+"""show_error: the part of an internal exception that clients may see."""
 
 from __future__ import annotations
 
 import re
 
 MAX_LENGTH = 300
-_MAX_READ = 1000  # of a message; a longer one is not searched through
+_MAX_READ = 1000  # characters of a message; longer messages are not scanned
 
-# What is quoted, as Python quotes values, may be a prompt; an apostrophe within a word is none.
+# Quoted values may be prompts; an apostrophe within a word is no quotation mark.
 _QUOTED = re.compile(r"""(?<!\w)b?(['"`])(?:\\.|(?!\1(?!\w)).)*(?:\1|$)""", re.DOTALL)
-# Shapes are shorter; the tokens of a prompt are not.
+# Long lists may be the tokens of a prompt; shapes are shorter.
 _NUMBERS = re.compile(r"[\[(]\s*-?\d+(?:\s*,\s*-?\d+){8,}[^\])]*(?:[\])]|$)")
 _KEY = re.compile(r"\b(?:sk|pk|key|token)-[\w-]{6,}|\b(?i:bearer|basic)\s+\S+|[\w+=-]{32,}")
 _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:[\\/]|~?\.{0,2}/)[^\s,;:)\]]+|(?<![\w/])[\w.-]+(?:/[\w.-]+)+\.\w+")
@@ -18,8 +18,8 @@ _PATH = re.compile(r"(?<![\w/])(?:[A-Za-z]:[\\/]|~?\.{0,2}/)[^\s,;:)\]]+|(?<![\w
 def show_error(text: str) -> str:
     """Return a description of an exception, "Type: message", as one line of at most MAX_LENGTH characters.
 
-    Left out is what is not for everybody who hears of it: paths, what is quoted, long lists of numbers, and what looks like a
-    key, for it may be of somebody else's request. Of a traceback the last line is kept. The log has it all.
+    Paths, quoted values, long lists of numbers, and text that looks like a key are removed, since they may belong
+    to another client's request. Of a traceback the last line is kept. The log has the full text.
     """
     text = text.strip()
     if text.startswith("Traceback"):

@@ -1,4 +1,4 @@
-"""StoreThread: the one thread that touches a store, its database and its files."""
+"""StoreThread: the only thread that uses a store, its database and its files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ StoreT = TypeVar("StoreT")
 
 
 class StoreThread(Generic[StoreT]):
-    """Makes a store in a thread of its own, which all that is done with it runs in. Raises what making it raises.
+    """Creates a store in its own thread, in which all its methods run. Raises the errors of the creation.
 
-    failed  returns what clients are told where the disk is full or the database broken
+    failed  makes the error for clients if the disk is full or the database broken
     """
 
     def __init__(self, make: Callable[[], StoreT], name: str, failed: Callable[[BaseException], ApiError]) -> None:
@@ -32,7 +32,7 @@ class StoreThread(Generic[StoreT]):
             raise
 
     async def call(self, method: Callable[Concatenate[StoreT, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a method of the store. Raises ApiError 503 where the disk does not do its part, or the store is closed."""
+        """Run a method of the store. Raises ApiError 503 if the disk fails, or the store is closed."""
         if self._is_closed:
             raise shutting_down()
 
@@ -45,7 +45,7 @@ class StoreThread(Generic[StoreT]):
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     async def close(self, close: Callable[[StoreT], Any]) -> None:
-        """Close the store, after what was begun; what comes later is refused."""
+        """Close the store after pending calls; later calls are refused."""
         self._is_closed = True
         await asyncio.get_running_loop().run_in_executor(self._thread, close, self.store)
         self._thread.shutdown()

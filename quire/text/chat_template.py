@@ -24,16 +24,17 @@ _NUM_TRIES = 3
 
 @cache
 def shared_sandbox() -> Sandbox:
-    """Return the sandbox of all chat templates of this process; its processes start with the first template and end with it."""
+    """Return the sandbox of all chat templates of this process; its processes start with the first template and end with the
+    sandbox."""
     return Sandbox(SANDBOX_COMMAND, max_cpu_s=_MAX_CPU_S, max_wall_s=60.0, memory_bytes=_MEMORY_BYTES)
 
 
 class ChatTemplate:
-    """A chat template; it is compiled when first used. Thread-safe.
+    """A chat template, compiled at its first use. Thread-safe.
 
     special_tokens  variables that the template sees, "bos_token" -> "<s>" and so on
     file            where the template is, for error messages
-    sandbox         runs `template_main`; the one that all templates share where it is None
+    sandbox         runs `template_main`; None: the shared one
     The template runs in another process: it reaches no files and no Python internals, and its time and memory are limited.
     """
 
@@ -47,7 +48,7 @@ class ChatTemplate:
         self._shape = TemplateShape(self._render_probe)
 
     def variables(self) -> frozenset[str]:
-        """Return the names of the variables that have an effect. Raises ModelFormatError where the template is damaged."""
+        """Return the names of the variables that have an effect. Raises ModelFormatError if the template is damaged."""
         return frozenset(self._ask(None)["names"])
 
     def render(
@@ -60,8 +61,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
-        Raises RequestError where the messages are invalid or the template refuses them or does too much, and
-        ModelFormatError where the template itself is damaged.
+        Raises RequestError if the messages are invalid, or the template refuses them or exceeds its limits, and
+        ModelFormatError if the template itself is damaged.
         """
         return self.render_hiding((), messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs).text
 
@@ -74,7 +75,8 @@ class ChatTemplate:
         tools: Sequence[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> RenderedChat:
-        """Return the text of a conversation and where in it the spellings stand that messages and tools brought along.
+        """Return the text of a conversation, and the positions of text in it that looks like special tokens but came from
+        messages or tools.
 
         Raises as `render` does.
         """
@@ -101,7 +103,7 @@ class ChatTemplate:
     def _ask(self, variables: dict[str, Any] | None) -> dict[str, Any]:
         """Return the answer of template_main.
 
-        Raises ModelFormatError where the template is damaged, and RequestError where it fails, refuses or does too much.
+        Raises ModelFormatError if the template is damaged, and RequestError if it fails, refuses or exceeds its limits.
         """
         if len(self.source) > MAX_SOURCE_CHARACTERS:
             raise self._damaged(f"chat_template must have at most {MAX_SOURCE_CHARACTERS} characters, got {len(self.source)}")
@@ -116,7 +118,8 @@ class ChatTemplate:
         raise RequestError(f"chat_template failed: {error}", "chat_template")
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Ask the sandbox, again where its process ended by no fault of the template. Raises WorkerError where none starts."""
+        """Ask the sandbox, and retry if its process ended for reasons other than the template. Raises WorkerError if no process
+        starts."""
         sandbox = self._sandbox or shared_sandbox()
         for num_left in reversed(range(_NUM_TRIES)):
             try:
@@ -127,7 +130,7 @@ class ChatTemplate:
                     f"chat_template failed: it takes more than {sandbox.max_cpu_s:g} s or the memory that is allowed",
                     "chat_template",
                 ) from None
-            except ValueError as error:  # of an integer that is too long to be written
+            except ValueError as error:  # of an integer that is too long to convert
                 raise RequestError(f"chat_template failed: {error}", "chat_template") from None
             except (SandboxServerError, SandboxLostError) as error:
                 if not num_left:
@@ -147,7 +150,7 @@ def _check_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def _check_message(index: int, message: object) -> dict[str, Any]:
-    """Return a message as templates expect it: content a string, the arguments of tool calls an object."""
+    """Return a message in the form that templates expect: content a string, the arguments of tool calls an object."""
     if not isinstance(message, Mapping):
         raise RequestError(f"messages[{index}] must be an object, got {_shorten(message)}", "messages")
     role = message.get("role")
@@ -189,7 +192,7 @@ def _join_content(index: int, content: object) -> str:
 
 
 def _parse_arguments(arguments: str) -> object:
-    """Return the arguments of a tool call as an object where they are one in JSON: templates print them themselves."""
+    """Return the arguments of a tool call as an object if they are a JSON object: templates print objects themselves."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -205,7 +208,7 @@ def _check_tools(tools: object) -> list[Any] | None:
 
 
 def _as_plain(value: Any) -> Any:
-    """Rebuild a value out of JSON's types, so that a template meets no object with methods of its own."""
+    """Rebuild a value from JSON's types, so that a template gets no objects with other methods."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):

@@ -11,10 +11,10 @@ class IncrementalDetokenizer:
     """Turns the tokens of one sequence into pieces of text whose concatenation is `tokenizer.decode` of all tokens.
 
     A piece never ends in half a character. The cost is constant per token. With `after`, the tokens before the first
-    (of a prompt), the text is taken to go on: a tokenizer that drops the space at the start of a text keeps it.
+    one (of a prompt), the text is a continuation: a tokenizer that drops the space at the start of a text keeps it.
 
-    is_exact  the text is the bytes of the tokens, as a grammar reads them, whatever is before it: no space is dropped, even
-              after a prompt of special tokens only, and none is cleaned up
+    is_exact  the text is exactly the bytes of the tokens, as in a grammar: no space is dropped, even
+              after a prompt of special tokens only, and no spaces are cleaned up
     """
 
     def __init__(
@@ -31,5 +31,5 @@ class IncrementalDetokenizer:
         return self._stream.push_run([token_id for token_id in token_ids if token_id not in skipped])
 
     def finish(self) -> str:
-        """Return the text held back; nothing may be appended afterwards."""
+        """Return the remaining text; nothing may be appended afterwards."""
         return self._stream.finish()

@@ -1,4 +1,4 @@
-"""How byte-level vocabularies split text before merging, by the names that GGUF files give (`tokenizer.ggml.pre`)."""
+"""Pre-tokenizers of byte-level vocabularies, by their names in GGUF files (`tokenizer.ggml.pre`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Split:
     """A way to split.
 
     pattern            of the pieces; None: GPT-2's own
-    before             patterns that are applied before it, one after the other, to the pieces so far
+    before             patterns that are applied before it, in order, each to the pieces of the previous one
     cuts_digits        every digit is a piece, before the pattern is applied
     takes_whole_words  a piece that is a token is not merged together
     adds_bos           a text begins with bos unless the file says otherwise
@@ -121,7 +121,7 @@ _SPLITS: dict[str, Split] = {
 
 
 def find_split(name: str | None, architecture: str, path: Path) -> Split:
-    """Return how a vocabulary splits text; without a name, or with "default", in the way of llama.cpp, which may be wrong.
+    """Return the pre-tokenizer of a vocabulary; without a name, or with "default", that of llama.cpp, which may be wrong.
 
     An unknown name is refused: another split would give other tokens.
     """

@@ -27,16 +27,16 @@ _NAMED_IDS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "p
 _DEFAULT_SPM_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 _MAX_TOKEN_CHARACTERS = 1024
 _MERGES_PER_TOKEN = 4
-"""At most, of SentencePiece's; those of Llama and Gemma have two."""
+"""Maximum number of SentencePiece's pairs for one token; Llama and Gemma have two."""
 _FEW_MERGES, _MAX_MERGES = 10_000, 2_000_000
-"""Allowed however few tokens there are, and however many."""
+"""Limits of the number of merges that hold for any vocabulary size."""
 _TEMPLATE = "tokenizer.chat_template"
 # The tokenizer.json of these models takes the spaces after a special token away, but for some tokens.
 _STRIPPING_ARCHITECTURE, _NOT_STRIPPING = "phi3", ("<unk>", "<s>", "<|endoftext|>")
 
 
 class TokenType(IntEnum):
-    """What a token is; control tokens are special, user-defined ones are found whole in text and are not special."""
+    """The type of a token. Control tokens are special; user-defined tokens are matched whole in text and are not special."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -48,7 +48,7 @@ class TokenType(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The checked arrays of a file. tokens and types are as long as each other; ids are below that."""
+    """The checked arrays of a file. tokens and types have equal length, and ids are below it."""
 
     metadata: GgufMetadata
     architecture: str
@@ -62,14 +62,14 @@ class _Vocabulary:
         return default if value is None else value
 
     def of_type(self, *types: TokenType) -> list[str]:
-        """Return the tokens of these types, without empty ones, which cannot be found in a text."""
+        """Return the tokens of these types, without empty ones, which cannot be matched in text."""
         return [token for token, kind in zip(self.tokens, self.types, strict=True) if token and kind in types]
 
 
 def load_gguf_tokenizer(path: Path) -> tuple[TokenizersBackend, dict[str, str], str | None]:
     """Return backend, named tokens and chat template of a GGUF file, as Tokenizer takes them.
 
-    Raises ModelFormatError where the metadata is damaged, UnsupportedError for a kind of tokenizer that is not read.
+    Raises ModelFormatError if the metadata is damaged, UnsupportedError for an unsupported kind of tokenizer.
     """
     vocabulary = _read_vocabulary(read_gguf(path).metadata)
     model = vocabulary.metadata.string("tokenizer.ggml.model")
@@ -110,7 +110,7 @@ def _read_vocabulary(metadata: GgufMetadata) -> _Vocabulary:
 
 
 def _read_template(metadata: GgufMetadata) -> str | None:
-    """Return the default chat template; a single named one is taken where there is no default."""
+    """Return the default chat template; a single named one is used if there is no default."""
     source = metadata.string(_TEMPLATE)
     if source is not None:
         return source
@@ -121,7 +121,7 @@ def _read_template(metadata: GgufMetadata) -> str | None:
 
 
 def _read_whole_tokenizer(vocabulary: _Vocabulary) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer.json that a file may hold, or None where there is none or it is of another vocabulary."""
+    """Return the tokenizer.json in a file, or None if there is none or it has another vocabulary."""
     text = vocabulary.metadata.string("tokenizer.huggingface.json")
     if text is None:
         return None
@@ -155,7 +155,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     merges = metadata.strings("tokenizer.ggml.merges")
     if merges is None:
         raise metadata.error("tokenizer.ggml.merges", "an array of strings")
-    # A token may hold spaces of its own, but not begin with one.
+    # A token may contain spaces, but not begin with one.
     pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
     if len(pairs) != len(merges):
         raise metadata.error("tokenizer.ggml.merges", "pairs of tokens with a space between")
@@ -174,7 +174,7 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
-    """Return SentencePiece's BPE: of two neighbours, those are merged first whose join has the best score."""
+    """Return SentencePiece's BPE: the two neighbours whose join has the best score are merged first."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = vocabulary.tokens[vocabulary.named_ids["unk_token"]]
@@ -195,7 +195,7 @@ _BUILDERS: dict[str | None, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {"g
 
 
 def _vocab(vocabulary: _Vocabulary) -> dict[str, int]:
-    """Return token -> id without the unused tokens at the end, which fill the embedding up and have no text."""
+    """Return token -> id without the unused tokens at the end, which pad the embedding and have no text."""
     num_tokens = len(vocabulary.tokens)
     while num_tokens > 1 and vocabulary.types[num_tokens - 1] == TokenType.UNUSED:
         num_tokens -= 1
@@ -205,7 +205,7 @@ def _vocab(vocabulary: _Vocabulary) -> dict[str, int]:
 def _merges_of_scores(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
     """Return every way to join two tokens into a third, best score first; Gemma ranks its tokens by their order instead.
 
-    Raises ModelFormatError where there are far more of them than real vocabularies have: a small file could ask for gigabytes.
+    Raises ModelFormatError if there are far more of them than in real vocabularies: a small file could need gigabytes.
     """
     import numpy as np
 

@@ -20,9 +20,9 @@ _ALL_WHITESPACES = b"\x20\x00"  # remove_extra_whitespaces: false
 
 
 class SentencePieceBackend:
-    """A SentencePiece model, with the tokens added beside it.
+    """A SentencePiece model with added tokens.
 
-    Text is cut at special and added tokens first, and each part is encoded by itself, as tokenizer.json of such models does.
+    Text is first split at special and added tokens, and each part is encoded separately, as with tokenizer.json of such models.
     """
 
     def __init__(self, processor: sentencepiece.SentencePieceProcessor, files: TokenizerFiles) -> None:
@@ -55,7 +55,7 @@ class SentencePieceBackend:
     def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
         """Return the ids of a text in which the added and control tokens `hidden` are ordinary text.
 
-        is_first  nothing stands before the text; otherwise an added token does
+        is_first  nothing precedes the text; otherwise an added token does
         """
         token_ids: list[int] = []
         plain = ""
@@ -93,7 +93,7 @@ class SentencePieceBackend:
         return token_id if self._processor.id_to_piece(token_id) == token else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what a token adds to the text, in UTF-8; b"" for ids without a token."""
+        """Return a token's contribution to the text, in UTF-8; b"" for ids without a token."""
         byte = self._byte_of(token_id)
         return self._text_of(token_id).encode("utf-8") if byte is None else bytes([byte])
 
@@ -122,7 +122,7 @@ class SentencePieceBackend:
         return None
 
     def _read_ends(self, files: TokenizerFiles) -> tuple[list[int], list[int]]:
-        """Return what add_special_tokens puts before and after; Llama's rule, bos and no eos, unless the files say."""
+        """Return the tokens that add_special_tokens puts before and after; by default Llama's rule: bos and no eos."""
         ends: list[list[int]] = []
         for name, own_id, default in (
             ("bos_token", self._processor.bos_id(), True),
@@ -152,7 +152,7 @@ def load_sentencepiece(files: TokenizerFiles) -> SentencePieceBackend:
 
 
 def _respecified(processor: sentencepiece.SentencePieceProcessor, fields: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Return a processor of the same model with other fields in its NormalizerSpec: of messages that follow each other,
+    """Return a processor of the same model with other fields in its NormalizerSpec: when messages are concatenated,
     protobuf takes each field from the last one that has it.
     """
     import sentencepiece

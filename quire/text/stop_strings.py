@@ -6,11 +6,12 @@ from quire.base.errors import RequestError
 
 
 class StopStringScanner:
-    """Passes text on until a stop string is complete in it.
+    """Passes text through until a stop string is complete in it.
 
     The stop string that is complete first wins, as if the text were checked after each character; of those complete at
-    the same character the longest, which begins first. How the text is cut into pieces never matters. The emitted text
-    ends before the stop string, or after it with include_in_output. Linear in the text, whatever the stop strings.
+    the same character the longest, which begins first. The result does not depend on how the text is split into pieces. The
+    emitted text ends before the stop string, or after it with include_in_output. The time is linear in the text, for any stop
+    strings.
     """
 
     def __init__(self, stops: tuple[str, ...], include_in_output: bool) -> None:
@@ -45,7 +46,7 @@ class StopStringScanner:
         return text[:cut], None
 
     def flush(self) -> str:
-        """Return the text held back: the text is at its end without a stop string."""
+        """Return the remaining text, at the end of a text without a stop string."""
         text, self._held, self._is_done = self._held, "", True
         return text
 

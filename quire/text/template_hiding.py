@@ -1,4 +1,5 @@
-"""Hiding special tokens that clients spell out in messages from the template's own, so that text cannot end a turn."""
+"""Distinguishes special-token text in clients' messages from the template's own special tokens, so that text cannot end a
+turn."""
 
 from __future__ import annotations
 
@@ -12,21 +13,21 @@ from quire.base.errors import RequestError
 
 _FIRST_PRIVATE, _LAST_PRIVATE = 0x100000, 0x10FFFD
 _PRIVATE = re.compile("[\U00100000-\U0010fffd]")
-_PIECE_CHARACTERS = 1 << 16  # that are searched at a time: no other thread runs meanwhile
+_PIECE_CHARACTERS = 1 << 16  # searched at a time: a search holds the GIL
 
 
 def matches(
     pattern: re.Pattern[str], longest: int, text: str, start: int = 0, end: int | None = None
 ) -> Iterator[re.Match[str]]:
-    """Yield what `pattern.finditer` does, a piece of the text after the other, so that others run meanwhile.
+    """Like `pattern.finditer`, one piece of the text at a time, so that other threads can run in between.
 
-    pattern  matches no empty text, looks at nothing beside its match, and matches `longest` characters at most
+    pattern  matches no empty text, has no look-around, and matches at most `longest` characters
     """
     position, end = start, len(text) if end is None else min(end, len(text))
     while position < end:
         edge = min(position + _PIECE_CHARACTERS, end)
         found = pattern.search(text, position, min(edge + longest - 1, end))
-        if found is None or found.start() >= edge:  # what begins behind the edge may have been cut
+        if found is None or found.start() >= edge:  # a match that begins after the edge may have been truncated
             position = edge
         else:
             yield found
@@ -35,7 +36,7 @@ def matches(
 
 @dataclass(frozen=True, slots=True)
 class RenderedChat:
-    """The text of a conversation, and which parts of it only look like special tokens.
+    """The text of a conversation, and the parts of it that only look like special tokens.
 
     literal_spans  [start, end) of spellings of special tokens that clients wrote, in order
     """
@@ -61,12 +62,12 @@ class SpellingHider:
         self._opener = self._closer = ""
 
     def hide(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
-        """Return messages and tools with placeholders; of what the assistant wrote only its calls are searched."""
+        """Return messages and tools with placeholders; of assistant messages only the calls are searched."""
         self._choose_marks([messages, tools])
         return [self._hide_message(message) for message in messages], self._hide_value(tools)
 
     def show(self, text: str) -> RenderedChat:
-        """Return the text with the spellings again."""
+        """Return the text with the placeholders replaced by the spellings."""
         if not self._found:
             return RenderedChat(text)
         opener, closer = (f"(?:{mark}|{re.escape(_escape(mark))})" for mark in (self._opener, self._closer))
@@ -88,7 +89,7 @@ class SpellingHider:
         return RenderedChat(shown, tuple(spans))
 
     def _choose_marks(self, value: Any) -> None:
-        """Choose two characters for private use that the messages do not have."""
+        """Choose two private-use characters that the messages do not contain."""
         used = {found.group() for text in _texts(value) if not text.isascii() for found in matches(_PRIVATE, 1, text)}
         free = (chr(code) for code in range(_FIRST_PRIVATE, _LAST_PRIVATE) if chr(code) not in used)
         self._opener, self._closer = next(free, ""), next(free, "")
@@ -122,7 +123,7 @@ class SpellingHider:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value, names included."""
+    """Yield all texts in a value, including names."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What runs in the processes of the sandbox of chat templates: Jinja without files and without Python internals.
+"""The program of the chat template sandbox's processes: Jinja without files and without Python internals.
 
 Time and memory are limited by the sandbox (`base/sandbox.py`).
 """
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 MAX_TEXT_CHARACTERS = 16_000_000
 _FILE_NODES = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends)
-# What may fail in a template that was compiled: Jinja's own errors and those of Python's operators and methods.
+# Errors that a compiled template can raise: Jinja's and those of Python's operators and methods.
 _RUNTIME_ERRORS = (
     TemplateError,
     ArithmeticError,
@@ -43,7 +43,7 @@ class TemplateRefusal(TemplateError):
 
 
 class ChatNamespace(Namespace):
-    """namespace() without underscored names; it prints as one word, whatever it holds."""
+    """namespace() without underscored names; it prints as one word, independent of its content."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -76,7 +76,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # what does too much fails when it is rendered, not when it is compiled
+            optimized=False,  # a template that exceeds the limits fails when it is rendered, not when it is compiled
             extensions=[LoopControlExtension, GenerationTag],
         )
         self.filters["tojson"] = to_json
@@ -103,7 +103,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         return not isinstance(obj, int | float | bytes) and super().is_safe_attribute(obj, attr, value)
 
     def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
-        """Fail at once, where Jinja's own would print as nothing."""
+        """Fail at once, whereas Jinja's default prints nothing."""
         if attribute.startswith("_"):
             raise SecurityError(f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe")
         return super().unsafe_undefined(obj, attribute)
@@ -115,9 +115,9 @@ def main() -> None:
 
 
 def answer_to(message: dict[str, Any]) -> dict[str, Any]:
-    """Return the text of a template for the variables, or where there are none, the names of those that it reads.
+    """Return the rendered text of a template; without variables, return the names of the variables that it reads.
 
-    An error comes with its kind: "format" where the template is damaged, else "refused" or "failed".
+    An error has a kind: "format" if the template is damaged, otherwise "refused" or "failed".
     """
     try:
         if message["variables"] is None:
@@ -132,7 +132,7 @@ def answer_to(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _naming_errors(read: Callable[[str], T], source: str) -> T:
-    """Return what `read` makes of a source. Raises ModelFormatError where it is damaged or wants to read other templates."""
+    """Return the result of `read` for a source. Raises ModelFormatError if it is damaged or reads other templates."""
     try:
         return read(source)
     except TemplateSyntaxError as error:

@@ -1,4 +1,5 @@
-"""TemplateShape: how a chat template wants its messages, found out by rendering small conversations; and messages so shaped."""
+"""TemplateShape: detects the form of messages that a chat template expects, by rendering small conversations, and adapts
+messages."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ Message = dict[str, Any]
 
 
 class TemplateShape:
-    """What one template does with its messages; every question is asked of it once, when it first matters.
+    """The behaviour of one template; each property is detected once, at its first use.
 
     render  renders messages, and raises RequestError
     """
@@ -27,9 +28,9 @@ class TemplateShape:
         self._shows_role: dict[str, bool] = {}
 
     def adapt(self, messages: list[Message]) -> list[Message]:
-        """Return messages as the template wants them; content is a string, arguments are objects.
+        """Return messages in the form that the template expects; content is a string, arguments are objects.
 
-        Raises RequestError, naming the message, for one that the template would leave out without a word.
+        Raises RequestError for a message that the template would silently omit.
         """
         if any(message["role"] == "developer" for message in messages) and not self._shows("developer"):
             messages = [{**message, "role": _system_for(message["role"])} for message in messages]
@@ -51,14 +52,14 @@ class TemplateShape:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """Whether content is lost as a string and shown as a list of parts."""
+        """Whether content is omitted as a string but shown as a list of parts."""
         part = {"type": "text", "text": _PROBE}
         as_text = self._try([{"role": "user", "content": _PROBE}])
         return not _has(as_text, _PROBE) and _has(self._try([{"role": "user", "content": [part]}]), _PROBE)
 
     @cached_property
     def _wants_text_arguments(self) -> bool:
-        """Whether the arguments of a call have to be JSON text: an object fails, or is printed as Python writes it."""
+        """Whether the arguments of a call must be JSON text: an object fails, or is printed as a Python literal."""
         as_object = self._try(_call_with({"probe": _PROBE}))
         as_text = self._try(_call_with(json.dumps({"probe": _PROBE})))
         is_shown_well = as_object is not None and _PROBE in as_object and "'probe'" not in as_object
@@ -66,7 +67,7 @@ class TemplateShape:
 
     @cached_property
     def _merges_systems(self) -> bool:
-        """Whether only one system message, in front, is shown."""
+        """Whether only one system message, at the start, is shown."""
         first, second = ({"role": "system", "content": text} for text in (_PROBE, _SECOND))
         answer = {"role": "assistant", "content": "Hi"}
         if not _has(self._try([first, _USER]), _PROBE):
@@ -75,7 +76,7 @@ class TemplateShape:
         return not all(_has(text, _PROBE) and _has(text, _SECOND) for text in texts)
 
     def _shows(self, role: str) -> bool:
-        """Whether messages of a role are shown, or refused aloud, wherever they stand; True where that cannot be told."""
+        """Whether messages of a role are shown, or refused with an error, at every position; True if unknown."""
         found = self._shows_role.get(role)
         if found is None:
             found = self._shows_role[role] = self._find_shown(role)
@@ -100,7 +101,7 @@ class TemplateShape:
         return [{"type": "text", "text": text}] if self._wants_parts else text
 
     def _try(self, messages: list[Message]) -> str | None:
-        """Return the text of messages, or None where the template refuses them."""
+        """Return the text of messages, or None if the template refuses them."""
         try:
             return self._render(messages)
         except RequestError:
@@ -125,7 +126,7 @@ def _call_with(arguments: object) -> list[Message]:
 
 
 def _merge_systems(messages: list[Message]) -> list[Message]:
-    """Return messages with the text of all system messages in one, in front."""
+    """Return messages with all system messages merged into one, at the start."""
     systems = [message for message in messages if message["role"] == "system"]
     content = "\n\n".join(message["content"] for message in systems if message["content"])
     return [{**systems[0], "content": content}, *(message for message in messages if message["role"] != "system")]

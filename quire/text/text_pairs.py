@@ -1,4 +1,4 @@
-"""Encode a text, or a pair of texts, with the checkpoint's special tokens, and cut what is too long as transformers does."""
+"""Encode a text, or a pair of texts, with the checkpoint's special tokens, and truncate it as transformers does."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from quire.text.tokenizer import Tokenizer
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], limit: int | None = None) -> list[int]:
-    """Return the ids of one text, or of a pair in one prompt, as the tokenizer puts them together.
+    """Return the ids of one text, or of a pair in one prompt, as the tokenizer joins them.
 
-    limit  tokens to keep: the ends of texts are cut off, of a pair that of the longer one first; special tokens stay. None: all
+    limit  tokens to keep: texts are truncated at the end, the longer one of a pair first; special tokens stay. None: all
 
-    Raises RequestError where the special tokens do not fit into the limit, or a text is not valid.
+    Raises RequestError if the special tokens do not fit into the limit, or a text is not valid.
     """
     token_ids, parts = tokenizer.encode_parts(texts)
     if limit is None or len(token_ids) <= limit:
@@ -36,7 +36,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], limit: int | None =
 
 
 def _longest_first(lengths: list[int], limit: int) -> list[int]:
-    """Return how many tokens of each text are kept, `limit` together."""
+    """Return how many tokens of each text are kept, `limit` in total."""
     if len(lengths) == 1:
         return [limit]
     short, long = sorted(lengths)

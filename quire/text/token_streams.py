@@ -1,4 +1,4 @@
-"""Streams that turn token ids into text one at a time, each equal to one way of decoding all of them at once."""
+"""Streams that turn token ids into text one at a time, each equivalent to a way of decoding all of them at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-# Tokens of context that fix what stands at a border: leading spaces and the head of a character cut in two.
+# Context tokens that determine the text at a border: leading spaces, and the first bytes of a split character.
 CONTEXT_TOKENS = 8
 _REPLACEMENT = "\ufffd"
 _CLEAN_UPS = (
@@ -25,7 +25,7 @@ _LONGEST_CLEAN_UP = 4
 
 
 class TokenStream(Protocol):
-    """Text that is certain so far, token by token."""
+    """Returns text token by token, as soon as it is certain."""
 
     def prime(self, token_ids: Sequence[int]) -> None:
         """Take the tokens before the first one as context; their text is not returned. Called first, if at all."""
@@ -36,11 +36,11 @@ class TokenStream(Protocol):
         ...
 
     def push_run(self, token_ids: Sequence[int]) -> str:
-        """Return the text that these tokens make certain, one after the other."""
+        """Return the text that these tokens together make certain."""
         return "".join([self.push(token_id) for token_id in token_ids])
 
     def finish(self) -> str:
-        """Return the text held back; the stream is at its end."""
+        """Return the remaining text, at the end of the stream."""
         ...
 
 
@@ -124,7 +124,7 @@ class ByteFallbackStream(TokenStream):
 
 
 class WindowStream(TokenStream):
-    """Decodes a window of tokens behind a few tokens of context; for decoders whose rules are not known here.
+    """Decodes a window of tokens after a few tokens of context; for decoders with unknown rules.
 
     decode    text of a list of tokens
     is_open   whether text may still change after this token (a byte token)

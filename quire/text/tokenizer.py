@@ -18,7 +18,7 @@ from quire.text.tokenizer_files import read_tokenizer_files
 
 
 class TokenizerBackend(Protocol):
-    """What a tokenizing library has to offer."""
+    """The interface of a tokenizing library."""
 
     vocab_size: int
     special_token_ids: frozenset[int]
@@ -41,13 +41,13 @@ class TokenizerBackend(Protocol):
 
 @runtime_checkable
 class PartsEncoder(Protocol):
-    """A backend that knows how the checkpoint puts two texts together."""
+    """A backend that knows how the checkpoint joins two texts."""
 
     def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]: ...
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint; make one with `load_tokenizer`. Safe to share between threads.
+    """The tokenizer of a checkpoint; use `load_tokenizer` to make one. Thread-safe.
 
     vocab_size         one more than the highest id with a token; a model may have more rows
     special_token_ids  the tokens that skip_special_tokens leaves out
@@ -71,7 +71,7 @@ class Tokenizer:
         self.chat_template = None if template_source is None else ChatTemplate(template_source, named_tokens, template_file)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text; add_special_tokens puts the checkpoint's own (<s>) around it. Raises RequestError."""
+        """Return the ids of a text; add_special_tokens adds the checkpoint's (such as <s>) around it. Raises RequestError."""
         if not isinstance(text, str):
             raise RequestError(f"prompt must be a string, got a {type(text).__name__}", "prompt")
         self._check_text(text)
@@ -80,7 +80,7 @@ class Tokenizer:
     def encode_parts(self, texts: Sequence[str]) -> tuple[list[int], list[int | None]]:
         """Return the ids of one text or a pair of them in one prompt, and of each token its text, None for special ones.
 
-        Where the checkpoint does not say how texts are put together, they follow each other. Raises RequestError.
+        If the checkpoint does not define how texts are joined, they are concatenated. Raises RequestError.
         """
         for text in texts:
             self._check_text(text)
@@ -95,10 +95,10 @@ class Tokenizer:
         return [*before, *joined, *after], [*[None] * len(before), *of_texts, *[None] * len(after)]
 
     def encode_continuation(self, text: str) -> list[int]:
-        """Return the ids of a text that continues an output: without the space that the tokenizer puts before a text.
+        """Return the ids of a text that continues an output: without the space that the tokenizer adds before a text.
 
-        Special tokens in it are ordinary text. Where the tokenizer normalizes a text, or lacks a character, the tokens have
-        other bytes than the text: `quire.grammar.spelling` spells it exactly. Raises RequestError.
+        Special tokens in it are ordinary text. If the tokenizer normalizes the text, or lacks a character, the tokens have
+        other bytes than the text: `quire.grammar.spelling` tokenizes it exactly. Raises RequestError.
         """
         self._check_text(text)
         return self._backend.encode_continuation(text)
@@ -109,11 +109,11 @@ class Tokenizer:
         return self._backend.decode([token_id for token_id in token_ids if token_id not in skipped])
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return what one token adds to a text, in UTF-8, perhaps a part of a character."""
+        """Return one token's contribution to a text, in UTF-8, possibly a part of a character."""
         return self._backend.bytes_of(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """Return what one token adds to a text, leading space included; parts of characters become U+FFFD."""
+        """Return one token's contribution to a text, including a leading space; parts of characters become U+FFFD."""
         return self._backend.bytes_of(token_id).decode("utf-8", errors="replace")
 
     def id_of(self, token: str) -> int | None:
@@ -125,7 +125,7 @@ class Tokenizer:
         return self._backend.new_stream()
 
     def new_exact_stream(self) -> TokenStream:
-        """Return a stream whose joined text is `token_bytes` of the same tokens, as a grammar reads them."""
+        """Return a stream whose joined text is `token_bytes` of the same tokens, as used by grammars."""
         return Utf8Stream(self._backend.bytes_of, strips_first_space=False)
 
     def apply_chat_template(
@@ -150,7 +150,7 @@ class Tokenizer:
         tools: Sequence[dict[str, Any]] | None = None,
         **kwargs: Any,
     ) -> RenderedChat:
-        """Return the text of a conversation for `encode_rendered`, with what only looks like special tokens marked.
+        """Return the text of a conversation for `encode_rendered`, with text that only looks like special tokens marked.
 
         Raises RequestError.
         """
@@ -161,7 +161,7 @@ class Tokenizer:
     def encode_rendered(self, chat: RenderedChat) -> list[int]:
         """Return the ids of a rendered conversation. Special tokens that a client spelled out become ordinary text.
 
-        Raises RequestError where that is not possible.
+        Raises RequestError if that is not possible.
         """
         if not chat.literal_spans:
             return self.encode(chat.text, add_special_tokens=False)
@@ -183,7 +183,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a conversation; the template has written the special tokens, so none are added.
 
-        Special tokens spelled out in messages, but for the assistant's, and in tools become ordinary text.
+        Special tokens spelled out in messages (except the assistant's) and in tools become ordinary text.
         """
         chat = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools, **kwargs)
         return self.encode_rendered(chat)
@@ -197,7 +197,7 @@ class Tokenizer:
 
     @cached_property
     def _control_tokens(self) -> frozenset[str]:
-        """The added tokens that mean something to the model: special ones, and those that the template writes."""
+        """The added tokens with a meaning for the model: special ones, and those that the template writes."""
         source = self._template().source
         added = self._backend.added_tokens.items()
         return frozenset(
@@ -241,7 +241,7 @@ class Tokenizer:
 
 
 def _split_at_tokens(chat: RenderedChat, added: re.Pattern[str], tokens: Iterable[str]) -> list[tuple[str, bool]]:
-    """Return the text in parts, and whether a part holds spans; such a part reaches to the real tokens around it.
+    """Return the text in parts, and whether a part holds spans; such a part extends to the real tokens around it.
 
     added  finds any of the tokens
     """

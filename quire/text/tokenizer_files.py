@@ -1,4 +1,4 @@
-"""The files beside a vocabulary: tokenizer_config.json, special_tokens_map.json, added_tokens.json and the chat template."""
+"""The files next to a vocabulary: tokenizer_config.json, special_tokens_map.json, added_tokens.json and the chat template."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _EXTRA = "additional_special_tokens"
 _MAX_TOKEN_ID = 1 << 31
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""What may be the escape of a lone surrogate in JSON; two that are a pair are a character."""
+"""A possible escape of a lone surrogate in JSON; a pair of two is a character."""
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token beside the model's own vocabulary, found in text before it is split.
+    """A token in addition to the model's vocabulary, matched in text before it is split.
 
-    token_id  None where the files do not say
+    token_id  None if the files do not say
     """
 
     content: str
@@ -34,7 +34,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """What the files say, but for the vocabulary.
+    """The content of the files, except the vocabulary.
 
     config           tokenizer_config.json, {} without one
     named_tokens     "bos_token" -> "<s>" and so on, only those that are set
@@ -56,7 +56,7 @@ class TokenizerFiles:
 
 
 def read_tokenizer_files(folder: Path) -> TokenizerFiles:
-    """Read the small files of a folder; all are optional. Raises ModelFormatError where one is damaged."""
+    """Read the small files of a folder; all are optional. Raises ModelFormatError if one is damaged."""
     config = read_json_object(folder / "tokenizer_config.json") or {}
     named_tokens = dict(read_json_object(folder / "special_tokens_map.json") or {})
     _check_named_tokens(named_tokens, folder / "special_tokens_map.json")
@@ -74,7 +74,7 @@ def read_tokenizer_files(folder: Path) -> TokenizerFiles:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file, or None where there is none. Raises ModelFormatError if it is not UTF-8."""
+    """Return the text of a file, or None if there is none. Raises ModelFormatError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -84,7 +84,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_json_object(path: Path) -> dict[str, object] | None:
-    """Return the JSON object in a file, or None where there is none.
+    """Return the JSON object in a file, or None if there is none.
 
     Raises ModelFormatError if it is damaged, or if a string in it holds a lone surrogate, which is no character.
     """
@@ -106,7 +106,7 @@ def read_json_object(path: Path) -> dict[str, object] | None:
 
 
 def read_flag(values: dict[str, object], key: str, default: bool, where: str) -> bool:
-    """Return a boolean, the default where it is null or absent. Raises ModelFormatError, which begins with `where`."""
+    """Return a boolean, the default if it is null or absent. Raises ModelFormatError, which begins with `where`."""
     value = values.get(key)
     if value is not None and not isinstance(value, bool):
         raise ModelFormatError(f"{where} must be true or false, got {value!r}")

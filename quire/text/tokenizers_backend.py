@@ -14,7 +14,7 @@ from quire.text.tokenizer_files import TokenizerFiles, read_json_object, read_te
 if TYPE_CHECKING:
     import tokenizers
 
-# The classes whose text is split as GPT-2 does; others (Qwen2) need their tokenizer.json.
+# Classes with GPT-2's pre-tokenizer; others (Qwen2) need their tokenizer.json.
 _GPT2_CLASSES = frozenset(("GPT2Tokenizer", "GPT2TokenizerFast", "CodeGenTokenizer", "CodeGenTokenizerFast"))
 _LONG_TEXT = 4096
 _NOT_OF_THE_LIBRARY = (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError, QuireError)
@@ -24,7 +24,7 @@ _STRIP_FIRST_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
 
 class LibraryBorder:
-    """Turns whatever the library raises inside a `with` into a ModelFormatError that begins with `problem`.
+    """Turns any exception of the library in a `with` block into a ModelFormatError that begins with `problem`.
 
     The library raises Exception itself and, where its Rust code panics, a PanicException, which is a BaseException.
     """
@@ -45,7 +45,7 @@ class LibraryBorder:
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     if len(text) < _LONG_TEXT:
         return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    # Of a batch the ids are the same, and other threads run meanwhile.
+    # encode_batch gives the same ids, and releases the GIL.
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
@@ -60,7 +60,7 @@ class TokenizersBackend:
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = files.flag("split_special_tokens", False)
         _add_tokens(tokenizer, files)
-        # As in transformers 5: the clean-up would eat spaces that a BPE model wrote.
+        # As in transformers 5: the clean-up would remove spaces that a BPE model generated.
         self._cleans_up = files.flag("clean_up_tokenization_spaces", False) and type(tokenizer.model).__name__ != "BPE"
         self._decoder_kind, self._strips_first_space, self._has_bytes = _read_decoder(tokenizer)
         self._bytes_by_id: dict[int, bytes] = {}
@@ -85,7 +85,7 @@ class TokenizersBackend:
     def encode_without(self, text: str, hidden: frozenset[str], is_first: bool = True) -> list[int]:
         """Return the ids of a text in which the added tokens `hidden` are ordinary text.
 
-        is_first  nothing stands before the text; otherwise an added token does
+        is_first  nothing precedes the text; otherwise an added token does
         """
         with self._encoding:
             known = self._without.get((hidden, is_first))
@@ -118,7 +118,7 @@ class TokenizersBackend:
         return self._tokenizer.token_to_id(token)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what a token adds to the text, in UTF-8; b"" for ids without a token."""
+        """Return a token's contribution to the text, in UTF-8; b"" for ids without a token."""
         found = self._bytes_by_id.get(token_id)
         if found is None:
             found = self._bytes_by_id[token_id] = self._find_bytes(token_id)
@@ -159,8 +159,8 @@ class TokenizersBackend:
 
     @cached_property
     def _context(self) -> tuple[int, str] | None:
-        """A token, and its text, after which the decoder shows all that another one adds; at the start of a text it may drop
-        a space.
+        """A token and its text, after which the decoder shows the whole text of another token; at the start of a text it may
+        drop a space.
         """
         for token_id in range(self._tokenizer.get_vocab_size(with_added_tokens=False)):
             token = self._tokenizer.id_to_token(token_id) or ""
@@ -178,7 +178,7 @@ class TokenizersBackend:
 
 
 def _without_prefix(step: Any, of_schemes: Sequence[str] = ("first", "always")) -> Any:
-    """Return a normalizer or pre-tokenizer, as tokenizer.json has it, that puts no space before a text and takes none away.
+    """Return a normalizer or pre-tokenizer, in the form of tokenizer.json, that neither adds nor removes a space before a text.
 
     of_schemes  the prepend_scheme values of Metaspace that become "never"; with ("first",) nothing else is changed
     """
@@ -198,7 +198,7 @@ def _without_prefix(step: Any, of_schemes: Sequence[str] = ("first", "always")) 
 
 
 def _rebuild(content: dict[str, Any], hidden: frozenset[str]) -> tokenizers.Tokenizer:
-    """Return a tokenizer of what a tokenizer.json holds, without the added tokens `hidden` and tokens around a text."""
+    """Return a tokenizer from the content of a tokenizer.json, without the added tokens `hidden` and tokens around a text."""
     import tokenizers
 
     added = [token for token in content["added_tokens"] if token["content"] not in hidden]
@@ -243,7 +243,7 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
         raise ModelFormatError(f"{vocab_path} must map tokens to ids")
     if not all(len(pair) == 2 for pair in merges):
         raise ModelFormatError(f"{merges_path} must hold two tokens per line, got {next(p for p in merges if len(p) != 2)!r}")
-    with LibraryBorder(f"{vocab_path} and {merges_path} contradict each other, or the files beside them"):
+    with LibraryBorder(f"{vocab_path} and {merges_path} contradict each other, or the files next to them"):
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=files.flag("add_prefix_space", False))
         tokenizer.decoder = decoders.ByteLevel()
@@ -256,7 +256,7 @@ def load_vocab_and_merges(files: TokenizerFiles) -> TokenizersBackend:
 
 
 def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add the tokens that the small files know and the tokenizer does not, as far as their ids are known."""
+    """Add tokens that are only in the small files, if their ids are known."""
     from tokenizers import AddedToken
 
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
@@ -277,7 +277,7 @@ def _add_tokens(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
 
 
 def _set_post_processor(tokenizer: tokenizers.Tokenizer, files: TokenizerFiles) -> None:
-    """Add bos and eos around a text where tokenizer_config.json asks for it."""
+    """Add bos and eos around a text if tokenizer_config.json says so."""
     from tokenizers import processors
 
     begin, end = "", ""

@@ -266,7 +266,7 @@ def test_everything_is_reached_when_there_is_only_a_keyboard(browser, server):
     browser.tab_to("Engine")
     browser.press(ENTER)
     browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
-    ask(server.url, "Then", 8)  # the steps before were of nobody who looked
+    ask(server.url, "Then", 8)  # earlier steps had no viewer
     browser.tab_to("Steps of the engine")
 
     def is_read_out():

@@ -1,4 +1,4 @@
-"""Clients that go, stall, never read, or send what is not a request: the others notice nothing, and nothing is left behind."""
+"""Clients that disconnect, stall, never read, or send invalid requests: others are not affected, and no resource leaks."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Signals to the server: what runs ends well, what comes is turned away, and no process stays behind."""
+"""Signals to the server: running requests end normally, new ones are refused, and no process remains."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Ranks killed or stopped in random states, a hundred times and more: the others end soon, and nothing stays behind."""
+"""Ranks are killed or stopped in random states, over a hundred times: the others end soon, and nothing remains."""
 
 from __future__ import annotations
 

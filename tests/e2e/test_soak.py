@@ -1,4 +1,4 @@
-"""Minutes of mixed traffic with clients that go, bad requests and dying engines: nothing grows, nothing stays behind.
+"""Minutes of mixed traffic with disconnects, invalid requests and engine crashes: no resource grows or leaks.
 
 QUIRE_SOAK_S sets how long.
 """

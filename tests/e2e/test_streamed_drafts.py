@@ -1,4 +1,4 @@
-"""Drafts behind HTTP: streams and whole answers are those without drafts, and clients that go leave no block behind."""
+"""Drafts over HTTP: streams and whole answers equal those without drafts, and disconnects leak no block."""
 
 import asyncio
 import json

@@ -100,7 +100,7 @@ class Wire:
 
     @property
     def text(self):
-        """The text that has come."""
+        """The received text."""
         chunks = [json.loads(event) for event in self.events if event != "[DONE]"]
         return "".join(choice["text"] for chunk in chunks for choice in chunk.get("choices", ()))
 

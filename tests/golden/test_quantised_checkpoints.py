@@ -1,4 +1,4 @@
-"""Tiny checkpoints written by the owners of the formats: logits of the dense weights recorded beside them."""
+"""Tiny checkpoints written by the formats' own tools, with recorded logits of the dense weights."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The real small checkpoint of the shared data generates the tokens recorded beside it."""
+"""The small real checkpoint of the shared data generates its recorded tokens."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which sequence computes what in which block: sequences, block pool, prefix index, scheduler. No torch."""
+"""Sequences, block pool, prefix index and scheduler. No torch."""
 
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
 from quire.engine.scheduling.invariants import check_invariants

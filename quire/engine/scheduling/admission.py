@@ -2,7 +2,7 @@
 
 The KV of the last output token is never computed: a sequence that ends with T tokens needs room for T - 1. An embedding
 has no output token: its prompt may be as long as max_model_len, and needs room for all of it. A request is
-accepted when each of its sequences, alone in the pool, can reach its end; so there is always one that can go on.
+accepted if each of its sequences, alone in the pool, can reach its end; so there is always one that can continue.
 
 An explicit max_tokens is a promise: if the pool cannot hold it, the request is refused. Without max_tokens the output may
 become as long as max_model_len and the pool allow, and then ends with "length". Where max_tokens exceeds
@@ -68,7 +68,7 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
 def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
     """Return the number of tokens, prompt and output together, at which a sequence of a servable request ends.
 
-    One that is pooled ends with its prompt, before it reaches that number.
+    A pooling request ends with its prompt, before it reaches that number.
     """
     if request.pooling is not None:
         return len(request.prompt_token_ids) + 1
@@ -80,7 +80,7 @@ def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
 def new_sequence(
     request: Request, config: SchedulerConfig, sequence_id: SequenceId, arrival: int, choice: int, now: float
 ) -> Sequence:
-    """Return a choice of a servable request, which waits, or is held until choice 0 has computed the prompt."""
+    """Return a choice of a servable request, which is WAITING, or HELD until choice 0 has computed the prompt."""
     has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
     switch_len = config.rope_switch_len
     return Sequence(

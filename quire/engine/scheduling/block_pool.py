@@ -1,4 +1,4 @@
-"""BlockPool: who holds which block of the KV cache, and which block is given out next."""
+"""BlockPool: reference counts and the free list of the KV cache's blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.base.ids import BlockId
 
 
 class _Block:
-    """One block; prev and next link it into the free list while nobody holds it, and are None otherwise."""
+    """One block; prev and next link it into the free list while it is free, and are None otherwise."""
 
     __slots__ = ("block_id", "next", "num_refs", "prev")
 
@@ -24,10 +24,10 @@ class BlockPool:
     """A fixed number of blocks with reference counts and a free list in least-recently-used order.
 
     The free list is doubly linked through the blocks between two sentinels, so that a cached block in its middle can be
-    taken back in O(1) when a prefix hits it; a deque would have to search. Blocks leave at the head and come back at the
-    tail, or at the head where nobody can find their content again: the memory of a block that was never used has yet to be
-    taken from the system, which can take longer than the step. A freed block keeps its content until it is allocated again,
-    and only then is `on_reuse` told.
+    reused in O(1) by a prefix hit; a deque would have to search. Blocks are taken from the head and returned to the
+    tail, or to the head if their content cannot be found again: these are reused first, since a never used block
+    still needs memory from the system, which can take longer than a step. A freed block keeps its content until it is
+    allocated again, and only then `on_reuse` is called.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class BlockPool:
     ) -> None:
         """Make a pool in which every block is free; num_blocks >= 1.
 
-        on_reuse(id) is called when id gets a new content; is_kept(id) says of a block that is freed whether its content can be
-        found again, and without it all can.
+        on_reuse(id) is called when a block gets new content. is_kept(id) returns whether the content of a freed block can be
+        found again; without it this is assumed for all blocks.
         """
         if num_blocks < 1:
             raise ConfigError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -60,7 +60,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, cached ones included."""
+        """Free blocks, including cached ones."""
         return self._num_free
 
     def num_refs(self, block_id: BlockId) -> int:
@@ -68,7 +68,7 @@ class BlockPool:
         return self._blocks[block_id].num_refs
 
     def allocate(self, num_blocks: int) -> tuple[BlockId, ...] | None:
-        """Take the blocks that have been free the longest, with one reference each.
+        """Allocate the blocks that have been free the longest, with one reference each.
 
         None, and no change, if fewer are free.
         """
@@ -97,19 +97,19 @@ class BlockPool:
     def free(self, block_ids: Sequence[BlockId]) -> None:
         """Drop a reference of each block of a table given in order.
 
-        The last one goes first: it is then the first to be reused, and what many sequences have in common lives longest.
+        The last block is freed first, so it is reused first, and prefixes that many sequences share stay longest.
         """
         for block_id in reversed(block_ids):
             block = self._blocks[block_id]
             if block.num_refs == 0:
-                raise InvariantError(f"block {block_id} is freed, but nobody holds it")
+                raise InvariantError(f"block {block_id} is freed, but has no references")
             block.num_refs -= 1
             if block.num_refs == 0:
                 is_kept = self._is_kept is None or self._is_kept(block.block_id)
                 self._insert(block, self._tail if is_kept else self._head.next)
 
     def iter_free(self) -> Iterator[BlockId]:
-        """Yield the free blocks, the next to be allocated first. Raises InvariantError where two links disagree."""
+        """Yield the free blocks, the next to be allocated first. Raises InvariantError if two links disagree."""
         last, block = self._head, self._head.next
         while block is not None and block is not self._tail:
             if block.prev is not last:
@@ -120,7 +120,7 @@ class BlockPool:
             raise InvariantError("the free list does not reach its end")
 
     def _insert(self, block: _Block, after: _Block | None) -> None:
-        """Link a block before the one that is to come after it."""
+        """Insert a block into the list before another."""
         before = None if after is None else after.prev
         if after is None or before is None:
             raise InvariantError("the free list has lost an end")

@@ -1,4 +1,4 @@
-"""SequenceUpdate: what the scheduler tells the engine about a sequence."""
+"""SequenceUpdate: the scheduler's messages to the engine about a sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.engine.scheduling.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """What has happened to a sequence so far; times in seconds on the clock of the caller's `now`.
+    """Measurements of a sequence so far; times in seconds on the clock of the caller's `now`.
 
     first_scheduled_s  None if it never ran
     first_token_s      None if it has no output
@@ -28,7 +28,7 @@ class SequenceStats:
 
     @classmethod
     def of(cls, sequence: Sequence) -> SequenceStats:
-        """Return those of a sequence as it stands."""
+        """Return the present measurements of a sequence."""
         return cls(
             added_s=sequence.added_s,
             first_scheduled_s=sequence.first_scheduled_s,
@@ -39,18 +39,18 @@ class SequenceStats:
 
 
 class SequenceUpdate(NamedTuple):
-    """News of one sequence. Every sequence of an accepted request gets exactly one with a finish_reason, its last.
+    """An update of one sequence. Every sequence of an accepted request gets exactly one with a finish_reason, its last.
 
     A tuple, as one is made for every token: a frozen dataclass of as many fields takes six times as long to make.
 
-    new_token_ids          output tokens since the last update; a token that ended the output is among them
-    logprobs               one per new token, where the request asks for them
-    prompt_logprobs        of consecutive prompt tokens, each handed out once and in order, for choice 0 alone
+    new_token_ids          output tokens since the last update, including a token that ended the output
+    logprobs               one per new token, if requested
+    prompt_logprobs        of consecutive prompt tokens, each returned once and in order, only for choice 0
     prompt_logprobs_start  prompt position of the first of them, >= 1; 0 when there are none
     pooled                 the vector of a request with pooling params, with finish_reason "stop"
     stop_reason            the stop token id or stop string; None for end of sequence
-    is_ended_by_token      with finish_reason "stop": its last token ended it, and is no part of the text
-    error                  why it ended with "error"; error_param: the field at fault, where the request is
+    is_ended_by_token      with finish_reason "stop": its last token ended it, and is not part of the text
+    error                  why it ended with "error"; error_param: the invalid field, if the request is invalid
     start                  with the first new token, None otherwise
     stats                  with the finish_reason, None before
     """

@@ -1,7 +1,7 @@
-"""HostTier: which page is in which slot of the host tier, and which pages the next step saves and loads.
+"""HostTier: the mapping of pages to slots of the host tier, and the pages that the next step saves and loads.
 
 A page is the KV of one full block. Its key is the key of the block: the hash of its tokens and of all tokens before them. The
-bytes are in the worker, which copies them between blocks and slots as the plans say; here are only the books.
+bytes are in the worker, which copies them between blocks and slots as the plans say; this module only tracks them.
 
 A save copies a block as it stands before the step, and all saves of a step come before its loads. So a slot that the step loads
 from is never given to a save of the same step; and a block that the step loads into and gives away again needs no save.
@@ -90,7 +90,7 @@ class HostTier:
         return slots
 
     def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
-        """Take note that a published block is about to be given away; save its page in the next plan if that is worth it."""
+        """Called before a published block is reused; saves its page in the next plan if that is worthwhile."""
         slot = self._loads.pop(block_id, None)
         if slot is not None:
             self.unpin([slot])
@@ -156,7 +156,7 @@ class HostTier:
         """Allow pages to be replaced again; one without a key, whose reading has failed, frees its slot."""
         for slot in slots:
             if self._num_pins[slot] == 0:
-                raise InvariantError(f"slot {slot} of the host tier is unpinned, but nobody has pinned it")
+                raise InvariantError(f"slot {slot} of the host tier is unpinned, but was not pinned")
             self._num_pins[slot] -= 1
             if self._num_pins[slot] == 0 and self._keys[slot] is None:
                 self._free.append(slot)
@@ -200,7 +200,8 @@ class HostTier:
         return slots
 
     def install(self, slot: int, key: int) -> None:
-        """Enter the page that was read into a reserved slot, which stays pinned; an equal page that came meanwhile stays."""
+        """Enter the page that was read into a reserved slot, which stays pinned; if an equal page was saved meanwhile, that one
+        stays."""
         if key not in self._slots:
             self._enter(key, slot)
             self._from_disk.add(slot)
@@ -215,7 +216,7 @@ class HostTier:
             self.unpin(self._held.pop(request_id, ()))
 
     def drop_slots(self, slots: Iterable[int]) -> None:
-        """Forget the pages in slots whose content is not known, because the step that saved them has failed."""
+        """Drop the pages in slots whose content is unknown, because the step that saved them failed."""
         for slot in slots:
             key = self._keys[slot]
             if key is not None:
@@ -224,7 +225,7 @@ class HostTier:
                     self._free.append(slot)
 
     def find_problem(self) -> str | None:
-        """Return what contradicts itself in the books, for check_invariants; O(slots)."""
+        """Return a description of an inconsistency, for check_invariants; O(slots)."""
         if any(self._keys[slot] != key for key, slot in self._slots.items()):
             return "finds a page in a slot that has another one"
         if sum(key is not None for key in self._keys) != len(self._slots):

@@ -1,4 +1,4 @@
-"""StepsInFlight: the steps that are planned and not committed, and the blocks that they may still write."""
+"""StepsInFlight: the steps that are planned but not committed, and the blocks that they may still write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quire.engine.scheduling.sequence import Sequence
 
 
 class StepsInFlight:
-    """At most max_steps: the one that runs and the one behind it; or with pipeline stages one for each stage.
+    """At most max_steps: the running step and the next one; with pipeline stages, one for each stage.
 
-    The blocks of a sequence that has ended are kept here until the last step that computes it is committed, as that may write
-    them until then.
+    The blocks of a sequence that has ended are kept here until the last step that computes it is committed, because the step
+    may still write them.
     """
 
     def __init__(self, max_steps: int = 2) -> None:
@@ -31,7 +31,7 @@ class StepsInFlight:
 
     @property
     def first(self) -> StepPlan | None:
-        """The next to be committed; None where there is none."""
+        """The next plan to be committed; None if there is none."""
         return self._plans[0] if self._plans else None
 
     @property
@@ -40,13 +40,14 @@ class StepsInFlight:
         return [block_id for _, block_ids in self._retired for block_id in block_ids]
 
     def begin(self, plan: StepPlan) -> None:
-        """Take in the plan of the step that follows those in flight."""
+        """Add the plan of the next step."""
         if len(self._plans) == self._max_steps:
             raise InvariantError(f"step {self._plans[0].step_id} must be committed before another one is scheduled")
         self._plans.append(plan)
 
     def end(self, plan: StepPlan, result: StepResult) -> list[list[BlockId]]:
-        """Let a step go, and return the tables whose blocks nothing writes any more. Raises InvariantError for a wrong one."""
+        """Remove the oldest step, and return the block tables that nothing writes any more. Raises InvariantError for another
+        step."""
         if not self._plans or plan is not self._plans[0] or result.step_id != plan.step_id:
             raise InvariantError(f"result of step {result.step_id} and plan of step {plan.step_id} are not those in flight")
         del self._plans[0]
@@ -73,5 +74,5 @@ class StepsInFlight:
         self._retired.append((last, block_ids))
 
     def num_tokens_before(self, plan: StepPlan, sequence_id: SequenceId) -> int:
-        """Return how many tokens of a sequence are computed by the steps in flight that come before a plan."""
+        """Return how many tokens of a sequence are computed by the steps in flight before a plan."""
         return sum(other.num_scheduled_tokens.get(sequence_id, 0) for other in self._plans if other.step_id < plan.step_id)

@@ -1,4 +1,4 @@
-"""check_invariants: walks the real structures of a scheduler, for tests and for debugging; O(pool + all tokens)."""
+"""check_invariants: checks the data structures of a scheduler, for tests and debugging; O(pool + all tokens)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""KvAllocator: gives sequences their blocks, shares equal prefixes, and copies before a shared block is written.
+"""KvAllocator: allocates blocks for sequences, shares equal prefixes, and copies shared blocks before they are written.
 
-One rule keeps shared KV intact: a sequence writes only into blocks that it alone holds and that are not published.
+One rule keeps shared KV intact: a sequence writes only into blocks that are not shared and not published.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.engine.scheduling.state_checkpoints import StateCheckpoints
 
 @dataclass(frozen=True, slots=True)
 class BlockGrowth:
-    """How a block table changed, in the words of StepPlan.
+    """How a block table changed, with the terms of StepPlan.
 
     appended  new blocks at its end
     replaced  (index in the table, new block)
-    copies    (source, target) of those replaced blocks whose earlier tokens are kept. The source may already belong to
+    copies    (source, target) of the replaced blocks whose earlier tokens are kept. The source may already belong to
               another sequence, which writes it in the same step: hence all copies come before all writes
     """
 
@@ -38,11 +38,11 @@ class BlockGrowth:
 NO_GROWTH = BlockGrowth()
 
 _MARK = "\udfff"
-"""Begins roots that are not only a salt. Half of a character: few salts begin with it, and those get one more."""
+"""Prefix of roots that are not only a salt. It is a lone surrogate, with which few salts begin; such salts are escaped."""
 
 
 def content_root(sequence: Sequence) -> str:
-    """Return what the keys of a sequence's blocks start from: what besides tokens changes their KV or keeps requests apart."""
+    """Return the root of a sequence's block keys: everything other than tokens that changes the KV or separates requests."""
     salt = sequence.request.cache_salt
     if sequence.short_rope_len is not None:
         return f"{_MARK}short rope{salt}"
@@ -53,7 +53,7 @@ class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences.
 
     states     checkpoints of recurrent states; None: the model has no recurrent state
-    host_tier  where blocks go that are replaced; None: there is none. Not beside recurrent states
+    host_tier  where replaced blocks are saved; None: there is none. Not supported with recurrent states
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KvAllocator:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Free blocks that stand in the prefix index."""
+        """Free blocks that are in the prefix index."""
         return self._num_cached_blocks
 
     def cached_block_ids(self) -> list[BlockId]:
@@ -86,9 +86,9 @@ class KvAllocator:
         return [block_id for _, block_id, _ in self.index.iter_entries() if self.pool.num_refs(block_id) == 0]
 
     def admit(self, sequence: Sequence) -> int | None:
-        """Give a sequence without blocks room for all its known tokens, and return how many of them are cached.
+        """Allocate blocks for all known tokens of a sequence without blocks, and return how many tokens are cached.
 
-        None, and no change, when too few blocks are free. Sets its block table and num_computed_tokens.
+        None, without a change, if too few blocks are free. Sets its block table and num_computed_tokens.
         """
         contents = self._cacheable(sequence)
         hits = self.index.match(contents)
@@ -100,7 +100,7 @@ class KvAllocator:
         if num_new + num_revived > self.pool.num_free:
             return None
         self._num_cached_blocks -= num_revived
-        self.pool.share(hit_ids)  # before allocate, which could otherwise hand out the hits themselves
+        self.pool.share(hit_ids)  # before allocate, which could otherwise return the hits themselves
         tier = self.host_tier
         if tier is None:
             sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
@@ -116,9 +116,9 @@ class KvAllocator:
     def _allocate_and_load(
         self, sequence: Sequence, hits: list[PrefixEntry], contents: list[BlockContent], num_new: int, tier: HostTier
     ) -> None:
-        """Give a sequence its blocks, and load the pages of the host tier that follow its hits, to which they are added.
+        """Allocate a sequence's blocks, and load the pages of the host tier that follow its hits, to which they are added.
 
-        Loaded blocks are published at once: the loads of a step come before everything that reads them.
+        Loaded blocks are published at once, since the loads of a step are executed before everything that reads them.
         """
         for entry in hits:
             entry.is_reused = True
@@ -141,7 +141,7 @@ class KvAllocator:
         tier.let_go(sequence.request.request_id)
 
     def missing_keys(self, sequence: Sequence) -> list[int]:
-        """Return the keys of its blocks that may come from a cache, after those that the pool and the host tier have."""
+        """Return the keys of a sequence's cacheable blocks after those that the pool and the host tier have."""
         contents = self._cacheable(sequence)
         rest = [content.key for content in contents[len(self.index.match(contents)) :]]
         return rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :]
@@ -154,7 +154,7 @@ class KvAllocator:
         return replace(plan, page_saves=saves, page_loads=loads)
 
     def end_page_moves(self, plan: StepPlan, is_failed: bool) -> None:
-        """Take in that a plan was executed; where it has failed, its pages and the blocks that it loaded count as unknown."""
+        """Record that a plan was executed; if it failed, its saved pages and loaded blocks are dropped."""
         tier = self.host_tier
         if tier is None:
             return
@@ -174,18 +174,18 @@ class KvAllocator:
             entry.is_saved = tier.save(entry.block_id, entry.content.key)
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """Return whether `admit` finds enough blocks for a sequence, of whose tokens none is cached."""
+        """Return whether `admit` would find enough blocks for a sequence if none of its tokens is cached."""
         return self._num_blocks_for(sequence.num_tokens) <= self.pool.num_free
 
     def grow(self, sequence: Sequence, num_tokens: int, num_launched: int = 0) -> BlockGrowth | None:
-        """Make the slots of the next num_tokens >= 1 tokens writable; None, and no change, when too few blocks are free.
+        """Make the slots of the next num_tokens >= 1 tokens writable; None, without a change, if too few blocks are free.
 
-        num_launched: tokens behind the computed ones that a step in flight computes.
+        num_launched: tokens after the computed ones that a step in flight computes.
         """
         table, start = sequence.block_ids, sequence.num_computed_tokens + num_launched
         first = start // self.block_size
         is_one_block = first < len(table) and start + num_tokens <= (first + 1) * self.block_size
-        if is_one_block and self._is_writable(table[first]):  # almost every token of a decoding sequence
+        if is_one_block and self._is_writable(table[first]):  # the case of almost every decoded token
             return NO_GROWTH
         num_appended, locked = self._missing(table, start, num_tokens)
         if num_appended == 0 and not locked:
@@ -196,7 +196,7 @@ class KvAllocator:
         replaced = tuple(zip(locked, new_ids, strict=False))
         copies: list[tuple[BlockId, BlockId]] = []
         for index, new_id in replaced:
-            if index * self.block_size < start:  # tokens before the first written one are in it
+            if index * self.block_size < start:  # the block contains tokens before the first written one
                 copies.append((table[index], new_id))
             self.free([table[index]])
             table[index] = new_id
@@ -205,9 +205,10 @@ class KvAllocator:
         return BlockGrowth(appended, replaced, tuple(copies))
 
     def has_room_behind(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
-        """Return whether all running sequences can go on behind a step in flight, which computes `launched` tokens of them."""
+        """Return whether all running sequences can continue after a step in flight, which computes `launched` tokens of
+        them."""
         num_free = self.pool.num_free
-        if num_free >= len(running):  # whose tables cover their known tokens: one more takes at most a block
+        if num_free >= len(running):  # their tables cover the known tokens, so one more token takes at most one block
             return True
         for sequence in running:
             num_launched = launched.get(sequence.sequence_id, 0)
@@ -229,9 +230,9 @@ class KvAllocator:
         return max(0, -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_ids))
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Let `target`, without blocks, hold the blocks of the prompt that it shares with `source`, who has computed it.
+        """Let `target`, which has no blocks, share the blocks of the prompt that `source` has computed.
 
-        The last prompt token is left to compute, so that `target` gets logits of its own.
+        The last prompt token is computed again, so that `target` gets its own logits.
         """
         target.block_ids = source.block_ids[: self._num_blocks_for(target.num_prompt_tokens)]
         self.pool.share(target.block_ids)
@@ -241,15 +242,15 @@ class KvAllocator:
             self.states.fork(source, target)
 
     def can_fork(self, source: Sequence) -> bool:
-        """Return whether there is all that forks of a sequence start from."""
+        """Return whether everything that forks of a sequence start from is available."""
         return self.states is None or self.states.can_fork(source)
 
     def release(self, sequence: Sequence) -> None:
-        """Free all blocks of a sequence; published ones can be found until they are reused."""
+        """Free all blocks of a sequence; published ones remain cached until they are reused."""
         self.free(self.detach(sequence))
 
     def detach(self, sequence: Sequence) -> list[BlockId]:
-        """Take all blocks from a sequence, and return them in order, to be freed later."""
+        """Remove all blocks from a sequence, and return them in order, to be freed later."""
         block_ids, sequence.block_ids = sequence.block_ids, []
         sequence.num_computed_tokens = 0
         sequence.num_published_blocks = 0
@@ -259,7 +260,7 @@ class KvAllocator:
         return block_ids
 
     def publish(self, sequence: Sequence) -> None:
-        """Enter the full blocks of a sequence, up to its computed tokens, into the prefix index; and the states kept in it."""
+        """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and its saved states."""
         self._publish(sequence)
         if self.states is not None:
             self.states.commit(sequence)
@@ -271,7 +272,7 @@ class KvAllocator:
         if num_full <= sequence.num_published_blocks:
             return
         if sequence.last_entry is not None and not sequence.last_entry.is_live:
-            # The chain stood on an equal block of a sequence that is gone: start again with our own blocks.
+            # The chain referred to an equal block that was reused: start again with the sequence's own blocks.
             sequence.num_published_blocks, sequence.last_entry = 0, None
         contents, keep_s = self._contents(sequence, num_full), sequence.request.cache_retention_s
         for index in range(sequence.num_published_blocks, num_full):
@@ -306,7 +307,7 @@ class KvAllocator:
         self._num_cached_blocks += sum(self.pool.num_refs(block_id) == 0 and block_id in self.index for block_id in block_ids)
 
     def _reuse(self, block_id: BlockId) -> None:
-        """Forget the content of a block that was free until now."""
+        """Drop the content of a block that was free until now."""
         self._num_cached_blocks -= block_id in self.index
         if self.host_tier is not None:
             entry = self.index.entry_of(block_id)

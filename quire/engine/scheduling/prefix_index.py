@@ -1,11 +1,11 @@
 """PrefixIndex: finds the blocks that already hold the KV of a prefix.
 
-The key of a block is the hash of the key of the block before it and of its own tokens; the chain starts at a root that
-stands for all else that changes the KV or must keep requests apart (today the cache salt). A hash is never trusted alone:
+The key of a block is the hash of the previous block's key and of its own tokens. The chain starts at a root that
+covers everything else that changes the KV or separates requests (the cache salt). A hash alone is never trusted:
 a hit also needs the same root, the same tokens, and the same parent entry, by identity and not by its key.
 
-Blocks are not de-duplicated: the first publisher of a content wins, later holders of the same content keep their own
-block. Hence block ids never change under a sequence and block tables only grow (copy on write apart).
+Blocks are not de-duplicated: the first publisher of a content is indexed, and later holders of the same content keep their own
+block. So the block ids of a sequence never change and block tables only grow (except for copy on write).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.base.ids import BlockId
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """What one full block of a sequence holds: its own tokens, and through the key all that came before."""
+    """The content of one full block of a sequence: its tokens, and a key that covers all earlier ones."""
 
     key: int
     root: str
@@ -27,11 +27,11 @@ class BlockContent:
 
 @dataclass(slots=True, eq=False)
 class PrefixEntry:
-    """A published block. Compared by identity, so that an entry is never taken for a later one with the same key.
+    """A published block. Compared by identity, so that it is never confused with a later entry with the same key.
 
     parent   the entry of the block before it; None for the first block
-    is_live  until its block is reused; an entry whose parent is not live can no longer be found
-    is_reused  another sequence has found it, or it was loaded from a tier; known only where there are tiers
+    is_live  True until its block is reused; an entry whose parent is not live can no longer be found
+    is_reused  another sequence has hit it, or it was loaded from a tier; known only with tiers
     is_saved   its page was saved while the engine was idle
     """
 
@@ -86,7 +86,8 @@ class PrefixIndex:
         return self._entry_by_key.get(key)
 
     def match(self, contents: Iterable[BlockContent]) -> list[PrefixEntry]:
-        """Return the entries of the longest published chain that `contents`, from a sequence's first block on, begins with."""
+        """Return the entries of the longest published chain at the start of `contents`, which begins at a sequence's first
+        block."""
         matched: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
         for content in contents:
@@ -98,10 +99,10 @@ class PrefixIndex:
         return matched
 
     def publish(self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId) -> PrefixEntry | None:
-        """Enter a block whose KV is complete, and return the entry that now stands for its content.
+        """Add a block whose KV is complete, and return the entry of its content.
 
-        That is the entry of an earlier publisher where there is one. None where another content has the same key: it stays.
-        A block that is published already may come again, with the same content.
+        This is the entry of an earlier publisher if there is one. None if another content has the same key, which stays.
+        A published block may be published again, with the same content.
         """
         found = self._entry_by_key.get(content.key)
         if found is not None:
@@ -118,7 +119,7 @@ class PrefixIndex:
         return entry
 
     def drop(self, block_id: BlockId) -> None:
-        """Forget a block, if it was published, because its content is about to change."""
+        """Drop a block, if it is published, because its content is about to change."""
         entry = self._entry_by_block.pop(block_id, None)
         if entry is not None:
             del self._entry_by_key[entry.content.key]

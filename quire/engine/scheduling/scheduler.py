@@ -1,38 +1,39 @@
-"""Scheduler: decides what every step computes, and keeps the books about it.
+"""Scheduler: decides what every step computes, and tracks all unfinished sequences.
 
 A step is {sequence: number of tokens} under one token budget; there is no prefill step and no decode step. In order:
 
 1. Running sequences with one uncomputed token (they decode) get it, in policy order. The budget is never below
-   max_num_seqs, so none of them ever waits behind a prompt.
-2. Running sequences with more uncomputed tokens get chunks, in policy order, of what the budget has left and at most
+   max_num_seqs, so none of them ever waits for a prompt.
+2. Running sequences with more uncomputed tokens get chunks, in policy order, from the rest of the budget and at most
    long_prefill_token_threshold each.
-3. Waiting sequences are admitted in policy order while there is a seat (max_num_seqs), budget, and free blocks for ALL
-   their known tokens, which they get at once. The first that does not fit blocks those behind it, even if they would fit:
-   blocks that become free are for it, so that a long prompt cannot be starved by short ones.
-4. What is in the background (Request.is_background) has its chunks and its admissions only now. Where somebody who is not
-   finds no seat or no blocks in 3, the last running one in the background is preempted for it.
-5. Decoding sequences for which the worker has drafts get slots for them, in policy order, of what budget and blocks are left.
-   A block is left for each running sequence: drafts cause no preemption.
+3. Waiting sequences are admitted in policy order while max_num_seqs, the budget, and the free blocks allow it, for ALL
+   their known tokens, which they get at once. The first that does not fit blocks the ones after it, even if they would fit:
+   blocks that become free are reserved for it, so that short prompts cannot starve a long one.
+4. Background requests (Request.is_background) get chunks and are admitted only now. If another request
+   cannot be admitted in 3, the last running background sequence is preempted for it.
+5. Decoding sequences for which the worker has drafts get slots for them, in policy order, from the remaining budget and blocks.
+   One block is left for each running sequence, so drafts cause no preemption.
 
-Where a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
-blocks and waits, in front, until all its tokens fit again. It may be the one that asked. After a preemption nobody is
-admitted in that step, but those for whom the background made room. The first running sequence is preempted for nobody but
-them, as one that is alone in the pool always fits (see admission; a fork needs a block to spare, so this holds for it too):
-there is always progress. A sequence is left out of plans while the mask of its constraint is pending in the worker. A step is
-empty only if no other sequence has anything to compute: the worker then waits for a mask.
+If a running sequence needs a block and none is free, the last running one in policy order is preempted: it loses its
+blocks and waits at the front until all its tokens fit again. It may be the sequence that needs the block. After a preemption
+no sequence is admitted in that step, except those for which a background sequence was preempted. The first running sequence is
+never preempted (except for such requests): alone in the pool it always fits (see admission; a fork needs a spare block, so this
+holds for it too), so there is always progress. A sequence is left out of plans while the mask of its constraint is pending in
+the worker. A step is empty only if no other sequence has anything to compute: the worker then waits for a mask.
 
 The choices of a request (n > 1) are sequences of their own. All but choice 0 are held back until it has computed the
-prompt, then forked from it where there is a seat and a free block for each; a fork may overtake waiting requests, as it
-costs next to nothing then. Otherwise, or when choice 0 ends before, they wait like others, and the prefix cache serves them.
+prompt, then forked from it if max_num_seqs and free blocks allow it. A fork may overtake waiting requests, since it
+costs almost nothing. Otherwise, or if choice 0 ends before, they wait like others, and the prefix cache serves them.
 
-A sequence that outgrows the short variant of its rope (longrope, dynamic) loses its blocks, too, and is computed again with the
-long variant, as transformers does it; see ModelSpec.rope_switch_len.
+A sequence that becomes longer than the short variant of its rope allows (longrope, dynamic) also loses its blocks, and is
+computed again with the long variant, as in transformers; see ModelSpec.rope_switch_len.
 
-A request with pooling params is a sequence like any other, which ends when its prompt is computed. Where tokens attend in both
-directions (computes_whole_prompts), a prompt is computed in one step, and not found in the prefix cache.
+A request with pooling params is a sequence like any other, which ends when its prompt is computed. With bidirectional
+attention (computes_whole_prompts), a prompt is computed in one step, without the prefix cache.
 
-While a step runs, the next may be planned (schedule_ahead): from what the sequences will have then, one token more each. That
-preempts nobody. Who turns out to have ended meanwhile has computed a token for nothing, in blocks that are its own until then.
+While a step runs, the next may be planned (schedule_ahead), assuming one more token for each sequence. This
+preempts no sequence. A sequence that turns out to have ended has computed one token in vain, in blocks that it keeps until
+then.
 
 With pipeline stages several steps are in flight (schedule_pipelined), each of other sequences: see preemption.py.
 """
@@ -62,12 +63,12 @@ _NOTHING: Mapping[SequenceId, int] = {}
 
 
 class Scheduler:
-    """Holds every unfinished sequence. add, finish and abort may come at any time.
+    """Holds every unfinished sequence. add, finish and abort may be called at any time.
 
-    schedule() and commit() alternate; or schedule_ahead() comes between them, and then commits in the order of the plans.
+    schedule() and commit() alternate; or schedule_ahead() is called between them, and commits follow in the order of the plans.
     With pipeline stages schedule_pipelined() is called instead, up to num_pipeline_stages times before a commit.
 
-    Not thread-safe. When a step fails as a whole, commit a StepResult that has an error for each of its sequences.
+    Not thread-safe. If a whole step fails, commit a StepResult with an error for each of its sequences.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -84,7 +85,7 @@ class Scheduler:
         self.running = SequenceQueue()
         self._sequences: dict[SequenceId, Sequence] = {}
         self._choices: dict[RequestId, list[Sequence]] = {}  # unfinished ones only, in order
-        self._ended: list[SequenceId] = []  # rows that the worker still has
+        self._ended: list[SequenceId] = []  # the worker still has rows for them
         self.in_flight = StepsInFlight(max(2, config.num_pipeline_stages))
         self._sequence_ids = count()
         self._arrivals = count()
@@ -100,7 +101,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without blocks, those held back for a fork included."""
+        """Sequences without blocks, including those held for a fork."""
         return len(self._sequences) - len(self.running)
 
     @property
@@ -120,12 +121,12 @@ class Scheduler:
 
     @property
     def prefix_cache_hits(self) -> int:
-        """Those of them that were found."""
+        """Tokens of these lookups that were found."""
         return self._num_hit_tokens
 
     @property
     def num_preemptions(self) -> int:
-        """Times that a sequence gave up its blocks."""
+        """Number of preemptions."""
         return self._num_preemptions
 
     def sequence(self, sequence_id: SequenceId) -> Sequence:
@@ -137,7 +138,7 @@ class Scheduler:
         return iter(self._sequences.values())
 
     def add(self, request: Request, now: float = 0.0) -> tuple[SequenceId, ...]:
-        """Take a request in and return the ids of its sequences by choice.
+        """Add a request and return the ids of its sequences by choice.
 
         request  has passed `check_servable`
         Raises RequestError, and changes nothing, when its id is in use.
@@ -162,7 +163,7 @@ class Scheduler:
         return self._plan(_NOTHING, now)
 
     def schedule_saves(self, now: float = 0.0) -> StepPlan | None:
-        """Return a step that computes nothing, and saves cached blocks that no tier has; None where there are none."""
+        """Return a step that only saves cached blocks that no tier has; None if there are none."""
         tier = self.kv.host_tier
         if tier is None or len(self.in_flight) > 0:
             return None
@@ -175,14 +176,14 @@ class Scheduler:
         return plan
 
     def missing_keys(self, request: Request) -> list[int]:
-        """Return the keys of the blocks of a request that may be cached, after those that the pool and the host tier have."""
+        """Return the keys of a request's cacheable blocks after those that the pool and the host tier have."""
         sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
         return self.kv.missing_keys(sequence)
 
     def schedule_ahead(self, now: float = 0.0) -> StepPlan | None:
-        """Return the step behind the one in flight; None where that must be committed first.
+        """Return the step after the one in flight; None if that must be committed first.
 
-        Who gets a token there is taken to go on with it, unless it must be its last.
+        Sequences that get a token in flight are assumed to continue, unless it must be their last.
         """
         step = self.in_flight.first
         if step is None or len(self.in_flight) > 1:
@@ -197,7 +198,7 @@ class Scheduler:
         return self._plan(launched, now)
 
     def schedule_pipelined(self, now: float = 0.0) -> StepPlan | None:
-        """Return a step of sequences that no step in flight computes; None where a step must be committed first, or nothing is
+        """Return a step of sequences that are not in flight; None if a step must be committed first, or nothing is
         unfinished.
 
         It takes a share of the running sequences and of the token budget, so that every stage has a step to compute.
@@ -207,8 +208,8 @@ class Scheduler:
         return self._plan(_NOTHING, now, share_of_step(self.config, self.running, self.waiting, self.kv))
 
     def _plan(self, launched: Mapping[SequenceId, int], now: float, limits: StepLimits | None = None) -> StepPlan | None:
-        """Return the step behind one that computes `launched` tokens of sequences; or with limits one of other sequences than
-        those of the steps in flight."""
+        """Return the step after one that computes `launched` tokens of sequences; or, with limits, a step of sequences that
+        are not in flight."""
         draft = StepPlanBuilder(*(limits or (self.config.max_num_batched_tokens,)))
         num_preempted_before = self._num_preemptions
         running = self.running if limits is None else self.in_flight.leave_out(self.running)
@@ -221,12 +222,12 @@ class Scheduler:
                     self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
             if self._num_preemptions == num_preempted_before and not draft.is_starved:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
-        if not launched:  # what drafts follow is not known before
+        if not launched:  # the next drafts are not known earlier
             give_draft_slots(draft, self.kv, len(self.running), self.config.max_num_drafts)
         if draft.is_empty and (len(self.in_flight) > 0 or not any(sequence.is_mask_pending for sequence in self.running)):
             return None
         ended = self._ended
-        if limits is not None:  # the worker keeps the rows of a step until it is collected
+        if limits is not None:  # the worker's rows cannot change until the step is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
         plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv.states))
         self.in_flight.begin(plan)
@@ -239,9 +240,9 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, result: StepResult, now: float = 0.0) -> list[SequenceUpdate]:
-        """Record what the worker did in the oldest plan in flight; return the news, in batch order.
+        """Record the worker's result of the oldest plan in flight; return the updates, in batch order.
 
-        Sequences that ended while the plan was in flight are passed over. A mid-prompt chunk makes no news.
+        Sequences that ended while the plan was in flight are skipped. A chunk before the end of a prompt makes no update.
         """
         for block_ids in self.in_flight.end(plan, result):
             self.kv.free(block_ids)
@@ -272,13 +273,13 @@ class Scheduler:
     def finish(
         self, sequence_id: SequenceId, reason: FinishReason, stop_reason: int | str | None = None
     ) -> SequenceUpdate | None:
-        """End a sequence for a reason found outside, such as a stop string; None if it has ended already."""
+        """End a sequence for an external reason, such as a stop string; None if it has already ended."""
         sequence = self._sequences.get(sequence_id)
         return None if sequence is None else self._end(sequence, reason, stop_reason=stop_reason)
 
     def abort(self, request_id: RequestId) -> list[SequenceUpdate]:
         """End every unfinished choice of a request with "abort"; empty if there is none."""
-        # The last choice goes first, so that choice 0 leaves none behind that would have to be queued for a moment.
+        # The last choice is ended first, so that ending choice 0 does not queue the held ones.
         return [self._end(sequence, "abort") for sequence in reversed(tuple(self._choices.get(request_id, ())))][::-1]
 
     def _chunk(self, draft: StepPlanBuilder, num_left: int) -> int:
@@ -290,7 +291,7 @@ class Scheduler:
     def _schedule_running(
         self, draft: StepPlanBuilder, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
     ) -> None:
-        if num_tokens == 0 or draft.is_full or sequence.status is not SequenceStatus.RUNNING:  # preempted a moment ago
+        if num_tokens == 0 or draft.is_full or sequence.status is not SequenceStatus.RUNNING:  # just preempted
             return
         num_launched = launched.get(sequence.sequence_id, 0) if launched else 0
         while (growth := self.kv.grow(sequence, num_tokens, num_launched)) is None:
@@ -310,7 +311,7 @@ class Scheduler:
             if sequence.request.is_background is not is_background:
                 return
             if self.config.computes_whole_prompts and sequence.num_uncomputed_tokens > draft.num_tokens_left:
-                return  # it is not cut: it waits for a step with room for all of it
+                return  # the prompt is not split: it waits for a step with room for all of it
             num_cached = self.kv.admit(sequence) if len(self.running) < self.config.max_num_seqs else None
             if num_cached is None:
                 victim = find_victim(sequence, self.running)
@@ -350,9 +351,10 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _recompute_with_long_rope(self, sequence: Sequence) -> None:
-        """Let a sequence that has outgrown the short variant of the rope wait until all its tokens are computed again.
+        """Preempt a sequence that has become longer than the short variant of the rope allows, so that all its tokens are
+        recomputed.
 
-        No step in flight computes it: `num_tokens_behind` says that it has nothing to compute after the token that came now.
+        No step in flight computes it: `num_tokens_behind` has returned that nothing is left to compute after the present token.
         """
         self._drop_kv(sequence)
         sequence.short_rope_len = None
@@ -405,7 +407,7 @@ class Scheduler:
         )
 
     def _release_held(self, request_id: RequestId, source: Sequence | None) -> None:
-        """Set the held choices of a request going: forked from `source` where that is possible, else waiting."""
+        """Release the held choices of a request: forked from `source` if possible, otherwise waiting."""
         num_forked = 0
         for sequence in self._choices[request_id]:
             if sequence.status is not SequenceStatus.HELD:
@@ -443,7 +445,7 @@ class Scheduler:
         )
 
     def _drop(self, sequence: Sequence) -> SequenceStats:
-        """Take an ended sequence out of every structure; return what is left to say about it."""
+        """Remove an ended sequence from all structures; return its last update."""
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             last = self.in_flight.last_with(sequence.sequence_id)

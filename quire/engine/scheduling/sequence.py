@@ -14,7 +14,7 @@ OrderKey = tuple[int, float, int, int]
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. HELD: a further choice that waits until choice 0 has computed the prompt they share."""
+    """The state of a sequence. HELD: a further choice that waits until choice 0 has computed the shared prompt."""
 
     HELD = "held"
     WAITING = "waiting"
@@ -23,7 +23,8 @@ class SequenceStatus(Enum):
 
 
 class StateSave(NamedTuple):
-    """A recurrent state that the step in flight keeps: after so many tokens of its sequence, in a slot of StateCheckpoints."""
+    """A recurrent state that the step in flight saves: after num_tokens tokens of its sequence, in a slot of
+    StateCheckpoints."""
 
     position: int
     slot: int
@@ -35,23 +36,23 @@ class Sequence:
     """The mutable state of one choice; only the scheduler and its KvAllocator write it.
 
     token_ids            prompt, then output
-    order_key            place among all sequences under the policy; unique, never changes
+    order_key            order among all sequences under the policy; unique, never changes
     max_total_tokens     prompt and output together, at which it ends with "length"
-    ending_token_ids     the request's; kept here, as they are asked for with every token
+    ending_token_ids     the request's; stored here because they are read for every token
     num_computed_tokens  tokens whose KV is in block_ids, [0, num_computed_tokens)
     block_ids            the block table; covers at least the computed tokens; empty unless RUNNING
     is_known             the worker has a row for it
-    block_contents       of its first full blocks, computed once, survives preemption
-    num_published_blocks blocks from the start of the table that stand in the prefix index, its own or an equal one
+    block_contents       of its first full blocks; computed once, kept after a preemption
+    num_published_blocks blocks from the start of the table that are in the prefix index, themselves or as an equal block
     last_entry           the index entry of the last of them
-    next_prompt_logprob  prompt position whose log probabilities are still to be handed out; all before it have been
+    next_prompt_logprob  next prompt position whose log probabilities are to be returned
     num_requested_drafts drafts that the worker could use after its last known token; 0 unless it decodes
     is_mask_pending      the mask of its constraint is not filled yet; its last known token is computed again; only if RUNNING
-    short_rope_len       tokens up to which it takes the short variant of the rope; with one more it is computed again, with the
-                         long variant, and this is None. None, too, where there are no variants
+    short_rope_len       the longest length with the short variant of the rope; beyond it the sequence is computed again with
+                         the long variant, and this is None. Also None if there are no variants
     state_slot, fork_slot, state_saves, last_checkpoint
-                         of models with a recurrent state, written by StateCheckpoints: the checkpoint that it will start from,
-                         that which its forks will, those that the step in flight makes, and the last one of its output
+                         for models with a recurrent state, written by StateCheckpoints: the checkpoint from which it starts,
+                         the one for its forks, those that the step in flight saves, and the last one of its output
     num_shared_tokens    tokens of blocks that were found without a checkpoint when it was admitted
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
     times                in seconds on the clock of the caller's `now`
@@ -103,29 +104,30 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose KV is to be computed, at least one; exactly one while it decodes."""
+        """Known tokens whose KV is not computed, at least one; exactly one while it decodes."""
         return len(self.token_ids) - self.num_computed_tokens
 
     def num_tokens_behind(self, num_launched: int) -> int:
-        """Return how many tokens are left to compute behind a step that computes num_launched of them.
+        """Return how many tokens are left to compute after a step that computes num_launched of them.
 
-        Where that step brings the next token this is one, unless it is known to be the last. None, too, where the step computes
-        the prompt and further choices wait for that: they share its last block before anything is written behind it.
+        If that step samples the next token this is one, unless that token must be the last. It is 0, too, if the step computes
+        the prompt and further choices wait for it: they share its last block before anything is written after it.
         """
         num_computed = self.num_computed_tokens + num_launched
         num_left = len(self.token_ids) - num_computed
         if num_left > 0:
             return num_left
-        # With a token more it ends, or must be computed again with the other rope.
+        # With one more token it ends, or must be computed again with the long rope.
         is_last = len(self.token_ids) + 1 >= self.max_total_tokens or self.short_rope_len == len(self.token_ids)
         is_forked = self.choice == 0 and self.num_computed_tokens < self.num_prompt_tokens <= num_computed
         return 0 if is_last or (is_forked and self.request.params.num_sequences > 1) else 1
 
     @property
     def max_cached_tokens(self) -> int:
-        """Tokens that may come from the prefix cache: one is left to compute, and every prompt log probability still due.
+        """Tokens that may come from the prefix cache: at least one token is left to compute, and all tokens with prompt log
+        probabilities that are not returned yet.
 
-        None of a prompt whose every hidden state is pooled.
+        0 for a prompt whose hidden states are all pooled.
         """
         if self.request.pooling is not None and self.request.pooling.needs_every_token:
             return 0

@@ -14,7 +14,7 @@ def _key(sequence: Sequence) -> OrderKey:
 
 
 class SequenceQueue:
-    """A list sorted by order_key. Adding and removing search by bisection; what then moves is a few pointers."""
+    """A list sorted by order_key. Adding and removing search by bisection, and then only move pointers."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -39,11 +39,11 @@ class SequenceQueue:
         return self._sequences[-1]
 
     def add(self, sequence: Sequence) -> None:
-        """Insert a sequence at its place."""
+        """Insert a sequence in order."""
         insort(self._sequences, sequence, key=_key)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out. Raises InvariantError when it is not in the queue."""
+        """Remove a sequence. Raises InvariantError if it is not in the queue."""
         index = bisect_left(self._sequences, sequence.order_key, key=_key)
         if index == len(self._sequences) or self._sequences[index] is not sequence:
             raise InvariantError(f"sequence {sequence.sequence_id} is not in the queue it should be in")

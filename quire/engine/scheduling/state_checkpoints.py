@@ -1,14 +1,15 @@
-"""StateCheckpoints: recurrent states that are kept at block borders, so that a cached prefix can be gone on from.
+"""StateCheckpoints: recurrent states that are saved at block borders, so that a cached prefix can be continued.
 
-The blocks of a prefix hold the KV of all its tokens. A recurrent state exists only at the places where it was kept: a prefix is
-a hit up to the last of its blocks after which there is a checkpoint. Checkpoints are slots of a small pool in the worker. They
-belong to published blocks and go with them, or when the pool is full, the one that was used the longest ago first.
+The blocks of a prefix hold the KV of all its tokens. A recurrent state exists only where it was saved: a prefix is
+a hit up to its last block with a checkpoint. Checkpoints are slots of a small pool in the worker. They
+belong to published blocks and are dropped with them, or by LRU eviction when the pool is full.
 
-A state is kept
-- at the last block border of the known tokens of a sequence, when a chunk passes it: the prompt again, or after preemption;
+A state is saved
+- at the last block border of the known tokens of a sequence, when a chunk passes it: for the same prompt again, or after a
+  preemption;
 - at every INTERVAL_TOKENS of a prompt;
-- where the blocks of the sequence were found further than a checkpoint: others begin alike;
-- at each block border while the sequence decodes, in the place of the one before: the next turn of a chat;
+- where the cached blocks of the sequence end after its last checkpoint: other prompts begin in the same way;
+- at each block border while the sequence decodes, replacing the previous one: for the next turn of a chat;
 - before the last token of a prompt that has further choices, for their forks.
 """
 
@@ -49,7 +50,7 @@ class StateCheckpoints:
         return hits[:num_hits]
 
     def start_from(self, sequence: Sequence, hits: list[PrefixEntry]) -> None:
-        """Let a sequence start from the checkpoint of its last hit."""
+        """Make a sequence start from the checkpoint of its last hit."""
         if hits:
             block_id = hits[-1].block_id
             self._slot_by_block.move_to_end(block_id)
@@ -65,13 +66,13 @@ class StateCheckpoints:
             target.state_slot = self._pin(source.fork_slot)
 
     def end_forks(self, source: Sequence) -> None:
-        """Give up the state that forks of a sequence start from; all that will be are made."""
+        """Release the state for forks of a sequence, after all forks are made."""
         if source.fork_slot is not None:
             self._unpin(source.fork_slot)
             source.fork_slot = None
 
     def take_start(self, sequence: Sequence) -> int | None:
-        """Return the slot that a sequence starts from in the step that is planned, None: from nothing. Ends its pin: a step
+        """Return the slot from which a sequence starts in the planned step; None: from zero. Unpins it, since a step
         reads all states before it writes any."""
         slot, sequence.state_slot = sequence.state_slot, None
         if slot is not None:
@@ -79,7 +80,7 @@ class StateCheckpoints:
         return slot
 
     def plan_saves(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Return the states to keep in a step of num_tokens tokens of a sequence: (tokens before it, slot)."""
+        """Return the states to save in a step of num_tokens tokens of a sequence: (tokens before it, slot)."""
         start = sequence.num_computed_tokens
         end = start + num_tokens
         fork_at = sequence.num_prompt_tokens - 1
@@ -98,7 +99,7 @@ class StateCheckpoints:
         return tuple((save.position, save.slot) for save in sequence.state_saves)
 
     def _borders(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """Return the block borders in (start, end] at which the state is kept; the last known border first."""
+        """Return the block borders in (start, end] at which the state is saved; the last known border first."""
         size = self._block_size
         last = (sequence.num_tokens - 1) // size * size
         wanted = [last, sequence.num_shared_tokens]
@@ -109,7 +110,7 @@ class StateCheckpoints:
         return list(dict.fromkeys(place for place in wanted if start < place <= end))
 
     def commit(self, sequence: Sequence) -> None:
-        """Take in that the states of the last step are kept; the blocks of the sequence have been published."""
+        """Record that the states of the last step were saved; the blocks of the sequence have been published."""
         saves, sequence.state_saves = sequence.state_saves, []
         for save in saves:
             if save.is_for_forks:
@@ -130,7 +131,7 @@ class StateCheckpoints:
         return entry if entry is not None and entry.is_live else None
 
     def _replace_last(self, sequence: Sequence, position: int, entry: PrefixEntry) -> None:
-        """Drop the checkpoint that a decoding sequence has kept before this one."""
+        """Drop the previous checkpoint of a decoding sequence."""
         if position <= sequence.num_prompt_tokens:
             return
         last = sequence.last_checkpoint
@@ -139,7 +140,7 @@ class StateCheckpoints:
             self.drop(last.block_id)
 
     def forget(self, sequence: Sequence) -> None:
-        """Give up what a sequence has pinned, as it loses its blocks."""
+        """Release the pins of a sequence that loses its blocks."""
         for save in sequence.state_saves:
             if not save.is_for_forks:
                 self._unpin(save.slot)
@@ -155,7 +156,7 @@ class StateCheckpoints:
             self._free.append(slot)
 
     def check(self, sequences: list[Sequence]) -> None:
-        """Raise InvariantError where slots are lost or held twice, or pins are not those of the sequences."""
+        """Raise InvariantError if slots are lost or held twice, or pins do not match those of the sequences."""
         pins: dict[int, int] = {}
         for sequence in sequences:
             slots = [save.slot for save in sequence.state_saves if not save.is_for_forks]
@@ -171,7 +172,7 @@ class StateCheckpoints:
             raise InvariantError("a slot of a state is free and held at once")
 
     def _allocate(self) -> int | None:
-        """Return a slot without a content, of the least recently used checkpoint where none is free; None: all are pinned."""
+        """Return an empty slot, evicting the least recently used checkpoint if none is free; None: all are pinned."""
         if self._free:
             return self._free.popleft()
         block_id = next((key for key, slot in self._slot_by_block.items() if slot not in self._num_pins), None)

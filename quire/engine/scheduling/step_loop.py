@@ -1,4 +1,4 @@
-"""StepLoop: plans go to the runner and results come back, one step after the other, or the next launched before one is back."""
+"""StepLoop: sends plans to the runner and commits results, synchronously or with the next step launched ahead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class _AtOnce:
-    """A step of a runner that runs none ahead: it is executed when it is collected."""
+    """A step of a synchronous runner: it is executed when it is collected."""
 
     runner: Runner
     plan: StepPlan
@@ -30,7 +30,7 @@ class _AtOnce:
 
 @dataclass(slots=True)
 class _Step:
-    """A step in flight; launched: None and failure says why, where it could not be launched."""
+    """A step in flight; launched: None if it could not be launched; failure has the reason."""
 
     plan: StepPlan
     started_s: float
@@ -41,14 +41,14 @@ class _Step:
 
 
 class StepLoop:
-    """Makes the steps of one scheduler and one runner.
+    """Runs the steps of one scheduler on one runner.
 
-    With an AheadRunner, and is_ahead, the next step is planned and launched before the one that runs is collected, wherever the
-    runner allows that and the scheduler can. Otherwise, or then, the one that runs comes first. With a PipelinedRunner, and
-    is_ahead, as many steps are in flight as it has stages, wherever there are other sequences for them.
+    With an AheadRunner and is_ahead, the next step is planned and launched before the running one is collected, if the
+    runner and the scheduler allow it. Otherwise the running one is collected first. With a PipelinedRunner and
+    is_ahead, as many steps are in flight as it has stages, if there are sequences for them.
 
-    commit   takes in plan and result, in the order of the plans; of a step that failed as a whole, a result of errors
-    windows  that records of steps tell apart, see describe_plan
+    commit   called with plan and result, in the order of the plans; if a whole step failed, with a result of errors
+    windows  that step records distinguish, see describe_plan
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class StepLoop:
         windows: Sequence[int | None] = (None,),
     ) -> None:
         self._scheduler, self._runner, self._commit = scheduler, runner, commit
-        # With pipeline stages no step follows the sequences of one in flight.
+        # With pipeline stages no step continues the sequences of one in flight.
         self._pipelined = runner if is_ahead and isinstance(runner, PipelinedRunner) else None
         self._ahead = runner if self._pipelined is None and is_ahead and isinstance(runner, AheadRunner) else None
         self._launcher = self._pipelined or self._ahead
         self._steps: list[_Step] = []  # in flight, oldest first
         self._windows = windows
         self._last_end_s = 0.0
-        self.is_recording = False  # whether last_step is wanted
+        self.is_recording = False  # whether last_step is recorded
         self.last_step: StepRecord | None = None
 
     @property
@@ -77,16 +77,16 @@ class StepLoop:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether steps are launched ahead at all."""
+        """Whether steps are launched ahead."""
         return self._ahead is not None
 
     def run(self) -> None:
-        """Commit one step, and leave at most one in flight, or one less than there are pipeline stages.
+        """Commit one step, and leave at most one in flight (with pipeline stages, one less than there are stages).
 
-        Does nothing where there is nothing to do.
+        No effect if there is nothing to do.
 
-        What is raised inside of the runner, and is no Exception, is raised when the books are right: the steps that it met are
-        failed, and committed now or by the next calls. So is DeviceLostError, as no step that follows would be better off.
+        A BaseException in the runner that is no Exception is raised after the state is consistent: the affected steps have
+        failed, and are committed now or by the next calls. DeviceLostError too, since later steps would fail in the same way.
         """
         if self._pipelined is not None:
             self._fill_stages(self._pipelined.num_stages)
@@ -103,14 +103,14 @@ class StepLoop:
         self._finish(self._steps[0])
 
     def _fill_stages(self, num_stages: int) -> None:
-        """Launch steps until each stage has one, or there are no other sequences."""
+        """Launch steps until each stage has one, or there are no more sequences."""
         while (num_steps := len(self._steps)) < num_stages:
             self._launch(self._scheduler.schedule_pipelined)
             if len(self._steps) == num_steps:
                 return
 
     def save_pages(self) -> bool:
-        """Make a step that saves cached blocks to the tiers, where nothing is in flight; return whether there were any."""
+        """Run a step that saves cached blocks to the tiers, if nothing is in flight; return whether there were any."""
         if self._steps:
             return False
         self._launch(self._scheduler.schedule_saves)
@@ -120,9 +120,9 @@ class StepLoop:
         return True
 
     def drain(self) -> None:
-        """Commit what is in flight, and launch nothing; what is on a lost device has failed."""
+        """Commit the steps in flight without launching others; steps on a lost device fail."""
         while self._steps:
-            with suppress(DeviceLostError):  # the step's failure is in the books, and in the log
+            with suppress(DeviceLostError):  # the step's failure is already recorded and logged
                 self._finish(self._steps[0])
 
     def _launch(self, schedule: Callable[[float], StepPlan | None]) -> None:
@@ -179,6 +179,6 @@ def _describe(error: Exception) -> str:
 
 
 def _failed(plan: StepPlan, reason: str) -> StepResult:
-    """Return the result of a step that failed as a whole."""
+    """Return the result of a failed step."""
     errors = dict.fromkeys(plan.num_scheduled_tokens, f"the step failed: {reason}")
     return StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True)

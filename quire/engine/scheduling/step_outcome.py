@@ -1,6 +1,6 @@
-"""What a step computed of a sequence, and when an output ends by its tokens alone.
+"""Records a step's tokens of a sequence, and decides whether they end the output.
 
-Stop strings are found later, by whoever makes the text.
+Stop strings are found later, when the text is made.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from quire.engine.scheduling.sequence import Sequence
 class Ending:
     """Why an output ended.
 
-    stop_reason    the stop token, None for end of sequence, for "length", and where the output is complete
-    is_by_token    the last token ended it, and is no part of its text
+    stop_reason    the stop token; None for end of sequence, for "length", and for a complete output
+    is_by_token    the last token ended it, and is not part of its text
     """
 
     finish_reason: FinishReason
@@ -26,7 +26,7 @@ class Ending:
 
 
 def take_computed(sequence: Sequence, num_tokens: int, result: StepResult) -> tuple[tuple[int, ...], Ending | None]:
-    """Record what a step of num_tokens tokens of a sequence came to; return the tokens that came and how they ended it."""
+    """Record the result of a step of num_tokens tokens of a sequence; return the new tokens and how they ended it."""
     sequence.is_mask_pending = sequence.sequence_id in result.mask_pending
     sequence.num_computed_tokens += num_tokens - sequence.is_mask_pending
     if result.verified:
@@ -34,7 +34,7 @@ def take_computed(sequence: Sequence, num_tokens: int, result: StepResult) -> tu
     sequence.num_requested_drafts = result.draft_requests.get(sequence.sequence_id, 0)
     is_complete = sequence.sequence_id in result.completed
     token_ids, ending = _append_sampled(sequence, result.sampled.get(sequence.sequence_id, ()), is_complete)
-    if ending is not None:  # drafts behind the end may have been accepted
+    if ending is not None:  # drafts after the end may have been accepted
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
     return token_ids, ending
 
@@ -42,9 +42,9 @@ def take_computed(sequence: Sequence, num_tokens: int, result: StepResult) -> tu
 def _append_sampled(sequence: Sequence, token_ids: tuple[int, ...], is_complete: bool) -> tuple[tuple[int, ...], Ending | None]:
     """Append sampled tokens up to the one that ends the output; return what was appended and how it ended.
 
-    is_complete: after the last of them nothing can follow, which ends it whatever min_tokens says.
+    is_complete: nothing can follow the last of them, which ends the output even before min_tokens.
 
-    An ending token ends the output once there are min_tokens, itself included. A token that is both the last one allowed
+    An ending token ends the output once there are min_tokens, including itself. A token that is both the last one allowed
     and an ending token counts as "stop"; one that is both end of sequence and a stop token, as end of sequence.
     """
     request, known_ids = sequence.request, sequence.token_ids

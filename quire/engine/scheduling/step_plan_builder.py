@@ -25,27 +25,27 @@ def _start(sequence: Sequence, states: StateCheckpoints | None) -> SequenceStart
 
 
 class StepPlanBuilder:
-    """Collects who computes how many tokens under one token budget; who is taken out again leaves no trace."""
+    """Collects sequences and their numbers of tokens under one token budget. A removed sequence leaves no trace."""
 
     def __init__(self, max_num_tokens: int, max_num_sequences: int | None = None) -> None:
         self._max_num_sequences = max_num_sequences
         self._sequences: dict[SequenceId, Sequence] = {}
         self._num_tokens: dict[SequenceId, int] = {}
-        self._growths: dict[SequenceId, BlockGrowth] = {}  # of the few whose table has changed
+        self._growths: dict[SequenceId, BlockGrowth] = {}  # only sequences whose table has changed
         self._num_draft_slots: dict[SequenceId, int] = {}
         self.num_tokens_left = max_num_tokens
-        """Tokens of the budget that are not given out yet."""
+        """Unused tokens of the budget."""
         self.is_starved = False
-        """Whether a sequence was left out because only a step in flight may bring it blocks."""
+        """Whether a sequence was left out because only a step in flight can free blocks for it."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody computes anything."""
+        """Whether no sequence computes anything."""
         return not self._sequences
 
     @property
     def is_full(self) -> bool:
-        """Whether it has as many sequences as it may have."""
+        """Whether it has the maximum number of sequences."""
         return self._max_num_sequences is not None and len(self._sequences) >= self._max_num_sequences
 
     @property
@@ -54,7 +54,7 @@ class StepPlanBuilder:
         return self._sequences.values()
 
     def add(self, sequence: Sequence, num_tokens: int, growth: BlockGrowth) -> None:
-        """Let a sequence compute num_tokens >= 1 more tokens, in a block table that has just grown so."""
+        """Add num_tokens >= 1 tokens of a sequence, whose block table has just grown by `growth`."""
         sequence_id = sequence.sequence_id
         self._sequences[sequence_id] = sequence
         self._num_tokens[sequence_id] = num_tokens
@@ -63,7 +63,7 @@ class StepPlanBuilder:
             self._growths[sequence_id] = growth
 
     def add_draft_slots(self, sequence: Sequence, num_slots: int, growth: BlockGrowth) -> None:
-        """Let a sequence that is in compute num_slots >= 1 drafts too, for which its table has grown again."""
+        """Add num_slots >= 1 draft slots to a sequence in the step, for which its table has grown again."""
         sequence_id = sequence.sequence_id
         before = self._growths.get(sequence_id)
         self._num_draft_slots[sequence_id] = num_slots
@@ -76,7 +76,7 @@ class StepPlanBuilder:
             )
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, if it is in, and give its tokens back to the budget."""
+        """Remove a sequence, if it is in the step, and return its tokens to the budget."""
         sequence_id = sequence.sequence_id
         if sequence_id in self._sequences:
             del self._sequences[sequence_id]
@@ -85,9 +85,9 @@ class StepPlanBuilder:
             self.num_tokens_left += self._num_draft_slots.pop(sequence_id, 0)
 
     def build(self, step_id: int, ended: tuple[SequenceId, ...], states: StateCheckpoints | None = None) -> StepPlan:
-        """Return the plan; sequences that the worker does not know are described in full, the others by their growth.
+        """Return the plan; new sequences are described in full, the others by their growth.
 
-        states  checkpoints that these start from, and which the step makes
+        states  the checkpoints from which sequences start, and that the step saves
         """
         starts = tuple([_start(sequence, states) for sequence in self._sequences.values() if not sequence.is_known])
         state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] = {}

@@ -1,4 +1,4 @@
-"""StepRecord: what one step computed for whom, for those who watch the engine."""
+"""StepRecord: the work of one step by sequence, for metrics and the live view."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.engine.scheduling.scheduler import Scheduler
 
 
 class StepShare(NamedTuple):
-    """What one sequence computes in a step; is_prefill: prompt tokens, or all known tokens again after a preemption."""
+    """The work of one sequence in a step; is_prefill: prompt tokens, or all known tokens again after a preemption."""
 
     request_id: RequestId
     choice: int
@@ -21,9 +21,9 @@ class StepShare(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What the sequences of a step attend to in layers of one window, summed.
+    """The sum of what the sequences of a step attend to, in layers with one window.
 
-    num_tokens  tokens in the cache whose keys and values are read, those of the step included
+    num_tokens  tokens in the cache whose keys and values are read, including those of the step
     num_pairs   of a new token and a token that it attends to
     """
 
@@ -33,10 +33,10 @@ class Attended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step that was made.
+    """One completed step.
 
-    started_s, duration_s  of time.monotonic(), scheduling and committing included; of a step that was launched behind another
-                           one, from the end of that one on
+    started_s, duration_s  of time.monotonic(), including scheduling and committing; for a step that was launched ahead,
+                           from the end of the previous step
     attended               what its sequences attended to, for each window that describe_plan was given
     """
 
@@ -50,7 +50,7 @@ class StepRecord:
 def describe_plan(
     scheduler: Scheduler, plan: StepPlan, windows: Sequence[int | None] = (None,)
 ) -> tuple[list[StepShare], list[Attended]]:
-    """Return the shares of a plan that is not committed yet, in batch order, and what is attended to.
+    """Return the shares of a plan before its commit, in batch order, and what its sequences attend to.
 
     windows  of the model's layers, each once; None: a token attends to all before it
     """
@@ -66,7 +66,7 @@ def describe_plan(
 
 
 def _attended(spans: Sequence[tuple[int, int]], window: int | None) -> Attended:
-    """Return what is attended to by `count` new tokens behind `start` known ones, for each (start, count)."""
+    """Return what `count` new tokens after `start` known ones attend to, for each (start, count)."""
     num_tokens = num_pairs = 0
     for start, count in spans:
         end = start + count

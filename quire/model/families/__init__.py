@@ -1,4 +1,4 @@
-"""One page per model family: how to read its config.json into a ModelSpec and where its parameters are stored."""
+"""One module (page) per model family: it reads config.json into a ModelSpec and maps parameters to stored tensors."""
 
 from quire.model.families import (
     apertus,

@@ -17,7 +17,7 @@ MODEL_TYPE = "apertus"
 
 _LAYER = PRE_NORM_LAYER | {"attn_in": "attention_layernorm", "mlp_in": "feedforward_layernorm"}
 _CONSTANTS = re.compile(r"layers\.\d+\.mlp\.act_fn\.(beta|eps)")
-"""Stored beside the learned numbers of xIELU, the same in every checkpoint."""
+"""Stored next to the learned numbers of xIELU, the same in every checkpoint."""
 
 
 def read_spec(config: ConfigView) -> ModelSpec:

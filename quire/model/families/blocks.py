@@ -1,4 +1,4 @@
-"""Builders that the pages share: attention, MLP, norms and the whole spec from a ConfigView."""
+"""Builders that the families share: attention, MLP, norms and the whole spec from a ConfigView."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _LEGACY_LAYER_TYPES = {"attention": "full_attention"}
 
 
 def read_head_dim(config: ConfigView) -> int:
-    """Return head_dim; where it is null or has no default, hidden_size / num_attention_heads."""
+    """Return head_dim; if it is null or has no default, hidden_size / num_attention_heads."""
     head_dim = config.nullable_integer("head_dim")
     if head_dim is not None:
         return head_dim
@@ -89,12 +89,12 @@ def read_layer_norm(config: ConfigView, key: str = "layer_norm_eps", *, has_bias
 
 
 def repeat_layer(config: ConfigView, layer: LayerSpec, norm: NormSpec, **fields: Unpack[OutsideLayers]) -> ModelSpec:
-    """Return the spec of a model whose layers are all alike."""
+    """Return the spec of a model with equal layers."""
     return assemble(config, [layer] * config.integer("num_hidden_layers"), norm, **fields)
 
 
 def window_of(config: ConfigView, is_sliding: Sequence[bool]) -> int:
-    """Return the window of layers that slide, which must be there if one does; 0 where none does."""
+    """Return the window of sliding-window layers, which is required if there are any; 0 if there are none."""
     window = config.nullable_integer("sliding_window")
     if window is None and any(is_sliding):
         raise config.error("sliding_window", None, "an integer >= 1, as some layers have a window")
@@ -102,7 +102,7 @@ def window_of(config: ConfigView, is_sliding: Sequence[bool]) -> int:
 
 
 def read_is_sliding(config: ConfigView, default: Callable[[int], bool]) -> list[bool]:
-    """Return for each layer whether it has a window: from `layer_types`, or by the family's rule where that is absent."""
+    """Return for each layer whether it has a window: from `layer_types`, or by the family's rule if that is absent."""
     num_layers = config.integer("num_hidden_layers")
     types = config.strings("layer_types")
     if types is None:
@@ -147,7 +147,7 @@ def assemble(
 ) -> ModelSpec:
     """Return the spec of a model; equal layers become one object. The eos and bos ids are for the caller to add.
 
-    has_own_layer_types  `layer_types` says other things than which layers have a window, and the caller has read it
+    has_own_layer_types  `layer_types` does not say which layers have a window; the caller has read it
     """
     unique: dict[LayerSpec, LayerSpec] = {}
     shared = tuple(unique.setdefault(layer, layer) for layer in layers)
@@ -174,7 +174,7 @@ def assemble(
 
 
 def _max_positions(config: ConfigView, rope: RopeSpec | None) -> int:
-    """Return the positions that the model can take: linear and YaRN scaling may reach past max_position_embeddings."""
+    """Return the number of positions of the model: linear and YaRN scaling may exceed max_position_embeddings."""
     max_positions = config.integer("max_position_embeddings")
     if rope is not None and rope.kind in ("linear", "yarn"):
         return max(max_positions, int(rope.original_max * rope.factor))

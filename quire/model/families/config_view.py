@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 @cache
 def class_defaults(model_type: str) -> Mapping[str, object]:
-    """Return what a key of config.json means where it is absent; taken from transformers' config classes."""
+    """Return the defaults of absent keys of config.json, taken from transformers' config classes."""
     table = json.loads(Path(__file__).with_name("defaults.json").read_text(encoding="utf-8"))
     return table[model_type]
 
 
 class ConfigView:
-    """Reads keys of a config.json. Every method raises ModelFormatError that names key, what was got and what is allowed.
+    """Reads keys of a config.json. Every method raises ModelFormatError with the key, the value and the allowed values.
 
     An absent key has the default of its family's class. A key that is null counts as absent, except in the methods
     `nullable_*`, which return None for it: for those keys null is a value ("no window") and absent another (4096).
@@ -57,7 +57,7 @@ class ConfigView:
         return self._values.get(key) is not None
 
     def unread_keys(self) -> list[str]:
-        """Return the keys that no method was asked for, in the order of the file."""
+        """Return the keys that no method has read, in the order of the file."""
         return [key for key in self._values if key not in self._seen]
 
     def error(self, key: str, got: object, allowed: str) -> ModelFormatError:
@@ -65,7 +65,7 @@ class ConfigView:
         return ModelFormatError(f"{self._file}: {key} must be {allowed}, got {got!r}")
 
     def raw(self, *keys: str) -> object:
-        """Return an unchecked value, None where it is null or absent and without a default."""
+        """Return an unchecked value, None if it is null, or absent without a default."""
         self._seen.update(keys)
         present = [(key, self._values[key]) for key in keys if self._values.get(key) is not None]
         if any(value != present[0][1] for _, value in present[1:]):
@@ -107,7 +107,8 @@ class ConfigView:
         return dict(self._check((key,), lambda v: isinstance(v, dict), "an object", dict))
 
     def integers(self, key: str) -> list[int]:
-        """Return a list of integers from 0 to 2**40; one alone counts as a list of one, null and absent as an empty list."""
+        """Return a list of integers from 0 to 2**40; a single integer counts as a list of one, null and absent as an empty
+        list."""
         value = self.raw(key)
         value = [] if value is None else value if isinstance(value, list) else [value]
         if not all(type(item) is int and 0 <= item <= 2**40 for item in value):
@@ -122,7 +123,7 @@ class ConfigView:
         return self._check((key,), lambda _: all(isinstance(s, str) for s in is_list), "a list of strings", list)
 
     def dtype(self) -> Dtype:
-        """Return the checkpoint's dtype; `dtype` wins over `torch_dtype`, absent is float32."""
+        """Return the checkpoint's dtype; `dtype` takes precedence over `torch_dtype`; absent is float32."""
         key = "dtype" if self.has("dtype") else "torch_dtype"
         self._seen.update(("dtype", "torch_dtype"))
         name = self.string(key).removeprefix("torch.") if self.has(key) else "float32"

@@ -45,7 +45,7 @@ def read_spec(config: ConfigView) -> ModelSpec:
     is_sparse = read_sparse_layers(config)
     moe = _read_moe(config) if any(is_sparse) else None
     if moe is not None and dense.has_bias:
-        raise UnsupportedError("mlp_bias true is not supported beside experts in a 'deepseek_v2' model")
+        raise UnsupportedError("mlp_bias true is not supported together with experts in a 'deepseek_v2' model")
     layers = [
         LayerSpec(attention, moe if sparse and moe is not None else dense, attn_in=norm, mlp_in=norm) for sparse in is_sparse
     ]

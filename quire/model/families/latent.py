@@ -1,4 +1,4 @@
-"""What the pages of models with multi-head latent attention share."""
+"""Shared code of families with multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LATENT_LAYER = {
     "index_weights": "self_attn.indexer.weights_proj",
 }
 _NORM_EPS = 1e-6
-"""Of the norms of latent rows, whatever rms_norm_eps is."""
+"""The epsilon of norms of latent rows, independent of rms_norm_eps."""
 
 
 def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> AttentionSpec:
@@ -52,7 +52,7 @@ def read_latent_attention(config: ConfigView, rope: RopeSpec | None = None) -> A
 
 
 def interleaved(attention: AttentionSpec, is_interleaved: bool = True) -> AttentionSpec:
-    """Return attention whose pairs stand side by side in the checkpoint's heads."""
+    """Return attention whose rotated pairs are adjacent in the checkpoint's heads."""
     assert attention.latent is not None
     return replace(attention, latent=replace(attention.latent, is_interleaved=is_interleaved))
 

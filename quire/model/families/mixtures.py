@@ -1,4 +1,4 @@
-"""What the pages of mixtures of experts share: reading their routing, and finding where their experts are stored."""
+"""Shared code of mixture-of-experts families: reading the routing, and finding the stored experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.model.families.sources import Piece, Source, Sources
 
 _COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LEAST_SUM = 1e-20
-"""What DeepSeek-V3 and those after it add to the sum of weights before they divide by it."""
+"""Added to the sum of weights before dividing by it, in DeepSeek-V3 and later models."""
 
 
 def read_moe(
@@ -35,13 +35,13 @@ def read_moe(
 
 
 def read_shared_expert(config: ConfigView, moe: MoeSpec, key: str) -> MlpSpec | None:
-    """Return the expert that every token is given: as wide as so many of the others as a key says; None where that is 0."""
+    """Return the shared expert, whose width is a multiple (under the given key) of an expert's; None if that is 0."""
     count = 0 if config.raw(key) is None else config.integer(key, minimum=0)
     return None if count == 0 else replace(moe.expert, intermediate_size=count * moe.expert.intermediate_size)
 
 
 def read_groups(config: ConfigView, moe: MoeSpec, num_best: int) -> ExpertGroups | None:
-    """Return the groups of `n_group` and `topk_group`; None where all of them are taken."""
+    """Return the groups of `n_group` and `topk_group`; None if all groups are used."""
     count = config.nullable_integer("n_group") or 1
     num_chosen = config.nullable_integer("topk_group") or 1
     if moe.num_experts % count:
@@ -106,7 +106,7 @@ def read_sparse_layers(config: ConfigView) -> list[bool]:
 
 @dataclass(frozen=True, slots=True)
 class MixtureNames:
-    """Where a mixture is stored below its layer.
+    """The stored names of a mixture below its layer.
 
     block         the module that holds it
     router        below that; correction: of the choice; expert: modules of one, gate, up, down

@@ -1,4 +1,4 @@
-"""FamilyPage: what quire knows of one model family, and the registry of all of them."""
+"""FamilyPage: the description of one model family, and the registry of all families."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from quire.model.families.sources import Sources
 from quire.model.families.wrappers import PREFIXES, WRAPPERS, unwrap
 
 _NOT_NEEDED = re.compile(r"(.*\.)?rotary_emb\.(\w+_)?inv_freq|mtp\..*|medusa_head\..*")
-"""A table that old checkpoints carry and every program computes by itself; a layer and heads that only draft (model/heads)."""
+"""Ignored tensors: rope tables of old checkpoints, and layers and heads that are only for drafting (model/heads)."""
 
 _HEAD = re.compile("(ForCausalLM|LMHeadModel|ForMaskedLM)$")
 _OTHER_HEADS = ("Model", "ForSequenceClassification", "TextModel", "TextForSequenceClassification")
 BIDIRECTIONAL_TYPES = {"llama_bidirec": "llama", "llama_bidirectional": "llama"}
-"""Model types of a family whose tokens attend in both directions (llama-embed-nemotron) -> the family."""
+"""Model types with bidirectional attention (llama-embed-nemotron) -> the family."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyPage:
     """A model family.
 
-    architectures  the classes in config.json whose results the page reproduces; a class that is one of them without its head,
-                   as embedding models are often stored, or with one that classifies sequences, is accepted too
+    architectures  the classes in config.json that the family supports; the base class without an LM head, as embedding models
+                   are often stored, and the class for sequence classification are accepted too
     read_spec      config.json -> ModelSpec, in the checkpoint's dtype
-    find_sources   (spec, stored names without prefix) -> where each canonical parameter comes from; the stored names serve
-                   only to choose between layouts that are both in use
+    find_sources   (spec, stored names without prefix) -> where each canonical parameter comes from; the stored names are
+                   used only to choose between layouts
     prefixes       of stored names, the longest first: the first that fits is dropped, after that of a wrapper
     ignored        stored names, without prefix, that the model does not need
     spare          stored names, without prefix, that only some of the layers need; they are accepted for the others
@@ -92,7 +92,7 @@ def _architectures(model_type: str) -> tuple[str, ...]:
 
 
 def _unknown_type(model_type: str | None, architectures: list[str]) -> UnsupportedError:
-    """Return the error for a model type that is not supported; it names the supported one whose name is the nearest."""
+    """Return the error for a model type that is not supported; it names the supported type with the most similar name."""
     known = sorted({*FAMILIES, *WRAPPERS})
     got = f"model_type {model_type!r}" + (f" (architectures {architectures})" if architectures else "")
     by_architecture = {name.lower(): known_type for known_type in known for name in _architectures(known_type)}

@@ -151,7 +151,7 @@ def read_layer_rope(config: ConfigView, head_dim: int, layer_type: LayerType, *,
     if not is_proportional and values.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedError(f"partial_rotary_factor is not supported in a {config.model_type!r} model")
     theta = base if values.get("rope_theta") is None else values["rope_theta"]
-    # transformers reads `truncate` beside the layer types, never inside one.
+    # transformers reads `truncate` next to the layer types, never inside one.
     values = {**values, "rope_theta": theta, "truncate": nested.get("truncate", True)}
     return _resolve(config, f"rope_parameters.{layer_type}", values, head_dim, is_f32=is_f32)
 

@@ -1,4 +1,4 @@
-"""Sources: where each canonical parameter lies among the tensors of a checkpoint, as data."""
+"""Sources: describe how each canonical parameter is built from the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def rename(spec: ModelSpec, layer: Mapping[str, str], top: Mapping[str, str] = T
 
 
 def pair_halves(spec: ModelSpec, sources: Sources) -> Sources:
-    """Return sources whose q and k rotate element i with i + dim / 2, given those of a model that rotates 2i with 2i + 1.
+    """Return sources for rotating element i with i + dim / 2, given those of a model that rotates 2i with 2i + 1.
 
     The rows of each head of q and k are reordered, and the weights of its norms: the scores stay the same.
     """

@@ -1,4 +1,4 @@
-"""Wrappers: models of text and images whose language model is served; their images are refused."""
+"""Wrappers: multimodal models whose language model is served; images are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_TEXT = re.compile(
 )
 """Names of stored tensors that only images and sounds need."""
 PREFIXES = ("model.language_model.", "language_model.")
-"""What wrappers put before the names of the language model, as transformers saves them and as older files have them."""
+"""Prefixes of the language model's names, as transformers saves them and as in older files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Wrapper:
     """A model type whose config.json has the language model's in its text_config.
 
     text_types  model types that the text_config may have; the first where it names none
-    is_tied     whether the head is the embedding where neither config says so; None: as the language model's family has it
+    is_tied     whether embeddings are tied if neither config says so; None: the default of the language model's family
     """
 
     architectures: tuple[str, ...]

@@ -1,1 +1,1 @@
-"""Heads that draft for a model: the layouts they are stored in, and what runs them."""
+"""Draft heads: their stored layouts, and the classes that run them."""

@@ -1,4 +1,4 @@
-"""Read a head from its folder, and build what runs it."""
+"""Read a draft head from its folder, and build the object that runs it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from quire.model.native_decoder import NativeDecoder
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
 HeadModel = NativeHead | ReferenceHead
-"""What runs a LayerHead, with the same `enter`, `recycled` and `draft`."""
+"""The classes that run a LayerHead, with the same `enter`, `recycled` and `draft`."""
 
 _OF_MTP = ("mtp.", MIMO_PREFIX)
 _MEDUSA_NAME = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.0\.linear|blocks\.\d+\.layers\.\d+)\.weight")
 
 
 def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] | None:
-    """Return what kind of head a folder holds, by the names of its tensors; None for a whole model, or what cannot be read."""
+    """Return the kind of draft head in a folder, by the names of its tensors; None for a whole model or an unreadable
+    folder."""
     try:
         names = set(HeadFolder.open(folder).tensors)
     except ModelFormatError:
@@ -36,7 +37,7 @@ def find_head_kind(folder: Path) -> Literal["eagle", "eagle3", "medusa", "mtp"] 
     if "fc.weight" in names:
         return "eagle3" if any(name.endswith("hidden_norm.weight") for name in names) else "eagle"
     if any(name.endswith("layers.0.input_layernorm.weight") and not name.startswith(_OF_MTP) for name in names):
-        return None  # a whole model, whatever drafts for it is stored beside it
+        return None  # a whole model, even if it contains a draft head
     if any(_MEDUSA_NAME.fullmatch(name) for name in names):
         return "medusa"
     predicts = any(name.startswith(_OF_MTP) or name.endswith(".eh_proj.weight") for name in names)
@@ -57,12 +58,12 @@ def read_parallel_head(folder: Path, target: ModelSpec) -> ParallelHead:
 
 
 def check_head(folder: HeadFolder, kind: Literal["eagle3", "medusa", "mtp"], target: ModelSpec) -> None:
-    """Raise what reading a head would raise."""
+    """Raise the errors that reading a draft head would raise."""
     {"eagle3": read_eagle3, "medusa": read_medusa, "mtp": read_mtp}[kind](folder, target)
 
 
 def build_head(head: LayerHead, target: Model, max_model_len: int, policy: QuantizationPolicy | None = None) -> HeadModel:
-    """Return what runs a head beside a model, natively where the model is.
+    """Return the object that runs a draft head next to a model, with native kernels if the model uses them.
 
     policy  how its weights are quantised, natively only. Raises UnsupportedError
     """

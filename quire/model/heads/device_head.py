@@ -1,4 +1,4 @@
-"""DeviceHead: a LayerHead by the GPU's kernels, as the steps of a model see a decoder."""
+"""DeviceHead: a LayerHead on GPU kernels, with the interface of a decoder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from quire.quant.parameters import Parameter, StoredParameter
 
 
 class DeviceHead:
-    """Runs a head beside the model that it drafts for, whose embedding and output it shares where it has none.
+    """Runs a draft head next to its model, whose embedding and LM head it shares if it has none.
 
-    It stands where a DeviceDecoder does: its steps compute tokens behind the features in `inputs`, row by row, and what they
-    find of the rows whose logits are asked for is there afterwards, in the order of these rows, for the next step.
+    It is used in place of a DeviceDecoder: its steps compute tokens after the features in `inputs`, row by row. Afterwards
+    `inputs` has the features of the rows whose logits were computed, in order, for the next step.
 
     inputs         [most_tokens, hidden_size] in the model's dtype, at a fixed place
     spec           its layer, with the vocabulary of the model
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    max_model_len  the longest sequence; some rope scalings depend on it
     most_tokens    of a step, padding included
-    vocabulary     embedding and output that it shares; None: those of the model, which has the whole of them
+    vocabulary     embedding and LM head that it shares; None: those of the model, which must be unsharded
     """
 
     is_in_order = False
@@ -49,7 +49,7 @@ class DeviceHead:
         vocabulary: DeviceVocabulary | None = None,
     ) -> None:
         if vocabulary is None and target.ranks is not None:
-            raise InvariantError("a draft head beside a tensor-parallel rank needs the whole embedding and LM head")
+            raise InvariantError("a draft head next to a tensor-parallel rank needs the whole embedding and LM head")
         shared = vocabulary or DeviceVocabulary(target.embedding, target.head)
         body, device = head.body, target.device
         self._head, self._target, self._body = replace(head, parameters={}), target, body
@@ -87,12 +87,12 @@ class DeviceHead:
 
     @torch.inference_mode()
     def narrow(self, features: Tensor) -> Tensor:
-        """Return features [R, F] of the model as `inputs` takes them [R, hidden_size]: "beside" fuses them."""
+        """Return features [R, F] of the model in the form of `inputs` [R, hidden_size]: entry "beside" fuses them."""
         return self._fuse(features) if self._head.entry == "beside" else features
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, step: DeviceAttentionMetadata, pool: DeviceKvPool) -> Tensor:
-        """Compute tokens behind the features in `inputs`, and store their KV.
+        """Compute tokens after the features in `inputs`, and store their KV.
 
         token_ids, positions  [T] i64: the token i + 1 of each place i, and i
         Returns               [T, hidden_size], before the final norm
@@ -118,9 +118,9 @@ class DeviceHead:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits [R, vocab_size] of rows of `forward`'s result, -inf of tokens that the head cannot say.
+        """Return the logits [R, vocab_size] of rows of `forward`'s result, -inf for tokens outside the head's vocabulary.
 
-        What these rows are as features of the places behind them is in `inputs` then.
+        Afterwards `inputs` has these rows as features of the next positions.
         """
         normed = hidden if self._final_norm is None else normalize(hidden, self._final_norm)
         self.inputs[: len(hidden)].copy_(normed if self._head.recycles_normed else hidden)

@@ -107,7 +107,8 @@ def _aux_hidden_state_layers(folder: HeadFolder, num_layers: int) -> tuple[int, 
 
 
 def _vocabulary(folder: HeadFolder, draft_vocab: int, vocab_size: int) -> Tensor | None:
-    """Return the model's token of each that the head says, from the offsets `d2t`, checked against the mask `t2d`."""
+    """Return the model's token for each token of the head's vocabulary, from the offsets `d2t`, checked against the mask
+    `t2d`."""
     offsets = folder.tensors.get("d2t")
     if offsets is None:
         if draft_vocab != vocab_size:

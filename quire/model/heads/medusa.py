@@ -20,7 +20,7 @@ _MAX_CHOICES = 1024
 def read_medusa(folder: HeadFolder, target: ModelSpec) -> ParallelHead:
     """Return a Medusa head. Raises ModelFormatError.
 
-    How many outputs there are is counted in what is stored: published configs say too few.
+    The number of outputs is counted from the stored tensors, because published configs have too small numbers.
     """
     tensors = {re.sub(r"^medusa_heads?\.", "", name): tensor for name, tensor in folder.tensors.items()}
     is_blocks = any(name.startswith("blocks.") for name in tensors)

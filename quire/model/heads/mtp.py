@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer behind the last one, in Qwen's layout (`mtp.*`), DeepSeek's (`model.layers.N.*`), or MiMo's
+"""Multi-token prediction: the layer after the last one, in Qwen's layout (`mtp.*`), DeepSeek's (`model.layers.N.*`), or MiMo's
 (`model.mtp_layers.0.*`)."""
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MIMO_MODULES = {
     "feature_norm": "hidden_layernorm",
     "final_norm": "final_layernorm",
 }
-"""Of what a LayerHead has beside its layer, the names behind the prefix."""
+"""Stored names, after the prefix, of a LayerHead's parameters outside its layer."""
 
 
 def read_mtp(folder: HeadFolder, target: ModelSpec) -> LayerHead:
-    """Return the first module for multi-token prediction; its layer is of the model's own kind.
+    """Return the first module for multi-token prediction; its layer has the same kind as the model's.
 
     Raises ModelFormatError or UnsupportedError.
     """
@@ -91,7 +91,8 @@ def _read_mimo(folder: HeadFolder, target: ModelSpec) -> LayerHead:
 
 
 def _layer_of(target: ModelSpec) -> LayerSpec:
-    """Return a layer without a window, where the model has some with one: modules attend to all before them."""
+    """Return a layer without a window: modules attend to all earlier tokens, even if some of the model's layers have a
+    window."""
     return next((layer for layer in reversed(target.layers) if layer.attention.window is None), target.layers[-1])
 
 

@@ -1,4 +1,4 @@
-"""NativeHead: a LayerHead by the native CPU kernels, whole runs of drafts in one call."""
+"""NativeHead: a LayerHead on the native CPU kernels; a whole run of drafts is one call."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from quire.quant.parameters import Parameter
 
 _ENTRIES = {"joined": 1, "beside": 2}
 _SPARE_POSITIONS = 64
-"""Of drafts behind the longest sequence."""
+"""Additional positions for drafts after the longest sequence."""
 
 
 class _NativeHeadBuilder(NativeModelBuilder):
-    """Builds the plan of a head; what it has not is the target's."""
+    """Builds the native plan of a draft head; missing parts are the target's."""
 
     def __init__(self, head: LayerHead, target: NativeDecoder, *args: Any) -> None:
         super().__init__(*args)
@@ -50,9 +50,9 @@ class _NativeHeadBuilder(NativeModelBuilder):
 
 
 class NativeHead(NativeDecoder):
-    """Runs a head beside the model that it drafts for, whose packed embedding and output it shares where it has none.
+    """Runs a draft head next to its model, whose packed embedding and LM head it shares if it has none.
 
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    max_model_len  the longest sequence; some rope scalings depend on it
     quantize       applied to every weight by its name just before it is packed
     """
 
@@ -69,7 +69,7 @@ class NativeHead(NativeDecoder):
         self._vocabulary = None if head.vocabulary is None else head.vocabulary.contiguous()
         super().__init__(native, head.body, dict(head.parameters), max_model_len, quantize)
         self._extend_angles(max_model_len + _SPARE_POSITIONS)
-        self.head_spec = replace(head, parameters={})  # they are packed
+        self.head_spec = replace(head, parameters={})  # they are packed already
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
         return _NativeHeadBuilder(self.head_spec, self._target, *args)
@@ -77,7 +77,7 @@ class NativeHead(NativeDecoder):
     def enter(
         self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, features: Tensor, rows: list[int]
     ) -> Tensor:
-        """Compute tokens behind their features, store their KV, and return the logits [R, V'] f32 of some rows.
+        """Compute tokens after their features, store their KV, and return the logits [R, V'] f32 of some rows.
 
         token_ids, positions  [T] i64: the token i + 1 of each place i, and i
         features              [T, feature_size] f32, or [T, H] of what `recycled` returned
@@ -100,7 +100,7 @@ class NativeHead(NativeDecoder):
         return logits
 
     def recycled(self, count: int) -> Tensor:
-        """Return what the first `count` rows of the last `enter` are features of the next places with: [count, H] f32."""
+        """Return the features of the next positions from the first `count` rows of the last `enter`: [count, H] f32."""
         found = torch.empty(count, self.spec.hidden_size)
         self._plan.recycled(count, found.data_ptr())
         return found
@@ -114,11 +114,11 @@ class NativeHead(NativeDecoder):
         counts: list[int],
         least_share: float = 0.0,
     ) -> list[list[int]]:
-        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them, or those before
-        the first with which all together are less likely than least_share.
+        """As `enter`; return the most likely tokens after the last one of every sequence s: counts[s] of them, or fewer if
+        their joint probability falls below least_share.
 
         runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
-        origins   places, starts of blocks, from which on each sequence is seen
+        origins   positions (starts of blocks) from which on each sequence is attended to
         features  [T or more, feature_size] f32
         """
         if self._kv is not kv:
@@ -141,7 +141,7 @@ class NativeHead(NativeDecoder):
 
 
 class _Place:
-    """The arrays of an AttentionMetadata as the plan takes them."""
+    """The arrays of an AttentionMetadata in the form of the native plan."""
 
     def __init__(self, step: AttentionMetadata) -> None:
         self.slots = step.slots

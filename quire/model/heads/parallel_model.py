@@ -1,4 +1,4 @@
-"""ParallelModel: Medusa's blocks and output heads, by the native kernels where they are there."""
+"""ParallelModel: Medusa's blocks and output heads, with the native kernels if available."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.quant.weight import QuantizedWeight
 
 
 class ParallelModel:
-    """Says what stands at several places ahead, all from one hidden state.
+    """Predicts the tokens at several positions ahead from one hidden state.
 
     native  the extension module; None: torch computes
     policy  how the weights are quantised, natively only. Raises UnsupportedError
@@ -43,7 +43,8 @@ class ParallelModel:
             self._heads.is_near = packer.is_near
 
     def speak(self, hidden: Tensor, count: int) -> Tensor:
-        """Return what `count` heads say of hidden [S, H] f32: logits [count, S, V'] f32, which the next call overwrites."""
+        """Return the outputs of `count` heads for hidden [S, H] f32: logits [count, S, V'] f32, which the next call
+        overwrites."""
         if self._head is not None:
             return torch.stack([_speak(self._head, index, hidden) for index in range(count)])
         size = count * len(hidden) * self.vocab_size
@@ -56,7 +57,7 @@ class ParallelModel:
         return self._logits[:size].view(count, len(hidden), self.vocab_size)
 
     def best(self, hidden: Tensor, num_rows: int, count: int) -> list[list[int]]:
-        """Return the best tokens of the first `count` heads, [S][count], as the model counts them; any where there is none.
+        """Return the best tokens of the first `count` heads, [S][count], in the model's vocabulary; arbitrary if there is none.
 
         hidden  [S or more, H] f32, contiguous, of which the first num_rows = S are read
         """

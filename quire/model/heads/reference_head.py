@@ -1,4 +1,4 @@
-"""ReferenceHead: a LayerHead by the torch reference kernels."""
+"""ReferenceHead: a LayerHead on the torch reference kernels."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.model.heads.head_spec import LayerHead
 from quire.model.token_runs import TokenRuns
 
 DRAFT_SHARPNESS = 4.0
-"""Logits are multiplied with it before it is asked how likely greedy drafts are; SHARPNESS in csrc/draft_run.cpp."""
+"""Logits are multiplied by it to estimate the probability of greedy drafts; SHARPNESS in csrc/draft_run.cpp."""
 
 
 class ReferenceHead:
-    """Runs a head beside the model that it drafts for.
+    """Runs a draft head next to its model.
 
-    max_model_len  the longest sequence it will see; some rope scalings depend on it
+    max_model_len  the longest sequence; some rope scalings depend on it
     """
 
     def __init__(self, head: LayerHead, target: Decoder, max_model_len: int) -> None:
@@ -41,7 +41,7 @@ class ReferenceHead:
     def enter(
         self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: KvPool, features: Tensor, rows: list[int]
     ) -> Tensor:
-        """Compute tokens behind their features, store their KV, and return the logits [R, V'] of some rows.
+        """Compute tokens after their features, store their KV, and return the logits [R, V'] of some rows.
 
         token_ids, positions  [T] i64: the token i + 1 of each place i, and i
         features              [T, feature_size], or [T, H] of what `recycled` returned
@@ -77,7 +77,7 @@ class ReferenceHead:
         return self._target.logits(normed)
 
     def recycled(self, count: int) -> Tensor:
-        """Return what the first `count` rows of the last `enter` are features of the next places with: [count, H] f32."""
+        """Return the features of the next positions from the first `count` rows of the last `enter`: [count, H] f32."""
         return self._recycled[:count]
 
     def _fuse(self, x: Tensor) -> Tensor:
@@ -92,11 +92,11 @@ class ReferenceHead:
         counts: list[int],
         least_share: float = 0.0,
     ) -> list[list[int]]:
-        """As `enter`; return the most likely tokens behind the last one of every sequence s, counts[s] of them, or those before
-        the first with which all together are less likely than least_share.
+        """As `enter`; return the most likely tokens after the last one of every sequence s: counts[s] of them, or fewer if
+        their joint probability falls below least_share.
 
         runs      of tokens i + 1 at the places i; the block tables have room for counts[s] - 1 tokens more
-        origins   places, starts of blocks, from which on each sequence is seen
+        origins   positions (starts of blocks) from which on each sequence is attended to
         features  [T or more, feature_size] f32
         """
         size = kv.spec.block_size
@@ -111,7 +111,7 @@ class ReferenceHead:
             logits = self.enter(token_ids, positions, step, kv, features, rows)
             shares, best = logits.float().mul(DRAFT_SHARPNESS).softmax(-1).max(-1)
             said = best if self.spec.vocabulary is None else self.spec.vocabulary[best].long()
-            kept: list[int] = []  # rows that go on; a sequence that has its drafts writes nothing more
+            kept: list[int] = []  # rows that continue; a sequence with all its drafts writes nothing more
             for row, (sequence, share, token_id) in enumerate(zip(going, shares.tolist(), said.tolist(), strict=True)):
                 ways[sequence] *= share
                 if ways[sequence] < least_share:

@@ -1,4 +1,4 @@
-"""What all layouts of heads share: their files, their config, and the check of names and shapes."""
+"""Shared code of all layouts of draft heads: files, config, and checks of names and shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.model.resolve import MEDUSA_FILE
 from quire.model.stored_tensors import listing, open_file, open_tensors
 
 _LONE_FILES = ("medusa_lm_head.safetensors", MEDUSA_FILE)
-"""Medusa heads alone, without the model; nothing that a pickle holds is executed (open_file)."""
+"""Files of Medusa heads without the model; pickles are read without executing code (open_file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class HeadFolder:
 
     @classmethod
     def open(cls, folder: Path) -> HeadFolder:
-        """Return what a folder holds; data is read when it is first used. Raises ModelFormatError."""
+        """Open a folder; data is read at its first use. Raises ModelFormatError."""
         file = folder / "config.json"
         if not file.is_file():
             raise ModelFormatError(f"{folder} has no config.json; give the folder of a head that drafts")
@@ -57,7 +57,7 @@ class HeadFolder:
         return value
 
     def table(self, name: str) -> dict[str, object]:
-        """Return an object of the config, empty where there is none. Raises ModelFormatError."""
+        """Return an object of the config, empty if absent. Raises ModelFormatError."""
         value = self.config.get(name) or {}
         if not isinstance(value, dict):
             raise ModelFormatError(f"{self.folder / 'config.json'}: {name} must be an object, got {value!r}")
@@ -74,7 +74,7 @@ class HeadFolder:
     ) -> dict[str, Tensor]:
         """Return canonical name -> tensor in `dtype`, of the stored names in `wanted`. Raises ModelFormatError.
 
-        own  what names of the head's computation begin with: one that is not wanted is refused, by UnsupportedError
+        own  prefixes of the head's own tensors: an unexpected one is refused with UnsupportedError
         """
         missing = [stored for stored in wanted.values() if stored not in self.tensors]
         if missing:
@@ -109,7 +109,7 @@ def read_body(folder: HeadFolder, values: Mapping[str, object], target: ModelSpe
 
 
 def check_width(folder: HeadFolder, hidden_size: int, target: ModelSpec) -> None:
-    """Refuse a head of a model of another width. Raises ModelFormatError."""
+    """Refuse a draft head with another hidden size than the model. Raises ModelFormatError."""
     if hidden_size != target.hidden_size:
         raise ModelFormatError(
             f"{folder.folder}: the head is of hidden size {hidden_size}, the model of {target.hidden_size}; "

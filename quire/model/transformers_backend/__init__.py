@@ -1,1 +1,1 @@
-"""Models that the transformers library computes, over our paged KV cache. The library is imported here only, and lazily."""
+"""Models that the transformers library computes, with quire's paged KV cache. Only this package imports the library, lazily."""

@@ -1,4 +1,4 @@
-"""What a model of the transformers library is: found by running it once without weights, and noting how it attends."""
+"""Inspects a model of the transformers library by running it once without weights and recording its attention calls."""
 
 from __future__ import annotations
 

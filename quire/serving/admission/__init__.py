@@ -1,4 +1,4 @@
-"""Who may queue, who is refused with what, and who is next; no asyncio, the clock and the randomness are given."""
+"""Admission control, the fair queue and rate limits. No asyncio; the clock and the random source are arguments."""
 
 from quire.serving.admission.control import AdmissionControl
 from quire.serving.admission.fair_queue import CLASS_WEIGHTS, FairQueue

@@ -1,4 +1,4 @@
-"""AdmissionControl: takes jobs in or refuses them, and hands out the next one when the engine has room."""
+"""AdmissionControl: admits or refuses jobs, and returns the next one when the engine has room."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ BATCH_WINDOW_FACTOR = 2
 
 
 class AdmissionControl:
-    """The queue before the engine. Every ticket that `admit` returns goes to `finish` exactly once, also if it was never taken.
+    """The queue before the engine. Every ticket that `admit` returns must be passed to `finish` exactly once, even if it was
+    never taken.
 
-    Classes: of "interactive" and "default" the estimated wait is bounded by max_queue_wait_s. "batch" may wait as long as its
-    deadline allows and takes no room from the others, but at most 2 * max_num_seqs sequences of it are here and in the engine.
-    Of those, the ones of clients that wait ("flex") leave room for one line of a batch, and a key has its share of that.
-    max_concurrent of a key does not count the lines of batches; its rates do. Raises ConfigError for a key with a limit that
-    is impossible.
+    Classes: the estimated wait of "interactive" and "default" is bounded by max_queue_wait_s. "batch" may wait as long as its
+    deadline allows and takes no room from the others, but at most 2 * max_num_seqs of its sequences are in the queue and in the
+    engine.
+    Of those, requests of service tier "flex" leave room for one line of a batch, and each key is limited to its share.
+    max_concurrent of a key does not count the lines of batches; its rate limits do. Raises ConfigError for a key with an
+    impossible limit.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class AdmissionControl:
 
     @property
     def num_taken_batch_sequences(self) -> int:
-        """Return how many of them are of class "batch"."""
+        """Return how many sequences of class "batch" are in the engine."""
         return self._num_taken_batch_sequences
 
     @property
@@ -99,7 +101,7 @@ class AdmissionControl:
 
     @contextlib.contextmanager
     def holding(self, owner: str, call_id: str) -> Generator[None]:
-        """Count a call among those in flight of its key, with jobs or without. Raises ApiError 429 over its limit."""
+        """Count a call as in flight for its key, even before it has jobs. Raises ApiError 429 over the key's limit."""
         limits = self._owner(owner)
         self._check_concurrent(limits, call_id)
         limits.calls[call_id] += 1
@@ -111,10 +113,10 @@ class AdmissionControl:
                 del limits.calls[call_id]
 
     def take(self, capacity: int) -> Ticket | None:
-        """Return the next ticket for an engine that holds at most `capacity` sequences; None when it is full or none waits.
+        """Return the next ticket for an engine that holds at most `capacity` sequences; None if it is full or no ticket waits.
 
-        A ticket of more sequences than that goes into an empty engine. One that does not fit yet holds back those behind it.
-        Batches give way in the engine: for the others it is as full as without them.
+        A ticket with more sequences than that is taken when the engine is empty. A ticket that does not fit yet blocks the ones
+        after it. Batches are paused for others in the engine, so they do not count against the capacity for other classes.
         """
         ticket = self.queue.peek()
         if ticket is None:
@@ -128,9 +130,9 @@ class AdmissionControl:
         return ticket
 
     def finish(self, ticket: Ticket, num_output_tokens: int, is_complete: bool) -> None:
-        """Take a ticket out of the books, wherever it is, and correct what it was charged for.
+        """Remove a ticket, whether it waits or runs, and correct its charge by its real length.
 
-        is_complete  whether its outputs ended by themselves, so that their length says what to expect of this owner
+        is_complete  whether its outputs were not aborted, so that their length predicts this owner's next outputs
         """
         owner = self._owner(ticket.job.owner.name)
         self._hold(ticket.job, owner, ticket.num_sequences, -1)
@@ -146,14 +148,15 @@ class AdmissionControl:
             owner.learn(math.ceil(num_output_tokens / ticket.num_sequences))
 
     def observe(self, report: StepReport) -> None:
-        """Take in a step of the engine; it tells of the engine's rates when there was more to do than it had room for."""
+        """Record a step of the engine. It updates the service rates if the engine was saturated."""
         is_saturated = report.num_waiting > 0 or len(self.queue) > 0 or report.num_running >= self.max_num_seqs
         self.rates.observe(report, is_saturated)
 
     def estimated_wait_s(self, priority: PriorityClass, owner: str, num_sequences: int = 1) -> float:
-        """Return the expected wait of a job that came now, up to its first step.
+        """Return the expected time from now to the first step of a new job.
 
-        The least of three: all work ahead of it at the full rate, its class's at its class's share, its owner's at its owner's.
+        The minimum of three: all work before it at the full rate, its class's work at the class's share, its owner's work at
+        the owner's share.
         """
         is_empty = all(self.queue.backlog(name).num_requests == 0 for name in self._ahead(priority))
         num_taken, num_expected = self._taken_before(priority)
@@ -172,28 +175,29 @@ class AdmissionControl:
 
     @property
     def work_left_s(self) -> float:
-        """Return how long the engine needs for all that is held, batches left out; 0 while its rates are unknown."""
+        """Return how long the engine needs for all queued and running work, except batches; 0 while its rates are unknown."""
         queued_s = sum(self._seconds_of_class(name) for name in self._ahead("default"))
         return queued_s + self.rates.seconds_of(0, self._num_taken_expected)
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
-        """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
+        """Return the x-ratelimit-* headers of an owner; empty if it has no rate limits."""
         return self._owner(owner).headers(self._clock())
 
     def check_invariants(self) -> None:
-        """Raise InvariantError when counts differ from what is held."""
+        """Raise InvariantError if the counts differ from the actual tickets."""
         self.queue.check_invariants()
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nothing is held at all: no ticket waits or is in the engine, and every count is back at 0."""
+        """Return whether no ticket waits or is in the engine, and every count is 0."""
         taken = (*self._taken_before("batch"), self._num_taken_batch_sequences, self._num_taken_batch_expected)
         counts = (*taken, self._num_held_online, self._num_held_batch)
         held = any(owner.calls or owner.num_sequences or owner.num_flex_sequences for owner in self._owners.values())
         return not (len(self.queue) or self._taken or any(counts) or held)
 
     def retry_after_s(self, seconds: float) -> float:
-        """Return when to come back if there may be room in `seconds`: spread, so that not all return at once."""
+        """Return the Retry-After for room that is expected in `seconds`, with random jitter so that clients do not all return
+        at once."""
         return spread_s(seconds, self._random)
 
     def _owner(self, name: str) -> OwnerLimits:
@@ -223,7 +227,7 @@ class AdmissionControl:
             self._num_taken_batch_expected += sign * ticket.num_expected_tokens
 
     def _taken_before(self, priority: PriorityClass) -> tuple[int, int]:
-        """Return the sequences in the engine that a class waits for, and what they are expected to write."""
+        """Return the number of sequences in the engine before a class, and their expected output tokens."""
         if priority == "batch":
             return self._num_taken_sequences, self._num_taken_expected
         return (
@@ -277,7 +281,7 @@ class AdmissionControl:
             else:
                 continue
             wait_s = self.estimated_wait_s(job.priority, job.owner.name, num_sequences)
-            # A quarter of the queue has to drain before it is worth coming back, however short the wait is.
+            # Retrying is useful only after a quarter of the queue has drained, even if the wait is short.
             excess_s = max(wait_s - self._config.max_queue_wait_s, wait_s / 4)
             raise self._refusal(message, excess_s, is_own_fault=others > 0 and own > others)
 
@@ -285,7 +289,7 @@ class AdmissionControl:
         wait_s = self.estimated_wait_s(job.priority, job.owner.name, num_sequences)
         cap_s = math.inf if job.priority == "batch" else self._config.max_queue_wait_s
         if job.deadline_s is not None:
-            # The own prompt counts against the deadline alone: else a long one would find no way into an idle server.
+            # The job's own prompt counts only against the deadline: otherwise an idle server would refuse a long prompt.
             cap_s = min(cap_s, job.deadline_s - now_s - self.rates.seconds_of(num_prompt_tokens, 0))
         if wait_s == 0 or wait_s <= cap_s:
             return
@@ -300,5 +304,5 @@ class AdmissionControl:
 
 
 def _call_of(job: Job) -> str:
-    """Return what the limits of a key count: the client's request, which may have several jobs."""
+    """Return the id that a key's limits count: the client's request, which may have several jobs."""
     return job.call_id or job.request.request_id

@@ -1,4 +1,4 @@
-"""FairQueue: tickets that wait, and which is next.
+"""FairQueue: the waiting tickets and their order.
 
 Two levels of fair queueing, see `fair_share`, which count service tokens: the upper level are the classes, the lower one their
 owners. Batch stands outside: it is next only when nothing else waits.
@@ -21,7 +21,7 @@ _ONLINE: tuple[PriorityClass, ...] = ("interactive", "default")
 
 @dataclass(slots=True)
 class Backlog:
-    """Work that waits: counts and tokens."""
+    """Counts and tokens of waiting work."""
 
     num_requests: int = 0
     num_sequences: int = 0
@@ -29,7 +29,7 @@ class Backlog:
     num_expected_tokens: int = 0
 
     def add(self, ticket: Ticket, sign: int = 1) -> None:
-        """Count a ticket in, or with sign -1 out."""
+        """Add a ticket to the counts, or remove it with sign -1."""
         self.num_requests += sign
         self.num_sequences += sign * ticket.num_sequences
         self.num_prompt_tokens += sign * ticket.num_prompt_tokens
@@ -60,7 +60,7 @@ class _ClassLine:
 
 
 class FairQueue:
-    """Waiting tickets by class and owner. `weight_of` tells the share of an owner, above 0."""
+    """Waiting tickets by class and owner. `weight_of` returns the share of an owner, above 0."""
 
     def __init__(self, weight_of: Callable[[str], float]) -> None:
         self._weight_of = weight_of
@@ -76,7 +76,7 @@ class FairQueue:
                 yield from owner.tickets.values()
 
     def push(self, ticket: Ticket) -> None:
-        """Put a ticket at the end of its owner's line."""
+        """Append a ticket to its owner's queue."""
         name = ticket.job.owner.name
         line = self._classes[ticket.job.priority]
         owner = line.owners.get(name)
@@ -92,7 +92,7 @@ class FairQueue:
         line.backlog.add(ticket)
 
     def peek(self) -> Ticket | None:
-        """Return the ticket that is next, None when nothing waits."""
+        """Return the next ticket, None if nothing waits."""
         waiting = [self._classes[name] for name in _ONLINE if self._classes[name].waiting]
         if waiting:
             return min(waiting, key=lambda line: line.share.received).first()
@@ -100,7 +100,7 @@ class FairQueue:
         return batch.first() if batch.waiting else None
 
     def pop(self) -> Ticket:
-        """Take out the ticket that is next and charge its owner for it. Raises InvariantError when nothing waits."""
+        """Remove the next ticket and charge its owner for it. Raises InvariantError if nothing waits."""
         ticket = self.peek()
         if ticket is None:
             raise InvariantError("a ticket was taken out of an empty queue")
@@ -114,7 +114,7 @@ class FairQueue:
         return ticket
 
     def remove(self, ticket: Ticket) -> bool:
-        """Take a ticket out without charging it; False when it does not wait."""
+        """Remove a ticket without a charge; False if it does not wait."""
         line = self._classes[ticket.job.priority]
         owner = line.waiting.get(ticket.job.owner.name)
         if owner is None or owner.tickets.pop(ticket.number, None) is None:
@@ -126,7 +126,7 @@ class FairQueue:
         return True
 
     def settle(self, ticket: Ticket, num_output_tokens: int) -> None:
-        """Correct the charge of a ticket taken out earlier to what it really cost."""
+        """Correct the charge of a ticket that was removed earlier to its real cost."""
         self._charge(ticket, service_tokens(ticket.num_prompt_tokens, num_output_tokens) - ticket.cost)
 
     def _charge(self, ticket: Ticket, cost: float) -> None:
@@ -136,7 +136,7 @@ class FairQueue:
         owner.share.charge(cost)
 
     def backlog(self, priority: PriorityClass, owner: str | None = None) -> Backlog:
-        """Return what waits in a class, or there of one owner. Not to be written to."""
+        """Return the waiting work of a class, or of one owner in it. The caller must not change it."""
         line = self._classes[priority]
         if owner is None:
             return line.backlog
@@ -144,25 +144,25 @@ class FairQueue:
         return Backlog() if found is None else found.backlog
 
     def class_share(self, priority: PriorityClass) -> float:
-        """Return the share of service a class would get if it had something waiting beside those that do."""
+        """Return the share of service that a class would get if it also had waiting work."""
         if priority == "batch":
             return 1.0
         weights = [CLASS_WEIGHTS[name] for name in _ONLINE if name == priority or self._classes[name].waiting]
         return CLASS_WEIGHTS[priority] / sum(weights)
 
     def owner_share(self, priority: PriorityClass, owner: str) -> float:
-        """Return the share of its class an owner would get if it had something waiting beside those that do."""
+        """Return the share of its class that an owner would get if it also had waiting work."""
         weight = self._weight_of(owner)
         others = sum(line.share.weight for name, line in self._classes[priority].waiting.items() if name != owner)
         return weight / (weight + others)
 
     def oldest(self, priority: PriorityClass) -> Ticket | None:
-        """Return the ticket of a class that waits longest."""
+        """Return the ticket of a class that has waited longest."""
         firsts = (line.first() for line in self._classes[priority].waiting.values())
         return min(firsts, key=lambda ticket: ticket.number, default=None)
 
     def check_invariants(self) -> None:
-        """Raise InvariantError when the counts differ from what really waits."""
+        """Raise InvariantError if the counts differ from the waiting tickets."""
         for name, line in self._classes.items():
             total = Backlog()
             for owner_name, owner in line.owners.items():

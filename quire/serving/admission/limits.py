@@ -1,4 +1,4 @@
-"""OwnerLimits: what one API key has in flight, and how much it may still send this minute."""
+"""OwnerLimits: the requests in flight of one API key, and its rate limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.serving.config import ApiKey
 
 
 def check_key(key: ApiKey) -> None:
-    """Raise ConfigError when a key has a weight or limit that would let nothing through."""
+    """Raise ConfigError if a key's weight or limit would refuse every request."""
     if not 0 < key.weight < math.inf:
         raise ConfigError(f"api_keys: the weight of {key.name!r} must be above 0 and finite, got {key.weight}")
     for name in ("max_concurrent", "requests_per_minute", "tokens_per_minute"):
@@ -20,9 +20,9 @@ def check_key(key: ApiKey) -> None:
 
 
 class TokenBucket:
-    """A bucket that holds a minute's worth and fills continuously.
+    """A token bucket that holds one minute's amount and fills continuously.
 
-    A cost above what it holds at most passes when it is full, and leaves it in debt: the mean rate stays within the limit.
+    A cost above the capacity passes when the bucket is full and leaves it negative, so the mean rate stays within the limit.
     """
 
     def __init__(self, per_minute: int, now_s: float) -> None:
@@ -31,24 +31,24 @@ class TokenBucket:
         self._filled_s = now_s
 
     def level(self, now_s: float) -> float:
-        """Return what may be taken; negative while in debt."""
+        """Return the available amount; negative while in debt."""
         gained = max(now_s - self._filled_s, 0.0) * self.per_minute / 60
         self._level = min(self._level + gained, float(self.per_minute))
         self._filled_s = max(now_s, self._filled_s)
         return self._level
 
     def seconds_until(self, cost: float, now_s: float) -> float:
-        """Return how long until `cost` may be taken, 0 when it may be now."""
+        """Return how long until `cost` may be taken, 0 if it may be taken now."""
         missing = min(cost, float(self.per_minute)) - self.level(now_s)
         return max(missing, 0.0) * 60 / self.per_minute
 
     def take(self, cost: float, now_s: float) -> None:
-        """Take `cost` out; a negative cost gives back, up to a full bucket."""
+        """Take `cost` out; a negative cost is returned, up to a full bucket."""
         self._level = min(self.level(now_s) - cost, float(self.per_minute))
 
 
 class OwnerLimits:
-    """The limits of one key and what it holds: requests in flight, sequences, and its buckets."""
+    """The limits of one key, its requests and sequences in flight, and its token buckets."""
 
     def __init__(self, key: ApiKey | None, now_s: float) -> None:
         self.weight = key.weight if key is not None else 1.0
@@ -61,7 +61,7 @@ class OwnerLimits:
         self._mean_output_tokens: float | None = None
 
     def seconds_until(self, num_tokens: float, now_s: float, num_requests: int = 1) -> tuple[float, str]:
-        """Return how long until requests of so many tokens are within the rates, and the name of the rate it waits for."""
+        """Return how long until requests with this many tokens are within the rates, and the name of the limiting rate."""
         waits = [(0.0, "")]
         if self._requests is not None:
             waits.append(
@@ -72,14 +72,14 @@ class OwnerLimits:
         return max(waits)
 
     def charge(self, num_tokens: float, now_s: float, num_requests: int = 1) -> None:
-        """Count a request against the rates; with 0 requests one that is counted already, its tokens alone."""
+        """Charge a request to the rates; with num_requests 0 only the tokens of a request that is already counted."""
         if self._requests is not None:
             self._requests.take(num_requests, now_s)
         if self._tokens is not None:
             self._tokens.take(num_tokens, now_s)
 
     def learn(self, num_output_tokens: int) -> None:
-        """Take in the output length of one ended sequence: the mean over about the last twenty."""
+        """Record the output length of one ended sequence in a moving average over about the last twenty."""
         mean = self._mean_output_tokens
         self._mean_output_tokens = float(num_output_tokens) if mean is None else mean + 0.05 * (num_output_tokens - mean)
 
@@ -89,7 +89,7 @@ class OwnerLimits:
         return max(1, expected if max_tokens is None else min(expected, max_tokens))
 
     def headers(self, now_s: float) -> dict[str, str]:
-        """Return the x-ratelimit-* headers of the limits that exist; none for a key without rates."""
+        """Return the x-ratelimit-* headers of the existing limits; empty for a key without rates."""
         found: dict[str, str] = {}
         for kind, bucket in (("requests", self._requests), ("tokens", self._tokens)):
             if bucket is None:
@@ -102,7 +102,7 @@ class OwnerLimits:
 
 
 def format_reset(seconds: float) -> str:
-    """Return a duration as the x-ratelimit-reset headers have it: "12ms", "1.5s" as "1s500ms", "6m0s"."""
+    """Return a duration in the format of the x-ratelimit-reset headers: "12ms", "1.5s" as "1s500ms", "6m0s"."""
     milliseconds = math.ceil(max(seconds, 0.0) * 1000)
     minutes, rest = divmod(milliseconds, 60_000)
     if minutes:

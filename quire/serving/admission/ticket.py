@@ -1,4 +1,4 @@
-"""Ticket: one admitted job, and what it is expected to cost."""
+"""Ticket: one admitted job and its expected cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quire.serving.interfaces import Job
 
 OUTPUT_TOKEN_WEIGHT = 4
-"""Service tokens of one output token; a prompt token is one."""
+"""Service tokens of one output token; a prompt token counts as one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,5 +34,5 @@ class Ticket:
 
 
 def service_tokens(num_prompt_tokens: int, num_output_tokens: int) -> float:
-    """Return what a request is charged in the fair queue."""
+    """Return the charge of a request in the fair queue."""
     return float(num_prompt_tokens + OUTPUT_TOKEN_WEIGHT * num_output_tokens)

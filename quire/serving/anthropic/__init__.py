@@ -1,1 +1,1 @@
-"""The Anthropic API: bodies to conversations, events to blocks, whole answers and streams by the same events."""
+"""The Anthropic API: request bodies to conversations, events to content blocks, for whole answers and streams."""

@@ -1,4 +1,4 @@
-"""Messages out of events: one machine makes the API's own events, a stream encodes them, a whole answer adds them up."""
+"""Messages from events: one state machine makes the API's events; a stream encodes them, a whole answer accumulates them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ JSON_SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageHead:
-    """What an answer is made with.
+    """The fixed parts of an answer.
 
     max_tokens  that the client allows
     sign        gives the signature of a block of reasoning
@@ -64,7 +64,7 @@ class MessageHead:
 
 
 class MessageMachine:
-    """Turns the events of one generation into those of the API: one block is open at a time, indexes count from 0."""
+    """Turns the events of one generation into the API's events: one block is open at a time, indexes count from 0."""
 
     def __init__(self, head: MessageHead) -> None:
         self._head = head
@@ -74,7 +74,7 @@ class MessageMachine:
         self._end: ChoiceEnd | None = None
 
     def feed(self, events: Sequence[GenerationEvent]) -> list[StreamEvent]:
-        """Return what some events cause; with UsageEnd the end of the message."""
+        """Return the API events for some events; UsageEnd ends the message."""
         found: list[StreamEvent] = []
         for event in events:
             self._take(event, found)
@@ -92,7 +92,7 @@ class MessageMachine:
         elif isinstance(event, ToolCallStart):
             self._start(ToolUse(event.call_id, event.name, {}), found)
         elif isinstance(event, ToolCallArguments):
-            # Clients parse what has come at every piece, and find nothing to parse in whitespace.
+            # Clients parse the accumulated JSON after every piece, and would fail on whitespace only.
             text = event.text if self._pieces else event.text.lstrip(JSON_SPACE)
             self._add(InputPiece(text), text, found)
         elif isinstance(event, ToolCallEnd):
@@ -162,16 +162,16 @@ class MessageStreamEncoder:
         self._machine = MessageMachine(head)
 
     def encode(self, events: Sequence[GenerationEvent]) -> bytes:
-        """Return what some events cause, b"" for nothing."""
+        """Return the frames for some events, b"" for none."""
         return b"".join([named_frame(event) for event in self._machine.feed(events)])
 
     def encode_text(self, choice: int, text: str) -> bytes:
-        """Return what a TextDelta without positions causes."""
+        """Return the frame for a TextDelta without positions."""
         return self.encode([TextDelta(choice, text)])
 
 
 class MessageFold:
-    """Adds the events of one generation up to the whole answer, as a client of the stream does."""
+    """Accumulates the events of one generation into the whole answer, as a client of the stream does."""
 
     def __init__(self, head: MessageHead) -> None:
         self._machine = MessageMachine(head)
@@ -179,7 +179,7 @@ class MessageFold:
         self._pieces: list[list[str]] = []
 
     def add(self, events: Sequence[GenerationEvent]) -> None:
-        """Take in some events."""
+        """Add some events."""
         for event in self._machine.feed(events):
             if isinstance(event, MessageStart):
                 self._message = event.message
@@ -188,11 +188,11 @@ class MessageFold:
 
     @property
     def is_long(self) -> bool:
-        """Whether there is much to write: text alone is not."""
+        """Whether encoding the answer takes long; plain text does not."""
         return False
 
     def body(self) -> bytes:
-        """Return the answer. Raises ApiError where the events are not all there."""
+        """Return the answer. Raises ApiError if events are missing."""
         if self._message is None or self._message.stop_reason is None:
             raise ApiError(500, "the answer is incomplete", code="internal_error")
         return encode_json(self._message)

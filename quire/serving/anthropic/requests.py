@@ -1,4 +1,4 @@
-"""Bodies of the Anthropic API as the neutral core takes them."""
+"""Conversion of Anthropic request bodies to the input of the neutral core."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def chat_input(served: ServedModel, body: PromptFields, signer: ThinkingSigner) 
 
 
 def ignored_by_model(served: ServedModel, body: PromptFields) -> tuple[str, ...]:
-    """Return the paths of what has no effect with this model."""
+    """Return the paths of the fields that have no effect with this model."""
     if has_effort(served.template_source):
         return ()
     has_level = body.output_config is not None and body.output_config.effort is not None
@@ -73,7 +73,7 @@ def _forced_tools(body: PromptFields) -> tuple[str, ...]:
 
 
 def message_options(body: MessagesRequest) -> GenerationOptions:
-    """Return what is asked for beside the conversation."""
+    """Return the options other than the conversation."""
     wanted = None if body.output_config is None else body.output_config.format
     sampling = {
         "constraint": None if wanted is None else schema_constraint(wanted.schema, "output_config.format.schema"),
@@ -104,7 +104,7 @@ def cache_retention_s(body: PromptFields) -> float:
 
 
 def messages_of(body: PromptFields, signer: ThinkingSigner) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them. Raises RequestError for a result without its call."""
+    """Return the messages for a chat template. Raises RequestError for a tool result without its call."""
     conversation = Conversation(joins_users=True)
     system = [text for text in _texts(body.system) if not text.startswith(BILLING_HEADER)]
     if system:

@@ -1,4 +1,4 @@
-"""Thinking of the Anthropic API: how it is asked for, and how it is known again when a client sends it back."""
+"""Thinking in the Anthropic API: the requested effort, and signatures of reasoning that clients send back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOW_BUDGET, MEDIUM_BUDGET = 4096, 16384  # tokens; a budget above is high effort
 
 
 class ThinkingSigner:
-    """Signs reasoning with a key of this process, for one owner: only what this server has said to it is believed."""
+    """Signs reasoning for one owner with a key of this process, so that only reasoning from this server is accepted."""
 
     def __init__(self, key: bytes, owner: str) -> None:
         self._key = key
@@ -30,11 +30,11 @@ class ThinkingSigner:
 
 
 def effort_of(source: str, reasons: bool, thinking: Thinking | None, config: OutputConfig | None) -> str | None:
-    """Return the effort that a request asks for, None for what the chat template does by itself.
+    """Return the effort that a request asks for, None for the default of the chat template.
 
     source   of the chat template
     reasons  whether the model's output has reasoning in a known format
-    Raises RequestError where the template cannot be told.
+    Raises RequestError if the template has no such option.
     """
     effort = None if config is None else config.effort
     if isinstance(thinking, ThinkingDisabled):

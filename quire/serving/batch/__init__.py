@@ -1,1 +1,1 @@
-"""Files and batches: what is kept of them, how lines are run, and what survives a restart."""
+"""Files and batches: storage, execution of lines, and recovery after a restart."""

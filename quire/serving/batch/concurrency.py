@@ -1,4 +1,4 @@
-"""LinePlaces: in how many places lines of batches run at once, and whose line gets the next."""
+"""LinePlaces: bounds the number of batch lines that run at once, fairly between owners."""
 
 from __future__ import annotations
 
@@ -21,12 +21,10 @@ class _Owner:
 
 
 class LinePlaces:
-    """Gives places to owners in turn, and to the lines of one owner in the order in which they ask.
-
-    Owners that have places leave some free, so that one that has none finds one at once, however long the lines of the others
-    take; the fair queue before the engine sees to the rest.
-
-    max_running  how many places there are, asked anew for each
+    """Gives places to owners in turn, and to the lines of one owner in order of arrival.
+    Owners that have places leave some free, so an owner without any gets one at once, however long the lines of the others
+    take. The fair queue before the engine does the rest.
+    max_running  returns the number of places; called for each line
     """
 
     def __init__(self, max_running: Callable[[], int]) -> None:
@@ -36,7 +34,7 @@ class LinePlaces:
 
     @asynccontextmanager
     async def place(self, owner: str) -> AsyncGenerator[None]:
-        """Wait for a place of an owner, and hold it inside of `async with`."""
+        """Wait for a place for an owner, and hold it within `async with`."""
         given = asyncio.get_running_loop().create_future()
         found = self._owners.get(owner)
         if found is None:

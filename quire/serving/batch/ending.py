@@ -1,4 +1,4 @@
-"""end_batch: the output files of a batch, written a part at a time, so that others get at the store in between."""
+"""end_batch: the output files of a batch, written in parts, so that other calls can use the store in between."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BYTES_PER_CALL = 1 << 20
 
 CallStore = Callable[..., Awaitable[Any]]
 WriteParts = Callable[[str, AsyncIterator[bytes]], Awaitable[int]]
-"""Writes the bytes of a file of this id, all or nothing, and returns how many they are."""
+"""Writes the bytes of the file with this id, atomically, and returns their number."""
 
 
 async def end_batch(call_store: CallStore, write_parts: WriteParts, record: BatchRecord, end_status: BatchStatus) -> None:
-    """Write the output files of a batch and end it. What was interrupted is done again under the same names."""
+    """Write the output files of a batch and end it. After an interruption it is repeated with the same file ids."""
     if end_status in ("expired", "cancelled"):
         await _fail_rest(call_store, record, end_status)
     now = int(time.time())
@@ -54,7 +54,7 @@ async def end_batch(call_store: CallStore, write_parts: WriteParts, record: Batc
 
 
 async def _fail_rest(call_store: CallStore, record: BatchRecord, end_status: BatchStatus) -> None:
-    """Enter what did not run as failed."""
+    """Record the lines that did not run as failed."""
     code = f"batch_{end_status}"
     message = "the batch expired before this line ran" if end_status == "expired" else "the batch was cancelled"
 

@@ -23,11 +23,11 @@ from quire.serving.endpoint import Call, Endpoint, header, too_large
 from quire.serving.errors import ApiError, invalid, not_found
 
 PART_BYTES = 1 << 20
-MANY_FILES = 200  # to list in a thread
-FORM_OVERHEAD_BYTES = 64 << 10  # the fields and borders around a file
-MAX_FIELD_BYTES = 4 << 10  # of those that are no file
+MANY_FILES = 200  # longer lists are encoded in a thread
+FORM_OVERHEAD_BYTES = 64 << 10  # the form's fields and boundaries
+MAX_FIELD_BYTES = 4 << 10  # of fields other than files
 MEMORY_BYTES = MultiPartParser.spool_max_size + FORM_OVERHEAD_BYTES
-"""So much of an upload may be in the memory; a longer file is on the disk."""
+"""The part of an upload that is kept in memory; a longer file is on disk."""
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 30 * 24 * 3600
 MAX_FILENAME_LENGTH = 255
 MAX_KEY_LENGTH = 256
@@ -36,7 +36,7 @@ Lifetime = Annotated[int, msgspec.Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
 
 class ExpiresAfter(msgspec.Struct):
-    """When output files expire: so many seconds after they were made."""
+    """When output files expire: seconds after their creation."""
 
     anchor: Literal["created_at"]
     seconds: Lifetime
@@ -60,7 +60,7 @@ class CreateBatch(msgspec.Struct):
 
 @dataclass(slots=True)
 class BatchRoutes:
-    """What the routes of files and batches work with.
+    """The objects that the routes of files and batches use.
 
     opened  None until the engine is loaded for the first time
     """
@@ -81,7 +81,8 @@ def _json(body: object) -> Ready:
 
 
 def _id(call: Call, name: str, prefix: str) -> str:
-    """Return the id in the path; one that new_id cannot have made reaches no store and no folder."""
+    """Return the id in the path. An id that new_id cannot have made is refused before it reaches the store or the file
+    system."""
     value = str(call.path_params[name])
     if not is_id(value, prefix):
         raise not_found(f"there is no {name.removesuffix('_id')} {value[:100]!r}", param=name)
@@ -100,7 +101,7 @@ async def upload_file(routes: BatchRoutes, call: Call) -> Answer:
     routes.server.check_accepting()
     config = routes.server.config
     limit = StoredAmount(*config.stored_limits(call.owner.name))
-    # Before much is read for nothing.
+    # Check before reading the upload.
     room = routes.service.room_for(call.owner.name, max(0, (call.content_length or 0) - FORM_OVERHEAD_BYTES), limit)
     async with room as grow, await _read_form(call, grow) as form:
         file, purpose = form.get("file"), form.get("purpose")
@@ -140,9 +141,8 @@ async def _parts(file: UploadFile) -> AsyncIterator[bytes]:
 
 
 async def _read_form(call: Call, grow: Grow) -> Any:
-    """Return the multipart form as an asynchronous context manager; it goes to the disk as it comes, up to the limit.
-
-    What of it is in the memory takes room among the bodies; `grow` is told what has come.
+    """Return the multipart form as an asynchronous context manager; it is written to disk as it arrives, up to the limit.
+    The part in memory counts in the BodyRoom; `grow` is called with the size so far.
     """
     request, limit = call.request, call.config.max_file_bytes + FORM_OVERHEAD_BYTES
     if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
@@ -177,13 +177,13 @@ async def _read_form(call: Call, grow: Grow) -> Any:
         raise invalid(f"file: this is not a valid form: {getattr(error, 'message', type(error).__name__)}", "file") from None
     except ClientDisconnect:
         raise ApiError(408, "the body did not arrive in full", code="request_timeout") from None
-    except OSError as error:  # a large file waits in the folder for temporary files while it comes
+    except OSError as error:  # a large file is in the temporary folder while it arrives
         raise storage_failed(error) from error
     return _Closing(form)
 
 
 class _Closing:
-    """Closes a form's files, whatever happens."""
+    """Closes a form's files on exit."""
 
     def __init__(self, form: FormData) -> None:
         self._form = form
@@ -237,7 +237,7 @@ async def delete_file(routes: BatchRoutes, call: Call) -> Answer:
 
 
 async def create_batch(routes: BatchRoutes, call: Call) -> Answer:
-    """Enter a batch."""
+    """Create a batch."""
     routes.server.check_accepting()
     body = await call.body(CreateBatch)
     key = call.request.headers.get("idempotency-key")

@@ -1,4 +1,4 @@
-"""What the lines of a batch run: the online routes themselves, in the class of batches."""
+"""Execution of batch lines: through the online routes, with the priority class "batch"."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BATCH_ENDPOINTS = tuple(_KINDS)
 
 
 def check_batch_body(endpoint: str, body: bytes) -> None:
-    """Check a body as its route would before it runs. Raises ApiError 400."""
+    """Check a body as its route does. Raises ApiError 400."""
     try:
         decoded, _ = decode_body(body, _KINDS[endpoint])
     except RequestError as error:
@@ -54,15 +54,15 @@ def check_batch_body(endpoint: str, body: bytes) -> None:
 
 
 async def _decode(decoding: asyncio.Lock, body: bytes, kind: type[msgspec.Struct]) -> tuple[msgspec.Struct, tuple[str, ...]]:
-    """Return a body as its route decodes it, and what is ignored of it. Raises RequestError."""
+    """Return the decoded body, and the paths of ignored fields. Raises RequestError."""
     if len(body) <= LARGE_BYTES:
         return decode_body(body, kind)
-    async with decoding:  # one huge body at a time, whoever sent it
+    async with decoding:  # one huge body at a time, for all owners
         return await asyncio.to_thread(decode_body, body, kind)
 
 
 def make_execute(responses: ResponseRoutes, authenticator: Authenticator, decoding: asyncio.Lock) -> Execute:
-    """Return what runs one line.
+    """Return the function that runs one line.
 
     decoding  held while a huge body is decoded
     """

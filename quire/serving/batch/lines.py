@@ -1,4 +1,4 @@
-"""The lines of a batch's input: one JSON object each, checked as a whole file before anything runs."""
+"""The lines of a batch's input: one JSON object each. The whole file is checked before anything runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quire.serving.errors import ApiError, invalid
 MAX_LINES = 50_000
 MAX_LINE_BYTES = 8 << 20
 MAX_CUSTOM_ID_LENGTH = 512
-MAX_ERRORS = 100  # the rest is not worth reading
+MAX_ERRORS = 100  # later errors are not reported
 
 
 class LineSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Where a line lies in its file, without its end. `number` counts lines from 1, blank ones too."""
+    """The position of a line in its file, without the line break. `number` counts lines from 1, including blank ones."""
 
     number: int
     custom_id: str
@@ -37,23 +37,23 @@ class _Line(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Line)
 
 CheckBody = Callable[[str, bytes], None]
-"""Checks the body of a line for an endpoint just as the online route does; raises ApiError."""
+"""Checks the body of a line as the online route does; raises ApiError."""
 
 
 class Validation(msgspec.Struct):
-    """What was found in a file: where its lines are, or what is wrong with them."""
+    """The result of checking a file: the positions of its lines, or the errors."""
 
     spans: list[LineSpan]
     errors: list[BatchErrorItem]
 
 
 def body_of(line: bytes) -> bytes:
-    """Return the body in a line that has been validated. Raises ApiError 400 where it has been changed since."""
+    """Return the body in a validated line. Raises ApiError 400 if the line has changed since."""
     return bytes(_decode(line).body)
 
 
 def url_of(line: bytes) -> str:
-    """Return the url in a line that has been validated. Raises ApiError 400 where it has been changed since."""
+    """Return the url in a validated line. Raises ApiError 400 if the line has changed since."""
     return _decode(line).url
 
 
@@ -65,7 +65,7 @@ def _decode(line: bytes) -> _Line:
 
 
 def validate(file: BinaryIO, endpoints: Collection[str], check_body: CheckBody, max_lines: int = MAX_LINES) -> Validation:
-    """Read a whole input file. Nothing of it may run when there is any error; the first 100 are kept."""
+    """Read a whole input file. If there is any error, nothing may run; the first 100 errors are kept."""
     found = Validation([], [])
     seen: set[str] = set()
     for number, offset, line in _iter_lines(file):
@@ -95,9 +95,8 @@ class _LineError(Exception):
 
 
 def _iter_lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number, offset, line without its end), a byte order mark before the first left out.
-
-    Of an endless line only so much that its check fails.
+    """Yield (number, offset, line without its line break), without a leading byte order mark.
+    A line that is too long is yielded only in part, enough for its check to fail.
     """
     offset = len(BOM_UTF8) if file.read(len(BOM_UTF8)) == BOM_UTF8 else 0
     file.seek(offset)
@@ -123,7 +122,7 @@ def _check_line(line: bytes, endpoints: Collection[str], seen: set[str], check_b
     if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_LENGTH:
         raise _LineError("invalid_custom_id", f"custom_id must have 1 to {MAX_CUSTOM_ID_LENGTH} characters", "custom_id")
     if request.custom_id in seen:
-        raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} stands on an earlier line", "custom_id")
+        raise _LineError("duplicate_custom_id", f"custom_id {request.custom_id[:100]!r} is on an earlier line", "custom_id")
     if request.method != "POST":
         raise _LineError("invalid_method", f"method must be 'POST', got {request.method[:20]!r}", "method")
     if request.url not in endpoints:

@@ -1,6 +1,6 @@
-"""`quire batch run`: a file of requests in, a file of answers out, with an engine and no server.
+"""`quire batch run`: reads a file of requests and writes a file of answers, with an engine and without a server.
 
-Answers are appended as they come, so what is there after an interruption is kept, and the same command goes on from it.
+Answers are appended as they arrive, so they survive an interruption, and the same command continues from them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LIFETIME_S = 365 * 24 * 3600
 
 @dataclass(slots=True)
 class BatchProgress:
-    """How far a run is; num_done counts the lines that were there before, too."""
+    """Progress of a run; num_done includes lines that were done by earlier runs."""
 
     num_lines: int
     num_done: int = 0
@@ -40,7 +40,7 @@ class BatchProgress:
 
 @dataclass(frozen=True, slots=True)
 class BatchFiles:
-    """The files of one run: requests in, answers out, and apart from them the requests that failed."""
+    """The files of one run: requests, answers, and failed requests."""
 
     input_path: Path
     output_path: Path
@@ -52,7 +52,7 @@ class _Known(msgspec.Struct):
 
 
 def read_input(path: Path, endpoints: Collection[str], check_body: CheckBody) -> list[LineSpan]:
-    """Return where the lines are. Raises ConfigError with the first findings when any line is not valid."""
+    """Return the positions of the lines. Raises ConfigError with the first errors if any line is invalid."""
     try:
         with path.open("rb") as file:
             found = validate(file, endpoints, check_body, MAX_LINES)
@@ -67,9 +67,8 @@ def read_input(path: Path, endpoints: Collection[str], check_body: CheckBody) ->
 
 
 def take_up(path: Path, is_overwriting: bool) -> set[str]:
-    """Return the custom_ids that a file of answers has; a last line that was cut is removed, as is all with is_overwriting.
-
-    Raises ConfigError when the file is something else.
+    """Return the custom_ids in a file of answers. An incomplete last line is removed; with is_overwriting all lines are.
+    Raises ConfigError if the file is not a file of answers.
     """
     if is_overwriting or not path.exists():
         path.write_bytes(b"")
@@ -100,7 +99,7 @@ async def run_file(
     is_overwriting: bool = False,
     on_progress: Callable[[BatchProgress], None] = lambda progress: None,
 ) -> BatchProgress:
-    """Run every line that has no answer yet, `window` at a time. Lines that failed before are run again."""
+    """Run every line without an answer, `window` at a time. Lines that failed in earlier runs are run again."""
     known = take_up(files.output_path, is_overwriting)
     take_up(files.error_path, is_overwriting=True)
     left = [span for span in spans if span.custom_id not in known]

@@ -1,4 +1,4 @@
-"""FileRecord and BatchRecord: what the store keeps, and how the API shows it."""
+"""FileRecord and BatchRecord: the stored records and their API objects."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quire.api.openai.batches import (
 
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
 BATCH_LIFETIME_S = 30 * 24 * 3600
-"""From its end on a batch is kept so long, and so are, unless their maker says otherwise, its files."""
+"""How long a batch is kept after its end, and by default its files."""
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 26
 
 
 def new_id(prefix: str) -> str:
-    """Return a random id, "file-" or "batch_" with 26 characters that need no quoting anywhere."""
+    """Return a random id, "file-" or "batch_" with 26 characters that need no quoting in URLs, file names or JSON."""
     return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
 
 
@@ -43,22 +43,22 @@ def output_file_id(batch_id: str, is_success: bool) -> str:
 
 
 class StoredAmount(msgspec.Struct, frozen=True):
-    """Files of one owner: how many there are, or may be, and their bytes. What batches have written counts, too."""
+    """The number and bytes of one owner's files, stored or allowed, including outputs of batches."""
 
     num_files: int = 0
     num_bytes: int = 0
 
     def plus(self, num_files: int, num_bytes: int) -> StoredAmount:
-        """Return this and more."""
+        """Return the sum."""
         return StoredAmount(self.num_files + num_files, self.num_bytes + num_bytes)
 
     def has_room_for(self, amount: StoredAmount) -> bool:
-        """Whether so much may be there."""
+        """Whether this amount is within the limit."""
         return amount.num_files <= self.num_files and amount.num_bytes <= self.num_bytes
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One file; its bytes lie beside the database under its id. Times are seconds since the epoch."""
+    """One file; its bytes are stored next to the database under its id. Times are seconds since the epoch."""
 
     id: str
     owner: str
@@ -84,7 +84,7 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch. The counts are of its lines; `end_status` is what it becomes when its files are written."""
+    """One batch. The counts are of its lines; `end_status` is its status after its files are written."""
 
     id: str
     owner: str

@@ -1,4 +1,4 @@
-"""StorageRoom: how much each key may store, uploads that are on their way included."""
+"""StorageRoom: storage quotas per key, including uploads in progress."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from quire.serving.batch.store import BatchStore
 from quire.serving.errors import ApiError, invalid
 
 Grow = Callable[[int], Awaitable[None]]
-"""Keeps room for as many bytes of a file as have come. Raises ApiError 400 where there is none."""
+"""Reserves room for the bytes of a file that have arrived. Raises ApiError 400 if there is none."""
 
 
 class CallStore(Protocol):
-    """Runs something with the store in its thread."""
+    """Runs a function with the store in the store's thread."""
 
     def __call__(self, method: Callable[[BatchStore], StoredAmount]) -> Awaitable[StoredAmount]: ...
 
 
 class StorageRoom:
-    """Used from the event loop. What is stored the database counts; this counts what is not there yet."""
+    """Used from the event loop. The database counts stored files; this object counts uploads in progress."""
 
     def __init__(self, call_store: CallStore) -> None:
         self._call_store = call_store
@@ -30,9 +30,9 @@ class StorageRoom:
 
     @contextlib.asynccontextmanager
     async def room_for(self, owner: str, num_bytes: int, limit: StoredAmount) -> AsyncGenerator[Grow]:
-        """Keep room for one more file of an owner, as long as it is coming in. Raises ApiError 400 where there is none.
+        """Reserve room for one more file of an owner during its upload. Raises ApiError 400 if there is none.
 
-        num_bytes  that it is known to have; what is yielded keeps room for more, and raises the same
+        num_bytes  the declared size; the yielded function reserves more, and raises the same error
         """
         await self._keep(owner, 1, num_bytes, limit)
         num_kept = num_bytes
@@ -63,7 +63,7 @@ class StorageRoom:
 
 
 def no_room(stored: StoredAmount, limit: StoredAmount) -> ApiError:
-    """Return what an owner is told that has `stored` already."""
+    """Return the error for an owner that already has `stored`."""
     return invalid(
         f"file: this key stores {stored.num_files} files of {stored.num_bytes} bytes and may store {limit.num_files} files of "
         f"{limit.num_bytes} bytes: delete some, or let them expire",
@@ -73,7 +73,7 @@ def no_room(stored: StoredAmount, limit: StoredAmount) -> ApiError:
 
 
 def no_batch_room(limit: int) -> ApiError:
-    """Return what an owner is told that has so many batches already."""
+    """Return the error for an owner that already has `limit` batches."""
     return invalid(
         f"this key has {limit} batches, as many as it may have: wait until some go, {BATCH_LIFETIME_S // 86_400} days after "
         "their end, put more lines into one batch, or have the server's max_stored_batches raised",

@@ -1,4 +1,4 @@
-"""BatchRunner: runs the lines of batches in a window, beside the online requests and behind them."""
+"""BatchRunner: runs a window of batch lines with lower priority than online requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.serving.ignored import IGNORED_HEADER
 
 logger = get_logger(__name__)
 
-MAX_TRIES = 3  # lines that were in flight at so many deaths of the engine are taken to be the cause
+MAX_TRIES = 3  # a line that was running at this many engine crashes is assumed to be the cause
 COMMIT_SIZE = 64
 COMMIT_INTERVAL_S = 0.05
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 10.0
@@ -31,7 +31,7 @@ LINE_UNREADABLE = "line_unreadable"
 
 
 class Execute(Protocol):
-    """Runs one body in the class of batches, as the online route would run it."""
+    """Runs one body with the priority class "batch", as its online route does."""
 
     def __call__(self, record: BatchRecord, body: bytes) -> Awaitable[Ready]:
         """Return the route's answer. Raises ApiError; cancelling it aborts the request."""
@@ -44,7 +44,7 @@ class _Details(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """The tokens in an answer, whichever API it is of."""
+    """The token counts in an answer of any API."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -77,7 +77,7 @@ def error_line(custom_id: str, code: str, message: str) -> bytes:
 def answer_line(custom_id: str, answer: Ready) -> bytes:
     """Return a line of the output file, or of the error file where the status is not 200.
 
-    What a header would say of unknown fields of the body, a line has beside the body.
+    Unknown fields, which online requests report in a header, are listed next to the body.
     """
     response = {
         "status_code": answer.status,
@@ -90,7 +90,7 @@ def answer_line(custom_id: str, answer: Ready) -> bytes:
 
 
 def usage_of(body: bytes | None, name: str) -> TokenUsage:
-    """Return the tokens that an answer says it used; none, and a line in the log under `name`, where that cannot be read."""
+    """Return the token usage in an answer; if it cannot be read, zero, with a log line that has `name`."""
     try:
         usage = _read_answer(body).usage if body else None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -117,7 +117,7 @@ class LineEnd(NamedTuple):
 
 
 def line_end(custom_id: str, answer: Ready, name: str) -> LineEnd:
-    """Return how a line ended; an answer that cannot be put into a file is an error of that line alone."""
+    """Return how a line ended; an answer that cannot be written is an error of that line only."""
     is_success = answer.status == 200
     try:
         return LineEnd(is_success, answer_line(custom_id, answer), usage_of(answer.body, name) if is_success else NO_USAGE)
@@ -131,11 +131,11 @@ def _request_id() -> str:
 
 
 async def run_body(run: Callable[[], Awaitable[Ready]], name: str, count_try: Callable[[], Awaitable[int]]) -> Ready:
-    """Return the answer to one body, an error of its own included; what says "come back later" is tried until it is answered.
+    """Return the answer to one body, including its errors. Answers that ask to retry later are retried.
 
     run        runs the body once
     name       of the line, for the log
-    count_try  notes that the engine died of, or during, this body, and returns how often that was
+    count_try  records that the engine died while it ran this body, and returns how often that happened
     """
     wait_s, num_unread = FIRST_WAIT_S, 0
     while True:
@@ -159,7 +159,7 @@ async def run_body(run: Callable[[], Awaitable[Ready]], name: str, count_try: Ca
 
 
 class _OwnersLines:
-    """The lines of one owner's batches that have begun and not ended, and whose turn it is to begin more."""
+    """The running lines of one owner's batches, and which batch may begin more."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
@@ -168,7 +168,7 @@ class _OwnersLines:
         self._ended = asyncio.Event()
 
     async def begin(self, max_lines: int) -> None:
-        """Count one more, when there are fewer than max_lines; only for whoever has the turn."""
+        """Count one more line, if there are fewer than max_lines; only for the batch that has the turn."""
         while self._num_begun >= max_lines:
             self._ended.clear()
             await self._ended.wait()
@@ -181,13 +181,12 @@ class _OwnersLines:
 
 
 class BatchRunner:
-    """Runs batches: those of one owner in the order in which they came, those of several owners beside each other.
-
-    A batch of an owner begins when all lines of the one before have begun. As many lines of an owner are begun as might run
-    at once; a line holds one of the places that all owners share only while it runs, and not while it waits to be tried again.
+    """Runs batches: those of one owner in order of creation, those of different owners concurrently.
+    A batch begins when all lines of the owner's previous batch have begun. An owner begins as many lines as may run at once. A
+    line holds one of the places that all owners share only while it runs, not while it waits for a retry.
 
     call_store   runs a method of the store in its thread
-    max_running  how many lines may run at once, asked anew for each; see LinePlaces
+    max_running  returns how many lines may run at once; called for each line, see LinePlaces
     """
 
     def __init__(self, call_store: Callable[..., Awaitable[Any]], execute: Execute, max_running: Callable[[], int]) -> None:
@@ -198,7 +197,7 @@ class BatchRunner:
         self._owners: dict[str, _OwnersLines] = {}
 
     async def run(self, record: BatchRecord) -> None:
-        """Run every line of a batch that has not ended yet. When cancelled, what is running is aborted and stays to be run."""
+        """Run every unfinished line of a batch. When cancelled, running lines are aborted and stay unfinished."""
         saver = _Saver(self._call_store)
         saving = asyncio.create_task(saver.run())
         owner = self._owners.setdefault(record.owner, _OwnersLines())
@@ -216,7 +215,7 @@ class BatchRunner:
             try:
                 await asyncio.shield(saving)
             except asyncio.CancelledError:
-                await asyncio.gather(saving, return_exceptions=True)  # what has ended is saved all the same
+                await asyncio.gather(saving, return_exceptions=True)  # save the finished lines in any case
                 raise
 
     async def _begin_lines(self, record: BatchRecord, owner: _OwnersLines, saver: _Saver, group: asyncio.TaskGroup) -> None:
@@ -249,7 +248,7 @@ class BatchRunner:
 
 
 def _read(store: BatchStore, file_id: str, line: TodoLine) -> bytes:
-    """Return the bytes of a line. Raises ApiError for this line alone: the disk may have room, and the other lines."""
+    """Return the bytes of a line. Raises ApiError for this line only; other lines may still be readable."""
     try:
         return store.read_line(file_id, line)
     except OSError as error:
@@ -268,14 +267,14 @@ class _Saver:
         self._failure: BaseException | None = None
 
     def add(self, result: LineResult) -> None:
-        """Take a result in; it is on the disk within 50 ms, or run ends with the error, which the next call raises, too."""
+        """Add a result. It is on disk within 50 ms; otherwise `run` ends with the error, which the next call raises too."""
         if self._failure is not None:
             raise self._failure
         self._pending.append(result)
         self._wake.set()
 
     def finish(self) -> None:
-        """Save what is there, and end."""
+        """Save the remaining results, and end."""
         self._is_finished = True
         self._wake.set()
 

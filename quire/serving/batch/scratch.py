@@ -1,4 +1,4 @@
-"""ScratchFolder: a temporary folder of one process, which the next process removes where this one was killed."""
+"""ScratchFolder: a temporary folder of one process, which the next process removes if this one was killed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOCK = "lock"
 
 
 class ScratchFolder:
-    """A folder of mode 0700 in the folder for temporary files. Raises OSError where there can be none.
+    """A folder of mode 0700 in the folder for temporary files. Raises OSError if it cannot be created.
 
-    Its process holds a lock on a file in it, which the system lets go however the process ends; ids of processes are used
-    again, and another container has its own. The file gets its name when it is locked; a folder without one is left alone.
+    The process holds a lock on a file in it, which the system releases however the process ends; process ids would not do, as
+    they are reused and differ between containers. The file gets its name after it is locked; a folder without it is left alone.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ScratchFolder:
         lock = os.open(coming, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         coming.rename(self.path / _LOCK)
-        self._finalizer = weakref.finalize(self, _remove, self.path, lock)  # called at the process's exit, too
+        self._finalizer = weakref.finalize(self, _remove, self.path, lock)  # also called at exit
 
     def close(self) -> None:
         """Remove the folder and what is in it."""
@@ -44,7 +44,7 @@ def _remove(path: Path, lock: int) -> None:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose processes have ended without doing so. What cannot be removed is logged."""
+    """Remove this user's folders whose processes ended without removing them. Failures are logged."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             found = path.lstat()
@@ -54,12 +54,12 @@ def remove_abandoned() -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            logger.warning("%s is left as it is: %s", path, error)
+            logger.warning("%s is not removed: %s", path, error)
             continue
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # its process lives
+            continue  # its process is alive
         else:
             logger.info("removing %s, whose server was killed", path)
             shutil.rmtree(path, ignore_errors=True)

@@ -38,16 +38,16 @@ NO_LIMIT = StoredAmount(1 << 62, 1 << 62)
 
 
 class BatchService:
-    """Everything of /v1/files and /v1/batches but HTTP.
+    """/v1/files and /v1/batches without HTTP.
 
-    execute      runs the body of a line as the online route would, in the class of batches
+    execute      runs the body of a line as its online route does, with the priority class "batch"
     check_body   checks it without running
     endpoints    urls that lines may have
     max_running  lines in flight at once
-    room_for     keeps room for a file that is coming in, see StorageRoom
-    call_store   runs a method of the store in its thread; a full or broken disk is an ApiError 503 storage_full
-    report_lines  told every few seconds how many lines of unfinished batches are in a state: todo, completed, failed
-    max_batches_of  how many batches an owner may have, those that have ended included until they go
+    room_for     reserves room for an upload, see StorageRoom
+    call_store   runs a method of the store in its thread; raises ApiError 503 storage_full if the disk is full or broken
+    report_lines  called every few seconds with the lines of unfinished batches by state: todo, completed, failed
+    max_batches_of  how many batches an owner may have, including ended ones until they expire
     """
 
     def __init__(
@@ -73,14 +73,14 @@ class BatchService:
         self._housekeeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Take up what a former process left."""
+        """Resume the work of a former process."""
         await self.call_store(BatchStore.tidy, time.time())
         for record in await self.call_store(BatchStore.unfinished):
             self._launch(record)
         self._housekeeper = asyncio.create_task(self._keep_house())
 
     async def close(self) -> None:
-        """Stop working; what has not ended goes on when the server starts again."""
+        """Stop; unfinished batches continue when the server starts again."""
         tasks = [*self._tasks.values(), *([self._housekeeper] if self._housekeeper is not None else [])]
         for task in tasks:
             task.cancel()
@@ -98,7 +98,7 @@ class BatchService:
         lifetime_s: int | None,
         limit: StoredAmount = NO_LIMIT,
     ) -> FileRecord:
-        """Store an upload as it comes in. Raises ApiError; of an upload that fails nothing is left."""
+        """Store an upload as it arrives. Raises ApiError; a failed upload leaves nothing behind."""
         if purpose not in PURPOSES:
             raise invalid(f"purpose must be one of {', '.join(PURPOSES)}, got {purpose[:50]!r}", "purpose")
         now = int(time.time())
@@ -189,7 +189,7 @@ class BatchService:
         idempotency_key: str | None = None,
         window_s: int = WINDOW_S,
     ) -> BatchRecord:
-        """Enter a batch; its input is validated and run in the background. Raises ApiError."""
+        """Create a batch; its input is validated and run in the background. Raises ApiError."""
         if endpoint not in self.endpoints:
             raise invalid(f"endpoint must be one of {', '.join(self.endpoints)}, got {endpoint[:100]!r}", "endpoint")
         file = await self.call_store(BatchStore.file, owner, input_file_id)
@@ -239,7 +239,7 @@ class BatchService:
         return found[:limit], len(found) > limit
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
-        """Cancel a batch: what runs is aborted, what is done is kept. Raises ApiError 400 when it has ended."""
+        """Cancel a batch: running lines are aborted, finished ones are kept. Raises ApiError 400 if the batch has ended."""
         record = await self.batch(owner, batch_id)
         if record.status in ENDED or record.status in ("finalizing", "cancelling"):
             raise invalid(f"a batch that is {record.status} cannot be cancelled", "batch_id", "batch_not_cancellable")
@@ -262,7 +262,7 @@ class BatchService:
         self._launch(record)
 
     async def _work(self, batch_id: str) -> None:
-        """Bring a batch to its end from wherever it stands; a disk that is full is waited for."""
+        """Run a batch to its end from its present state; while the disk is full, retry."""
         while True:
             try:
                 await self._advance(batch_id)
@@ -272,7 +272,7 @@ class BatchService:
             except Exception:
                 logger.exception("batch %s failed; it is tried again", batch_id)
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # a failure on the way out hides it
+            if task is not None and task.cancelling():  # a failure during the cancellation hides it
                 return
             await asyncio.sleep(CHECK_INTERVAL_S / 12)
 
@@ -293,7 +293,7 @@ class BatchService:
         await end_batch(self.call_store, self._write_parts, record, end_status)
 
     async def _validate(self, record: BatchRecord) -> BatchRecord | None:
-        """Read the whole input, of an owner one at a time and beside the store's thread, which others wait for."""
+        """Read the whole input, one at a time per owner, outside the store's thread, which other calls need."""
         path = self._thread.store.path_of(record.input_file_id)
 
         def read() -> Validation:
@@ -314,7 +314,7 @@ class BatchService:
         return await self.call_store(BatchStore.start_batch, record.id, found.spans)
 
     async def _run(self, record: BatchRecord) -> BatchStatus:
-        """Run the lines that are left; return what the batch becomes."""
+        """Run the remaining lines; return the final status of the batch."""
         remaining_s = record.expires_at - time.time()
         try:
             async with asyncio.timeout(max(0.0, remaining_s)):
@@ -338,7 +338,7 @@ class BatchService:
 
 
 def _leave(manager: Any, error: BaseException | None) -> None:
-    """Leave a context manager of the store; with an error it removes what it had written."""
+    """Exit a context manager of the store; after an error it removes what it had written."""
     if error is None:
         manager.__exit__(None, None, None)
         return

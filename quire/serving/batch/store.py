@@ -1,6 +1,6 @@
-"""BatchStore: files, batches and lines in SQLite; the rows are the truth, output files are made from them.
+"""BatchStore: files, batches and lines in SQLite. Output files are made from the rows.
 
-A line is done when its row says so; what is running is known only to the process, so a crash leaves nothing to repair.
+A line is finished when its row says so. Running lines are known only to the process, so a crash leaves nothing to repair.
 Not thread-safe: one thread calls it (see service.py).
 """
 
@@ -78,7 +78,7 @@ NO_USAGE = TokenUsage()
 
 @dataclass(frozen=True, slots=True)
 class LineResult:
-    """How a line ended: the JSON that goes into the output file, or, where is_success is False, into the error file."""
+    """The result of a line: JSON for the output file, or for the error file if is_success is False."""
 
     batch_id: str
     n: int
@@ -100,7 +100,7 @@ class TodoLine:
 
 
 class BatchStore:
-    """See the module. folder None keeps all in memory and in a temporary folder, which goes with the store."""
+    """See the module. With folder None everything is in memory and in a temporary folder, which is removed with the store."""
 
     def __init__(self, folder: Path | None) -> None:
         if folder is None:
@@ -131,7 +131,7 @@ class BatchStore:
 
     @contextlib.contextmanager
     def writing(self, file_id: str) -> Iterator[BinaryIO]:
-        """Open the bytes of a new file; they are there under their id only when all have reached the disk."""
+        """Open a new file for writing. It appears under its id only after all bytes are on disk."""
         path = self.path_of(file_id)
         temporary = path.with_suffix(".tmp")
         try:
@@ -145,12 +145,13 @@ class BatchStore:
             temporary.unlink(missing_ok=True)
 
     def put_file(self, record: FileRecord) -> None:
-        """Enter a file, or write it anew."""
+        """Insert or replace a file's record."""
         with transaction(self._db):
             self._put_file(record)
 
     def add_file(self, record: FileRecord, limit: StoredAmount) -> StoredAmount | None:
-        """Enter a file whose bytes are there; over its owner's limit, remove them and return what the owner has."""
+        """Insert the record of a written file. If it exceeds its owner's limit, remove the file and return what the owner
+        has."""
         with transaction(self._db):
             stored = self.stored(record.owner)
             if limit.has_room_for(stored.plus(1, record.num_bytes)):
@@ -160,7 +161,7 @@ class BatchStore:
         return stored
 
     def stored(self, owner: str) -> StoredAmount:
-        """Return what an owner has."""
+        """Return the number and bytes of an owner's files."""
         row = self._db.execute(
             "SELECT COUNT(*), COALESCE(SUM(json_extract(CAST(record AS TEXT), '$.num_bytes')), 0) FROM file WHERE owner=?",
             (owner,),
@@ -180,7 +181,7 @@ class BatchStore:
         return None if row is None else _decode_file(row[0])
 
     def files(self, owner: str, purpose: str | None, after: str | None, limit: int, ascending: bool) -> list[FileRecord] | None:
-        """Return up to limit + 1 files of an owner, which tells whether there are more; None where `after` is none of them."""
+        """Return up to limit + 1 files of an owner (the last shows that there are more); None if `after` is not one of them."""
         if after is not None and self.file(owner, after) is None:
             return None
         rows = self._page("file", owner, after, ascending)
@@ -210,7 +211,7 @@ class BatchStore:
         return rows.fetchone() is not None
 
     def delete_file(self, file_id: str) -> None:
-        """Forget a file and remove its bytes."""
+        """Delete a file's record and its bytes."""
         with transaction(self._db):
             self._db.execute("DELETE FROM file WHERE id=?", (file_id,))
         self.path_of(file_id).unlink(missing_ok=True)
@@ -218,7 +219,8 @@ class BatchStore:
     # Batches.
 
     def add_batch(self, record: BatchRecord, idempotency_key: str | None, max_batches: int) -> BatchRecord | None:
-        """Enter a batch; of two with one idempotency key the first one is returned. None: its owner has max_batches already."""
+        """Insert a batch. If the idempotency key is used, return the existing batch. None if the owner already has
+        max_batches."""
         with transaction(self._db):
             if idempotency_key is not None:
                 row = self._db.execute(
@@ -236,7 +238,7 @@ class BatchStore:
         return record
 
     def batch(self, batch_id: str, owner: str | None = None) -> BatchRecord | None:
-        """Return a batch with the counts of now; None if there is none of this id, or it is another owner's."""
+        """Return a batch with its current counts; None if the id is unknown or belongs to another owner."""
         row = self._db.execute("SELECT record FROM batch WHERE id=?", (batch_id,)).fetchone()
         record = None if row is None else _decode_batch(row[0])
         if record is None or (owner is not None and record.owner != owner):
@@ -244,7 +246,7 @@ class BatchStore:
         return record if record.status in ENDED else self._with_counts(record)
 
     def batches(self, owner: str, after: str | None, limit: int) -> list[BatchRecord] | None:
-        """Return up to limit + 1 batches of an owner, the newest first; None where `after` is none of them."""
+        """Return up to limit + 1 batches of an owner, the newest first; None if `after` is not one of them."""
         if after is not None and self.batch(after, owner) is None:
             return None
         found: list[BatchRecord] = []
@@ -295,7 +297,7 @@ class BatchStore:
     # Lines.
 
     def start_batch(self, batch_id: str, spans: Sequence[LineSpan]) -> BatchRecord:
-        """Enter all lines of a batch and set it going, all or nothing."""
+        """Insert all lines of a batch and mark it in progress, in one transaction."""
         with transaction(self._db):
             self._db.execute("DELETE FROM line WHERE batch_id=?", (batch_id,))
             self._db.executemany(
@@ -324,7 +326,7 @@ class BatchStore:
             return file.read(line.num_bytes)
 
     def save_results(self, results: Sequence[LineResult]) -> None:
-        """Enter how lines ended, in one transaction; a line that has ended already keeps its first result."""
+        """Save results of lines in one transaction; a line that has ended already keeps its first result."""
         with transaction(self._db):
             self._db.executemany(
                 "UPDATE line SET state=?, result=?, input_tokens=?, cached_tokens=?, output_tokens=?, reasoning_tokens=? "
@@ -342,7 +344,7 @@ class BatchStore:
             )
 
     def count_try(self, batch_id: str, n: int) -> int:
-        """Note that a line was in flight when the engine died; return how often that was."""
+        """Record that a line was running when the engine died; return how often that happened."""
         with transaction(self._db):
             self._db.execute("UPDATE line SET tries=tries+1 WHERE batch_id=? AND n=?", (batch_id, n))
             return self._db.execute("SELECT tries FROM line WHERE batch_id=? AND n=?", (batch_id, n)).fetchone()[0]
@@ -353,7 +355,7 @@ class BatchStore:
         return {name: found.get(state, 0) for name, state in (("todo", TODO), ("completed", SUCCEEDED), ("failed", FAILED))}
 
     def results(self, batch_id: str, is_success: bool, after: int, num_bytes: int) -> list[tuple[int, bytes]]:
-        """Return (number, result) of the next lines that have ended so, those above `after` in order, up to about num_bytes."""
+        """Return (number, result) of the next lines with this outcome after number `after`, in order, up to about num_bytes."""
         state = SUCCEEDED if is_success else FAILED
         rows = self._db.execute(
             "SELECT n, result FROM line WHERE batch_id=? AND state=? AND n>? ORDER BY n", (batch_id, state, after)
@@ -367,11 +369,11 @@ class BatchStore:
         return found
 
     def has_results(self, batch_id: str, is_success: bool) -> bool:
-        """Whether any line has ended so."""
+        """Whether any line has this outcome."""
         return bool(self.results(batch_id, is_success, after=-1, num_bytes=1))
 
     def end_batch(self, batch_id: str, outputs: Sequence[FileRecord], changes: dict[str, Any]) -> BatchRecord:
-        """Enter the files of a batch and end it, all or nothing. Its lines are in the files now, and go."""
+        """Insert the output files of a batch, end it and delete its lines, in one transaction."""
         with transaction(self._db):
             for record in outputs:
                 self._put_file(record)
@@ -388,10 +390,10 @@ class BatchStore:
             if not self.is_in_use(file_id):
                 self.delete_file(file_id)
 
-    # What a restart finds.
+    # After a restart.
 
     def tidy(self, now: float) -> None:
-        """Remove expired files, what was being written when the process died, and rows whose bytes are gone."""
+        """Remove expired files, partly written files, and rows whose bytes are missing."""
         self.delete_expired(now)
         known = {file_id for (file_id,) in self._db.execute("SELECT id FROM file")}
         for path in self._files.iterdir():

@@ -1,1 +1,1 @@
-"""The neutral core of every generating API: a checked conversation becomes a plan, the engine's deltas become events."""
+"""The neutral core of every generating API: it turns checked conversations into plans, and the engine's deltas into events."""

@@ -1,4 +1,4 @@
-"""TokenAligner: which part of a text came from which token, though text lags behind its tokens."""
+"""TokenAligner: maps parts of a text to its tokens, although text arrives later than its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.text.tokenizer import Tokenizer
 
 
 class TokenText(NamedTuple):
-    """A piece of text and the token that it completes; None for the beginning of a token's text, the rest of which is held."""
+    """A piece of text and the token that it completes; None for the beginning of a token's text whose rest is held back."""
 
     text: str
     token_id: int | None
@@ -27,10 +27,10 @@ class _Waiting(NamedTuple):
 
 
 class TokenAligner:
-    """Cuts the text of one choice into the texts of its tokens, by detokenising them once more.
+    """Splits the text of one choice into the texts of its tokens, by detokenising them again.
 
-    Text is held back while a stop string may begin in it, and where a character is incomplete: a token waits for the text that
-    it is a part of. The pieces joined are always the whole text given so far.
+    Text is held back while a stop string may begin in it, and while a character is incomplete: a token waits for the text that
+    it belongs to. The joined pieces always equal the whole text so far.
 
     is_exact  see IncrementalDetokenizer
     """
@@ -41,11 +41,11 @@ class TokenAligner:
         self._tokens = IncrementalDetokenizer(tokenizer, skip_special_tokens, after=prompt_token_ids, is_exact=is_exact)
         self._waiting: deque[_Waiting] = deque()
         self._open: list[tuple[int, Position | None]] = []
-        self._num_known = 0  # characters that the tokens come to
-        self._num_given = 0  # characters of the texts that were given
+        self._num_known = 0  # characters of the tokens so far
+        self._num_given = 0  # characters of the texts so far
 
     def feed(self, text: str, token_ids: Sequence[int], positions: Sequence[Position] | None) -> list[TokenText]:
-        """Return the text in pieces, after taking in more tokens."""
+        """Add tokens and return the text in pieces."""
         if len(token_ids) == 1 and not self._waiting and not self._open:
             token_id = token_ids[0]
             position = positions[0] if positions else None
@@ -61,9 +61,9 @@ class TokenAligner:
         return self._cut(text)
 
     def finish(self, text: str, is_cut: bool) -> list[TokenText]:
-        """Return the last text in pieces, then the tokens that have none.
+        """Return the last text in pieces, then the tokens without text.
 
-        is_cut  the text was cut before a stop string: tokens that were cut off whole are dropped
+        is_cut  the text was cut before a stop string: tokens that lie completely after the cut are dropped
         """
         rest = self._tokens.finish()
         end = self._num_known + len(rest)
@@ -77,7 +77,7 @@ class TokenAligner:
     def _add(self, token_id: int, position: Position | None, piece: str) -> None:
         self._open.append((token_id, position))
         if not piece:
-            return  # an incomplete character, or a token without text: it goes with the next text
+            return  # an incomplete character, or a token without text: it belongs to the next text
         start = self._num_known
         self._num_known += len(piece)
         self._waiting.extend(_Waiting(*token, start, self._num_known) for token in self._open)

@@ -1,4 +1,4 @@
-"""The calls of tools in a model's own format, as parts of a structural tag: demanded, or allowed in free text."""
+"""Tool calls in a model's own format, as parts of a structural tag: required, or allowed in free text."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Format = dict[str, Any]
 
 
 def calls_of(form: CallForm, tools: Sequence[Tool], strict: frozenset[str], is_parallel: bool) -> Format:
-    """Return one call or more of some tools and nothing else.
+    """Return a format of one or more calls of some tools, and nothing else.
 
-    strict  names of the tools whose arguments have to be of their schema; those of others are any
+    strict  names of the tools whose arguments must match their schema; other tools accept any arguments
     """
     calls: Format = {
         "type": "tags_with_separator",
@@ -34,9 +34,9 @@ def calls_of(form: CallForm, tools: Sequence[Tool], strict: frozenset[str], is_p
 def text_with_calls(
     form: CallForm, tools: Sequence[Tool], strict: frozenset[str], is_parallel: bool, openings: tuple[str, ...] = ()
 ) -> Format:
-    """Return free text in which calls of some tools may stand, or in formats without a trigger either text or calls.
+    """Return free text that may contain calls of some tools; in formats without a trigger, either text or calls.
 
-    openings  of reasoning, behind which the latter could begin, so that such a text has none
+    openings  openings of reasoning after which calls could begin; they are excluded from such a text
     """
     if form.content:
         return _contents_and_calls(form, tools, strict)
@@ -51,7 +51,7 @@ def text_with_calls(
 
 
 def _contents_and_calls(form: CallForm, tools: Sequence[Tool], strict: frozenset[str]) -> Format:
-    """Return texts and calls with an opener before each; where the prompt ends with the first, either begins at once."""
+    """Return texts and calls with an opener before each; if the prompt ends with the first opener, either begins at once."""
     content = {"type": "tag", "begin": form.content, "content": {"type": "const_string", "value": ""}, "end": ""}
     parts = [*(_tag(form, tool, tool.name in strict) for tool in tools), content]
     tags = [{**part, "begin": f"{form.trigger}{part['begin']}"} for part in parts]
@@ -79,7 +79,7 @@ def _text_or_calls(
 
 
 def arguments_of(tool: Tool, is_strict: bool, style: str = "json") -> Format:
-    """Return the arguments of a call, an object. Raises RequestError where the tool's schema allows none."""
+    """Return the arguments of a call, an object. Raises RequestError if the tool's schema allows none."""
     schema: Mapping[str, object] = tool.parameters if is_strict else {}
     types = schema.get("type", "object")
     if "object" not in (types if isinstance(types, list) else [types]):

@@ -1,4 +1,4 @@
-"""Caller: on whose behalf a handler works, and until when."""
+"""Caller: the tenant that a handler works for, and the deadline."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.serving.interfaces import Job, PriorityClass, Tenant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks, apart from HTTP: a connection or a batch.
+    """The caller without HTTP: a connection or a batch.
 
     deadline_s   in time.monotonic(); None for none
-    priority     None: what the body says, else "default"
+    priority     None: the tier in the body, otherwise "default"
     traceparent  W3C trace context that the client sent
     call_id      of the HTTP request; None for none
-    received_s   when its head had arrived, in time.monotonic(); None for none
+    received_s   arrival of the request's head, in time.monotonic(); None without HTTP
     """
 
     owner: Tenant
@@ -28,7 +28,7 @@ class Caller:
     received_s: float | None = None
 
     def job(self, request: Request, is_streaming: bool, priority: PriorityClass = "default") -> Job:
-        """Return the job of a request; `priority` is what the body says."""
+        """Return the job of a request; `priority` is the tier in the body."""
         return Job(
             request=request,
             owner=self.owner,

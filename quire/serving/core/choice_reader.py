@@ -1,4 +1,4 @@
-"""ChoiceReader: the deltas of one choice into events, through the parser of the model's output where there is one."""
+"""ChoiceReader: turns the deltas of one choice into events, with the parser of the model's output if there is one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from quire.text.parsing.parser import OutputParser
 class ChoiceReader:
     """Reads one choice of a plan. Events are appended to the list that the caller passes.
 
-    has_ended      ChoiceEnd has been said; later deltas are ignored
+    has_ended      a ChoiceEnd was made; later deltas are ignored
     num_reasoning  tokens that were reasoning
     """
 
@@ -55,7 +55,7 @@ class ChoiceReader:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all text is answer, and nothing is to be said of its tokens."""
+        """Whether all text is answer, without token positions."""
         return self._parser is None and self._aligner is None
 
     def feed(self, delta: ChoiceDelta, events: list[GenerationEvent]) -> None:
@@ -78,7 +78,7 @@ class ChoiceReader:
         is_cut = isinstance(delta.stop_reason, str)
         is_by_token = delta.finish_reason == "stop" and not is_cut and bool(token_ids) and token_ids[-1] in self._ending
         if is_by_token and not self._plan.request.params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]  # the token that ended the output is no part of its text; one that completes it is
+            token_ids = token_ids[:-1]  # a stop token is not part of the text; the last token of a complete constraint is
         pieces = aligner.feed("", token_ids, positions)
         return pieces + aligner.finish(delta.text, is_cut)
 
@@ -98,7 +98,7 @@ class ChoiceReader:
         self._take(parser.feed("".join(shown), token_ids), events)
 
     def _is_shown(self, piece: TokenText) -> bool:
-        """Whether a token is part of the text: special tokens that are left out of it have no place in what is said of it."""
+        """Whether a token is part of the text: special tokens that are left out of the text have no positions either."""
         tokenizer = self._plan.tokenizer
         is_left_out = tokenizer is not None and self._plan.request.params.skip_special_tokens
         return not (is_left_out and tokenizer is not None and piece.token_id in tokenizer.special_token_ids)

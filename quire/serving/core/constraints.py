@@ -1,4 +1,4 @@
-"""What the whole output of a conversation has to match: reasoning, then the answer or calls of tools, in one grammar."""
+"""The constraint of a conversation's whole output: reasoning, then the answer or tool calls, in one grammar."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from quire.text.parsing.formats import ReasoningFormat, find_reasoning_format, f
 from quire.text.parsing.tools import Tool
 
 _GAP: Format = {"type": "regex", "pattern": r"\n{0,2}"}
-"""Between reasoning and what follows; the parser does not count it."""
+"""Whitespace between reasoning and the rest; the parser ignores it."""
 
 
 def chat_constraint(answer: Constraint | None, chat: ChatInput, setup: ParserSetup | None, prompt: str) -> Constraint | None:
-    """Return the constraint of a conversation's output, None where anything may come. Raises RequestError.
+    """Return the constraint of a conversation's output, None if it is free. Raises RequestError.
 
-    answer  what the answer has to match where no tool is called
+    answer  the constraint of the answer if no tool is called
     setup   the formats of the model's output
-    prompt  the rendered conversation, which may have begun or ended the reasoning
+    prompt  the rendered conversation, which may contain the start or the end of the reasoning
     """
     check_tools(chat, setup)
     if setup is not None and is_harmony(setup.tool_format, setup.reasoning_format):
@@ -42,7 +42,7 @@ def chat_constraint(answer: Constraint | None, chat: ChatInput, setup: ParserSet
 
 
 def _marked(answer: Constraint | None, chat: ChatInput, setup: ParserSetup | None, prompt: str) -> Format | None:
-    """Return the output of a format with markers, None where the answer's own constraint says all."""
+    """Return the output of a format with markers, None if the answer's constraint is enough."""
     calls = _calls(chat, setup, answer is not None)
     reasoning = None if setup is None else find_reasoning_format(setup.reasoning_format)
     if setup is None or reasoning is None or _is_closed(prompt, reasoning):
@@ -54,13 +54,13 @@ def _marked(answer: Constraint | None, chat: ChatInput, setup: ParserSetup | Non
 
 
 def _openers(setup: ParserSetup) -> tuple[str, ...]:
-    """Return what would begin a call in the reasoning, too, which ends it."""
+    """Return the texts that begin a call, and so end the reasoning, even inside of it."""
     row = find_tool_format(setup.tool_format)
     return () if row is None else (*row.openers, *row.sections)
 
 
 def _harmony(answer: Constraint | None, chat: ChatInput, setup: ParserSetup) -> Format | None:
-    """Return the output of the format with channels, None where it is free."""
+    """Return the output of the format with channels (harmony), None if it is free."""
     if answer is None and not chat.forced_tools and not chat.strict_tools:
         return None
     calls = None
@@ -93,21 +93,21 @@ def _format_of(answer: Constraint | None) -> Format:
     if answer.kind == "structural_tag" and "format" in answer.parsed():
         return answer.parsed()["format"]
     raise RequestError(
-        f"{answer.param}: a {answer.kind} can stand neither beside calls of tools nor behind the model's reasoning: leave the "
+        f"{answer.param}: a {answer.kind} cannot be combined with tool calls or with the model's reasoning: leave the "
         "tools out and turn its thinking off, or ask for JSON, a regex, a choice or a structural tag with a format",
         answer.param,
     )
 
 
 def check_tools(chat: ChatInput, setup: ParserSetup | None) -> None:
-    """Raise RequestError where a tool is to be called that there is not."""
+    """Raise RequestError if a required tool does not exist."""
     missing = set(chat.forced_tools) - {tool.name for tool in setup.tools} if setup is not None else set(chat.forced_tools)
     if missing:
         raise RequestError(f"tool_choice: there is no tool {sorted(missing)[0]!r} among the tools", "tool_choice")
 
 
 def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Format | None:
-    """Return the format of the calls that are demanded, have to be right, or may come instead of the answer; None for none."""
+    """Return the format of calls that are required, strict, or possible instead of the answer; None for none."""
     name = None if setup is None else setup.tool_format
     form = None if name is None else CALL_FORMS.get(name)
     if setup is None or not setup.tools:
@@ -151,5 +151,5 @@ def _after_reasoning(wanted: Format, reasoning: ReasoningFormat, setup: ParserSe
 
 
 def _is_closed(prompt: str, reasoning: ReasoningFormat) -> bool:
-    """Whether the prompt ends with reasoning that is over: the template has turned it off."""
+    """Whether the prompt ends with closed reasoning: the template has turned reasoning off."""
     return prompt.rstrip().endswith(reasoning.closes)

@@ -1,4 +1,4 @@
-"""Conversation: turns that an API states in pieces, put together as the messages that chat templates take."""
+"""Conversation: builds the messages for chat templates from the items of an API."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ Message = dict[str, Any]
 class Conversation:
     """Builds messages in the form of the OpenAI API.
 
-    All that the assistant says, thinks and calls in a row is one message: its texts, then its calls.
-    joins_users  texts of the user in a row are one message too
+    Consecutive texts, reasoning and calls of the assistant are one message: its texts, then its calls.
+
+    joins_users  consecutive texts of the user are one message too
     """
 
     def __init__(self, joins_users: bool = False) -> None:
@@ -24,7 +25,7 @@ class Conversation:
         return call_id in self._called
 
     def say(self, role: str, texts: list[str]) -> None:
-        """Add a message of anyone but the assistant."""
+        """Add a message of a role other than the assistant."""
         parts = [{"type": "text", "text": text} for text in texts]
         if self._joins_users and role == "user" and self.messages and self.messages[-1]["role"] == "user":
             self.messages[-1]["content"] += parts
@@ -48,7 +49,7 @@ class Conversation:
         self._turn().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
 
     def result(self, call_id: str, texts: list[str]) -> None:
-        """Add what a tool returned."""
+        """Add the result of a tool call."""
         content = [{"type": "text", "text": text} for text in texts]
         message: Message = {"role": "tool", "content": content, "tool_call_id": call_id}
         name = self._called.get(call_id)

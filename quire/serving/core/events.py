@@ -1,6 +1,7 @@
-"""What happens in a generation, apart from any API: the events that every API's answers are encoded from.
+"""The neutral events of a generation, from which the answers of every API are encoded.
 
-They are made per token, so they are plain Structs, cheaper than frozen dataclasses; nobody changes one that was handed out.
+They are made per token, so they are plain Structs, cheaper than frozen dataclasses. They must not be changed after they are
+made.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from quire.serving.engine_client.messages import TokenLogprob
 
 EndReason = Literal["stop", "length", "tool_calls"]
 Position = list[TokenLogprob]
-"""What is known of one token: the token that is there first, then the most likely ones, which may have it again."""
+"""The log probabilities at one position: first the token itself, then the most likely tokens, which may include it."""
 
 
 class GenerationStart(msgspec.Struct):
-    """The first event of plans with wants_start: the request runs.
+    """The first event of plans with wants_start: the request has started.
 
     num_cached  prompt tokens taken from the prefix cache
     """
@@ -27,7 +28,7 @@ class GenerationStart(msgspec.Struct):
 
 
 class TextDelta(msgspec.Struct):
-    """More of the visible answer of a choice; its positions are those of just this text, where they were asked for."""
+    """More of the visible answer of a choice; `positions` cover only this text, if they were requested."""
 
     choice: int
     text: str
@@ -66,14 +67,14 @@ class ToolCallEnd(msgspec.Struct):
 
 
 class TokensDelta(msgspec.Struct):
-    """The tokens that a choice has gained; comes before the events that they cause, in plans with wants_tokens."""
+    """The new tokens of a choice, before the events that they cause; only in plans with wants_tokens."""
 
     choice: int
     token_ids: list[int]
 
 
 class PromptPositions(msgspec.Struct):
-    """What is known of the tokens of prompt number `prompt`, where asked for; the first has None."""
+    """The log probabilities of the tokens of prompt number `prompt`, if requested; None for the first token."""
 
     prompt: int
     token_ids: tuple[int, ...]
@@ -81,7 +82,7 @@ class PromptPositions(msgspec.Struct):
 
 
 class PromptEcho(msgspec.Struct):
-    """The prompt, as the beginning of a choice; positions as in PromptPositions, None where not asked for."""
+    """The prompt, as the beginning of a choice; positions as in PromptPositions, None if not requested."""
 
     choice: int
     text: str
@@ -90,7 +91,7 @@ class PromptEcho(msgspec.Struct):
 
 
 class ChoiceEnd(msgspec.Struct):
-    """A choice is over; nothing of it follows.
+    """A choice has ended; it has no further events.
 
     stop_reason  the stop string or stop token that ended it
     """
@@ -101,7 +102,7 @@ class ChoiceEnd(msgspec.Struct):
 
 
 class UsageEnd(msgspec.Struct):
-    """The last event: the tokens of all choices, those of the prompts counted once.
+    """The last event: the token counts of all choices, with those of the prompts counted once.
 
     num_cached     prompt tokens taken from the prefix cache
     num_reasoning  output tokens that were reasoning

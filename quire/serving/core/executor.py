@@ -1,4 +1,4 @@
-"""TokenizerPool: the threads in which prompts are rendered and tokenised, so that a long one holds up no tokens."""
+"""TokenizerPool: threads that render and tokenise prompts, so that a long prompt does not delay the tokens of others."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from quire.serving.errors import overloaded, rate_limited, spread_s
 
 T = TypeVar("T")
 LARGE_CHARACTERS = 32 << 10
-"""A call with more text than this is large: it takes tens of milliseconds, and one thread is kept free of such calls."""
+"""A call with more text than this is large: it takes tens of milliseconds, and one thread is reserved for smaller calls."""
 BRIEF_CHARACTERS = 1 << 10
-"""A call with no more is brief: it takes less than the way to a thread and back, unless the template is a slow one."""
+"""A call with at most this much text is brief: it takes less than switching to a thread and back, unless the template is
+slow."""
 BRIEF_S = 0.0005
-"""Brief calls go to the threads, too, while they take more processor time than this: else the event loop waits for them."""
+"""If brief calls take more CPU time than this, they go to the threads too, to keep the event loop responsive."""
 _BRIEF_PER_TURN_S = 0.002
-"""Of brief calls, in one turn of the event loop: those of a burst would hold up tokens and timers all together."""
+"""CPU time of brief calls in one iteration of the event loop; a burst would otherwise delay tokens and timers."""
 _MEAN_OVER_CALLS = 20
 _NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """One call that waits or runs, with its number of arrival. `done` is the waiter's, of the event loop."""
+    """One waiting or running call, with its arrival number. `done` is a future of the event loop."""
 
     number: int
     is_large: bool
@@ -42,7 +43,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Line:
-    """The calls of one owner, those of its batches apart, in the order in which they came.
+    """The calls of one owner in order of arrival, with a separate queue for batches.
 
     share  of its owner, in seconds of processor time
     """
@@ -71,16 +72,17 @@ class _Line:
 
 
 class TokenizerPool:
-    """A few threads, and before them a bounded queue that is fair between owners. Used from the event loop.
+    """A few threads with a bounded queue that is fair between owners. Used from the event loop.
 
-    Next is a call of the owner with the fewest running, and of those of who had the least processor time, both over the owner's
-    weight; who comes back from idling starts where who was served last stands. Calls of batches run when no other waits. All
-    threads but one take large calls, so that small ones overtake. What takes less than handing it over is run at once, where
-    nobody waits.
+    The next call is of the owner with the fewest running calls, then with the least CPU time, both divided by the owner's
+    weight; an owner that was idle starts at the CPU time of the last served owner. Calls of batches run when no other call
+    waits. All threads but one take large calls, so that small calls overtake them. If no call waits, a brief call runs at once
+    on the event loop.
 
-    max_waiting  calls that may run or wait; one more is refused with 503, or 429 where its owner has taken the room
-    weight_of    the share of an owner, above 0, in the threads and in the room
-    random       from 0 up to 1, spreads when those that were refused come back
+    max_waiting  calls that may run or wait; beyond that calls are refused with 503, or 429 if the owner holds more than its
+                 share
+    weight_of    returns the share of an owner, above 0, in the threads and in the queue
+    random       returns a number in [0, 1), for the jitter of Retry-After
     """
 
     def __init__(
@@ -108,8 +110,9 @@ class TokenizerPool:
     ) -> T:
         """Return what the function returns.
 
-        texts         what it works on: strings, and lists, dicts and structs of them; tells whether the call is large, or brief
-        may_run_here  on the event loop where it is brief; it must not wait for anything
+        texts         the function's input: strings, and lists, dicts and structs of them; its size decides whether the call is
+                      large or brief
+        may_run_here  on the event loop, if it is brief; it must not block
 
         Raises ApiError 503 when too many calls wait, 429 when most of them are this owner's.
         """
@@ -134,7 +137,7 @@ class TokenizerPool:
         try:
             return await done
         finally:
-            if line.waiting(call.is_large).pop(call.number, None) is not None:  # what runs is counted down when it has ended
+            if line.waiting(call.is_large).pop(call.number, None) is not None:  # a running call is removed when it ends
                 self._num_held -= 1
 
     def _run_here(self, line: _Line, function: Callable[[], T]) -> T:
@@ -159,11 +162,11 @@ class TokenizerPool:
 
     @property
     def retry_after_s(self) -> float:
-        """Return when to come back to a full queue: once a quarter of it is likely to be done, spread at random."""
+        """Return the Retry-After of a full queue: the time in which a quarter of it is likely to be done, with jitter."""
         return spread_s(self._num_held / 4 * self._mean_s / self._num_threads, self._random)
 
     def close(self) -> None:
-        """Refuse what comes, drop what waits; what runs ends by itself."""
+        """Refuse new calls and drop waiting ones; running calls end by themselves."""
         for line in self._lines.values():
             for call in (*line.small.values(), *line.large.values()):
                 call.done.cancel()
@@ -184,7 +187,7 @@ class TokenizerPool:
         raise refusal(message, self.retry_after_s)
 
     def _dispatch(self) -> None:
-        """Give the threads what they have room for."""
+        """Start waiting calls on free threads."""
         while self._num_running < self._num_threads:
             may_be_large = self._num_running_large < max(self._num_threads - 1, 1)
             found = [(line, call) for line in self._lines.values() if (call := line.first(may_be_large)) is not None]
@@ -200,7 +203,7 @@ class TokenizerPool:
         self._num_running += 1
         self._num_running_large += call.is_large
         loop = asyncio.get_running_loop()
-        # Counted down when the thread is done with it, and not when the client has stopped waiting.
+        # Count the call as ended when the thread has ended it, not when the client has stopped waiting.
         self._pool.submit(_timed, call.function).add_done_callback(
             lambda future: _call_soon(loop, lambda: self._end(line, call, future))
         )
@@ -225,7 +228,7 @@ class TokenizerPool:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a call returned, or raised, and what it took of the clock and of the processor."""
+    """The result or the exception of a call, with its wall time and CPU time."""
 
     result: Any
     error: BaseException | None
@@ -249,9 +252,10 @@ def is_large(texts: object) -> bool:
 
 
 def count_characters(texts: object, limit: int) -> int:
-    """Return how many characters there are, and one for each value and item; where they are more than `limit`, any such count.
+    """Return the number of characters, plus one for each value and item. If it exceeds `limit`, any number above it is
+    returned.
 
-    Looks at no more than that many values, whatever there is.
+    Looks at no more than `limit` values.
     """
     left = limit
     stack: list[object] = [texts]

@@ -15,10 +15,10 @@ _TEXT: Format = {"type": "any_text", "excludes": _MARKERS}
 
 
 def messages_of(answer: Format | None, calls: Format | None, *, starts_in_reasoning: bool, has_preamble: bool) -> Format:
-    """Return what the model thinks, and then an answer or calls.
+    """Return analysis messages, and then an answer or calls.
 
-    answer        what the final message has to be; None: there is none
-    has_preamble  messages to the user may come before
+    answer        the format of the final message; None: there is none
+    has_preamble  messages to the user may come before it
     """
     ends = [{"type": "sequence", "elements": [_const(_FINAL), answer]}] if answer is not None else []
     ends += [calls] if calls is not None else []
@@ -37,7 +37,7 @@ def free_answer() -> Format:
 
 
 def calls_of(tools: Sequence[Tool], strict: frozenset[str], is_parallel: bool) -> Format:
-    """Return one call or more; each is a message, and the model may end with <|call|> or without."""
+    """Return one call or more. Each is a message; the last may end with or without <|call|>."""
     tags = [
         {
             "type": "tag",

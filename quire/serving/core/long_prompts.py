@@ -1,6 +1,6 @@
-"""Prompts of hundreds of thousands of tokens, in forms that do not hold up the event loop.
+"""Prompts of hundreds of thousands of tokens, processed without blocking the event loop.
 
-What works through so many objects in one call holds the interpreter in any thread: it is done a piece at a time.
+Processing so many objects in one call holds the GIL, in any thread, so it is done in pieces.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _PIECE_TOKENS = 4096
 
 
 def pack_prompt(request: Request) -> Request:
-    """Return a request with the tokens of a long prompt in an array, which is copied and forgotten at once; to be called in a
-    thread."""
+    """Return a request with the tokens of a long prompt in an array, which is fast to copy and to free. Call it in a thread."""
     token_ids = request.prompt_token_ids
     if len(token_ids) <= LONG_TOKENS:
         return request

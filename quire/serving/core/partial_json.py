@@ -1,4 +1,4 @@
-"""is_json and read_partial: the arguments of tool calls, which may break off."""
+"""is_json and read_partial: the arguments of tool calls, which may be truncated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 def is_json(text: str) -> bool:
-    """Whether a text is JSON, and not cut."""
+    """Whether a text is complete JSON."""
     try:
         msgspec.json.decode(text)
     except ValueError:
@@ -21,9 +21,9 @@ def is_json(text: str) -> bool:
 
 
 def read_partial(text: str) -> Any:
-    """Return the value of JSON text, of text that breaks off what is complete: members and items that are not are left out.
+    """Return the value of JSON text. Of truncated text, only the complete members and items are returned.
 
-    {} where there is nothing, or no JSON. Streaming clients read the same out of the pieces.
+    {} if the text is empty or not JSON. Streaming clients get the same value from the pieces.
     """
     try:
         return msgspec.json.decode(text)
@@ -39,7 +39,7 @@ def _decode(text: str) -> Any:
 
 
 def _complete(text: str) -> str:
-    """Return the text up to its last complete value, with the brackets closed that are open there."""
+    """Return the text up to its last complete value, with the open brackets closed."""
     open_brackets: list[str] = []
     end, closers = 0, ""
     at, before = 0, ""

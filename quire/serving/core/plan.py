@@ -1,4 +1,4 @@
-"""GenerationPlan: one request for the engine, and how its deltas are to be read."""
+"""GenerationPlan: one request for the engine, and how to read its deltas."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def ignore_outcome(_outcome: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserSetup:
-    """How the text of a model is told apart into answer, reasoning and tool calls; a new parser is made per choice.
+    """How to parse a model's text into answer, reasoning and tool calls. Each choice gets a new parser.
 
     marker_token_ids  marker of a format -> its special token, where the vocabulary has one
-    has_calls_alone   nothing but calls may come behind the reasoning: what is cut is no text
-    count_output      told of every choice that was read for tool calls: "parsed" or "none"
+    has_calls_alone   only calls may follow the reasoning, so a truncated call is not text
+    count_output      called for every choice that was parsed for tool calls, with "parsed" or "none"
     """
 
     tool_format: str | None
@@ -42,19 +42,19 @@ class ParserSetup:
 class GenerationPlan:
     """One request and how to read it.
 
-    num_choices           choices of the answer; with is_copied the engine runs one, and the others are copies of it
-    tokenizer             None where the model has none: then there is no text
+    num_choices           choices of the answer; with is_copied the engine runs only one, and the others are copies
+    tokenizer             None if the model has none: then there is no text
     parser                None: all text is answer
-    has_positions         text comes with what is known of its tokens
-    has_prompt_positions  of the prompt's tokens too, as a PromptPositions
-    shows_reasoning       False leaves reasoning out of the events; it is counted all the same
-    hides_special_tokens  special tokens are no part of the answer, but those that the parser wants
-    hides_output          only the prompt was asked about: the one token that is generated is left out
-    echo_text             comes first in every choice
-    echoes_prompt         echo_text is the prompt: it comes as a PromptEcho
+    has_positions         text has the log probabilities of its tokens
+    has_prompt_positions  also for the prompt's tokens, as a PromptPositions
+    shows_reasoning       False leaves reasoning out of the events; its tokens are still counted
+    hides_special_tokens  special tokens are not part of the answer, except those that the parser needs
+    hides_output          only the prompt was requested: the one generated token is left out
+    echo_text             text at the start of every choice
+    echoes_prompt         echo_text is the prompt and becomes a PromptEcho
     wants_tokens          TokensDelta events are wanted
     wants_start           a GenerationStart is wanted
-    prompt_ids            the tokens of the prompt as JSON, where they are to be told
+    prompt_ids            the prompt's token ids as JSON, if they are part of the answer
     """
 
     request: Request
@@ -74,7 +74,7 @@ class GenerationPlan:
     prompt_ids: bytes | None = None
 
     def told_prompt_ids(self) -> Any:
-        """Return the tokens of the prompt, encoded."""
+        """Return the prompt's token ids as JSON."""
         return msgspec.Raw(write_ids(self.request.prompt_token_ids) if self.prompt_ids is None else self.prompt_ids)
 
     @property
@@ -85,16 +85,16 @@ class GenerationPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatInput:
-    """A conversation as any API states it, in the form of the OpenAI API's messages and tools.
+    """A conversation of any API, with messages and tools in the format of the OpenAI API.
 
     tools                    [{"type": "function", "function": {"name", "description", "parameters"}}], None for none
     continues_final_message  the last message is the beginning of the answer
     template_variables       more variables of the chat template, such as enable_thinking
-    reasoning_effort         as quire.serving.core.reasoning_effort knows it, None: the template's own
+    reasoning_effort         a level of quire.serving.core.reasoning_effort; None: the template's default
     parallel_tool_calls      False cuts the answer after the first call
-    forced_tools             names of tools of which at least one is to be called; empty: the model decides
-    strict_tools             names of those whose arguments have to be of their schema where they are called
-    param                    the field that the messages were sent in, for errors
+    forced_tools             names of tools of which at least one must be called; empty: the model decides
+    strict_tools             names of the tools whose arguments must match their schema
+    param                    the field that contains the messages, for errors
     """
 
     messages: Sequence[dict[str, Any]]
@@ -111,7 +111,7 @@ class ChatInput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """What is asked of a generation beside its prompt.
+    """The options of a generation, other than its prompt.
 
     sampling  the fields of SamplingParams that the request states; max_tokens 0 asks about the prompt alone. In a
               conversation `constraint` is of the answer, and stands behind the reasoning

@@ -1,4 +1,4 @@
-"""From what an API's body says to plans: templates, tokenising, checks. Runs in TokenizerPool's threads."""
+"""Turns the content of an API's body into plans: templates, tokenising, checks. Runs in TokenizerPool's threads."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from quire.text.tokenizer import Tokenizer
 
 TAIL_CHARACTERS = 4096
 MAX_PROMPT_ENTRIES = 1 << 17
-"""Log probabilities of one prompt: they come in one message."""
-MAX_STREAMED_ENTRIES = 1 << 13  # which goes out as one event
+"""Log probabilities of one prompt: they are sent in one message."""
+MAX_STREAMED_ENTRIES = 1 << 13  # they are sent in one event
 MAX_LISTED_IDS = 300_000
-"""In all prompts of a request together where they are lists: decoding them holds the interpreter."""
+"""Of all token-id prompts of a request together: decoding them holds the GIL."""
 
 
 def prepare_chat(
@@ -78,7 +78,7 @@ def prepare_chat(
 
 
 def count_chat_tokens(served: ServedModel, chat: ChatInput) -> int:
-    """Return the tokens of the prompt of a conversation, also of one that the context cannot hold. Raises RequestError."""
+    """Return the number of prompt tokens of a conversation, even if the context cannot hold it. Raises RequestError."""
     tokenizer = need_tokenizer(served)
     check_text_length(served, count_shown_characters(chat), chat.param)
     rendered = render_chat(served, chat)
@@ -88,7 +88,7 @@ def count_chat_tokens(served: ServedModel, chat: ChatInput) -> int:
 
 @contextlib.contextmanager
 def renamed(field: str, sent: str) -> Iterator[None]:
-    """Let errors of a field name the one that the client sent instead."""
+    """Make errors of a field name the field that the client sent instead."""
     try:
         yield
     except RequestError as error:
@@ -151,7 +151,7 @@ def prepare_prompts(
 
 
 def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions) -> None:
-    """Raise RequestError where the output tokens that are asked for do not fit behind the prompt."""
+    """Raise RequestError if the requested output tokens do not fit after the prompt."""
     wanted, limit = options.sampling.get("max_tokens"), served.info.max_model_len
     if options.room_param is not None and wanted is not None and num_prompt + wanted > limit:
         raise RequestError(
@@ -162,7 +162,7 @@ def _check_room(served: ServedModel, num_prompt: int, options: GenerationOptions
 
 
 def _check_entries(params: SamplingParams, num_prompt: int, options: GenerationOptions) -> None:
-    """Raise RequestError where more is asked of the prompt's tokens than can be told without holding up others."""
+    """Raise RequestError if so many prompt log probabilities are requested that sending them would delay other requests."""
     if params.prompt_logprobs is None:
         return
     wanted = num_prompt * (1 + params.prompt_logprobs)
@@ -176,7 +176,8 @@ def _check_entries(params: SamplingParams, num_prompt: int, options: GenerationO
 
 
 def render_chat(served: ServedModel, chat: ChatInput) -> RenderedChat:
-    """Return the text of a conversation, the template's special tokens told apart from their spellings. Raises RequestError."""
+    """Return the text of a conversation, in which special tokens of the template differ from the same characters in messages.
+    Raises RequestError."""
     with renamed("prompt", chat.param), renamed("chat_template", chat.param), renamed("messages", chat.param):
         return _render(served, chat)
 
@@ -214,7 +215,7 @@ def text_of(content: object) -> str:
 
 
 def salt_of(owner: Tenant, salt: str) -> str:
-    """Return the cache salt of a request: the owner's, and within it the request's own."""
+    """Return the cache salt of a request: the owner's salt combined with the request's."""
     if not salt:
         return owner.cache_salt
     return hashlib.sha256(f"{len(owner.cache_salt)}:{owner.cache_salt}{salt}".encode()).hexdigest()
@@ -251,7 +252,7 @@ def _parser_setup(served: ServedModel, chat: ChatInput, text: str) -> ParserSetu
 
 
 def count_shown_characters(chat: ChatInput) -> int:
-    """Return the characters of a conversation that a template shows: it may leave out what the assistant thought."""
+    """Return the number of characters of a conversation that a template shows: it may omit the assistant's reasoning."""
     return sum(
         sum(len(part["text"]) for part in content) if isinstance(content, list) else len(content or "")
         for message in chat.messages
@@ -261,9 +262,9 @@ def count_shown_characters(chat: ChatInput) -> int:
 
 
 def check_text_length(served: ServedModel, num_characters: int, param: str = "prompt") -> None:
-    """Raise RequestError for a text that cannot fit, however it is split, or is longer than any prompt may be.
+    """Raise RequestError for a text that cannot fit into the context however it is tokenised, or exceeds the limit of a prompt.
 
-    So that it is refused before it is rendered and tokenised.
+    So it is refused before it is rendered and tokenised.
     """
     limit = served.info.max_model_len * served.longest_token_bytes
     if num_characters > limit:
@@ -281,8 +282,8 @@ def check_text_length(served: ServedModel, num_characters: int, param: str = "pr
 
 
 def check_ids(context_tokens: int, field: str, is_pooling: bool, fields: Mapping[str, msgspec.Raw]) -> None:
-    """Raise RequestError where a field has more token ids than the context, of `context_tokens`, holds, or more in all lists
-    than they may have. Nothing is decoded.
+    """Raise RequestError if a field has more token ids than the context (`context_tokens`), or all lists together exceed their
+    limit. Nothing is decoded.
     """
     raw = fields.get(field)
     num_bytes = 0 if raw is None else len(memoryview(raw))
@@ -302,7 +303,7 @@ def check_ids(context_tokens: int, field: str, is_pooling: bool, fields: Mapping
 def encode_prompt(
     served: ServedModel, prompt: str | list[int], add_special_tokens: bool, is_pooling: bool
 ) -> tuple[str | None, list[int]]:
-    """Return the text of a prompt, None where there is none, and its tokens. Raises RequestError where they are too many."""
+    """Return the text of a prompt (None if it has none) and its tokens. Raises RequestError if there are too many."""
     text, token_ids = None, prompt
     if isinstance(prompt, str):
         tokenizer = need_tokenizer(served)

@@ -1,4 +1,4 @@
-"""How much a model is to reason, in the words of the APIs and as variables of its chat template."""
+"""Reasoning effort: from the values of the APIs to variables of the chat template."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 def has_effort(template_source: str) -> bool:
-    """Return whether a chat template knows levels of reasoning, or a switch; else no effort has an effect."""
+    """Return whether a chat template has levels of reasoning or a switch; otherwise the effort has no effect."""
     return "reasoning_effort" in template_source or _switch_of(template_source) is not None
 
 
 def reasoning_variables(template_source: str, effort: str | None, reasons: bool) -> dict[str, object]:
-    """Return the template variables for an effort. A template with a switch and no levels takes low, medium and high as on.
+    """Return the template variables for an effort. For a template with a switch but no levels, low, medium and high mean on.
 
-    reasons  whether the model reasons: where the template knows neither levels nor a switch, nothing can turn that off
+    reasons  whether the model reasons; if the template has neither levels nor a switch, this cannot be turned off
 
-    Raises RequestError, naming what the template knows, where it does not know this.
+    Raises RequestError, with the template's levels, if it does not have this one.
     """
     if effort is None:
         return {}

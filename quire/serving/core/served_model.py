@@ -1,4 +1,4 @@
-"""ServedModel: all that the HTTP process needs of the loaded model to make requests and to read answers."""
+"""ServedModel: the parts of the loaded model that the HTTP process needs to make requests and to parse answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 WILDCARD = "*"
 LEAST_PROMPT_CHARACTERS = 1 << 20
-CHARACTERS_PER_TOKEN = 16  # of a context full of text; prose and code have 3 to 5
-_BYTES_PER_CHARACTER = 4  # of UTF-8; escapes have more, and are counted
-_BYTES_BESIDE_PROMPT = 2 << 20  # fields, names and borders; what templates leave out
+CHARACTERS_PER_TOKEN = 16  # upper limit for a full context; prose and code have 3 to 5
+_BYTES_PER_CHARACTER = 4  # of UTF-8; escapes have more, and are counted separately
+_BYTES_BESIDE_PROMPT = 2 << 20  # fields, names and delimiters; text that templates omit
 
 
 def _count_nothing(_output_format: str, _outcome: str) -> None:
@@ -32,16 +32,16 @@ def _count_nothing(_output_format: str, _outcome: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """The loaded model as the APIs see it. Safe to share between threads, but for `preparation`, which is the event loop's.
+    """The loaded model as the APIs see it. Thread-safe, except `preparation`, which belongs to the event loop.
 
-    names             what clients may call it; "*" among them allows any name
+    names             names for clients; "*" among them allows any name
     parsers           the formats of tool calls and reasoning in its output
     marker_token_ids  markers of the formats that are special tokens
-    count_tool_output  told, with the format, of every output read for tool calls and whether there were any
-    template_variables  that the chat template reads: any other has no effect
-    longest_token_bytes  of one token's text; bounds the text that a context can hold
+    count_tool_output  called for every output parsed for tool calls, with the format and whether there were any
+    template_variables  variables that the chat template reads; others have no effect
+    longest_token_bytes  length of the longest token's text; bounds the text that a context can hold
     max_prompt_characters  of one prompt
-    fingerprint       changes with the weights, the precision or the server's version: the API's system_fingerprint
+    fingerprint       the API's system_fingerprint; changes with the weights, the precision or the server's version
     """
 
     info: EngineInfo
@@ -61,23 +61,23 @@ class ServedModel:
     _name: str = field(init=False)
 
     def __post_init__(self) -> None:
-        # Looked up once: whether the checkpoint is a path is asked of the file system.
+        # Cached, because finding out whether the checkpoint is a path reads the file system.
         name = next((name for name in self.names if name != WILDCARD), None)
         object.__setattr__(self, "_name", checkpoint_name(self.info) if name is None else name)
 
     @property
     def max_chat_bytes(self) -> int:
-        """Of a body with one prompt; what is longer is refused before it is read."""
+        """The limit of a body with one prompt; a longer body is refused before it is read."""
         return self.max_prompt_characters * _BYTES_PER_CHARACTER + _BYTES_BESIDE_PROMPT
 
     @property
     def name(self) -> str:
-        """What answers call the model."""
+        """The name of the model in answers."""
         return self._name
 
     @property
     def template_source(self) -> str:
-        """The source of the chat template, "" where there is none."""
+        """The source of the chat template, "" if there is none."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         return "" if template is None else template.source
 
@@ -97,13 +97,13 @@ class ServedModel:
 
 
 def checkpoint_name(info: EngineInfo) -> str:
-    """Return what a checkpoint is called: the last part of a path to one, else its name as it is."""
+    """Return the name of a checkpoint: the last part of a path, otherwise the name unchanged."""
     path = Path(info.model)
     return path.name if path.is_absolute() or info.model.startswith(".") or path.exists() else info.model
 
 
 def load_served_model(info: EngineInfo, config: ServerConfig) -> ServedModel:
-    """Load the tokenizer and find the formats of the output. Takes up to seconds: call it off the event loop.
+    """Load the tokenizer and detect the formats of the output. Takes up to seconds: do not call it on the event loop.
 
     Raises ModelFormatError for a damaged tokenizer, ConfigError for an unknown parser.
     """
@@ -143,7 +143,7 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
 
 
 def choose_parsers(tokenizer: Tokenizer | None, config: ServerConfig) -> ParserChoice:
-    """Return the formats that the options name, for "auto" those of the chat template, for "none" None."""
+    """Return the formats that the options select; "auto" detects them from the chat template, "none" gives None."""
     found = ParserChoice(None, None)
     if tokenizer is not None and tokenizer.chat_template is not None:
         found = detect_formats(tokenizer.chat_template.source, tokenizer.id_of)
@@ -163,7 +163,7 @@ def _special_markers(tokenizer: Tokenizer | None, parsers: ParserChoice) -> dict
     if tokenizer is None:
         return {}
     ids = {marker: tokenizer.id_of(marker) for marker in markers_of(parsers.tool_format, parsers.reasoning_format)}
-    # A marker that is one ordinary token may also be spelled by others, so only special tokens are told by their id.
+    # Other tokens can also spell a marker that is an ordinary token, so only special tokens are recognised by their id.
     return {
         marker: token_id for marker, token_id in ids.items() if token_id is not None and token_id in tokenizer.special_token_ids
     }
@@ -178,7 +178,7 @@ def _template_variables(tokenizer: Tokenizer | None) -> frozenset[str]:
     try:
         return frozenset() if template is None else template.variables()
     except ModelFormatError:
-        return frozenset()  # every chat is refused with what is wrong with it; completions are served
+        return frozenset()  # chats are refused with the template's error; completions work
 
 
 def _fingerprint(info: EngineInfo) -> str:

@@ -1,4 +1,4 @@
-"""Outlets: where events go that need not wait for anybody's turn."""
+"""Outlets: sinks that take events directly, without a task switch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ EncodeText = Callable[[int, str], bytes]
 
 
 class DirectFrames:
-    """Writes the frames of events past the iteration, while the connection takes them.
+    """Writes the frames of events directly to the connection, while it accepts them.
 
-    encode_text  the same as encode, for (choice, text) of a TextDelta without positions, where there is a shorter way
+    encode_text  like encode, for (choice, text) of a TextDelta without positions, if there is a faster way
     """
 
     def __init__(self, bypass: DirectSink, encode: Encode, encode_text: EncodeText | None = None) -> None:
@@ -24,12 +24,12 @@ class DirectFrames:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection takes frames now."""
+        """Whether the connection accepts frames now."""
         sink = self._bypass.sink
         return sink is not None and sink.is_open
 
     def put(self, events: list[GenerationEvent]) -> None:
-        """Encode and write, where there is something to say."""
+        """Encode and write the events, if they cause any frame."""
         self._write(self._encode(events))
 
     def put_text(self, choice: int, text: str) -> None:
@@ -43,7 +43,7 @@ class DirectFrames:
 
 
 class Folding:
-    """Adds events to an answer that is sent as a whole: there is nothing to wait for."""
+    """Adds events to an answer that is sent as a whole, so it never waits."""
 
     is_open = True
 

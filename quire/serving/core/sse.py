@@ -1,4 +1,4 @@
-"""named_frame: an event of a stream whose events are named by their type."""
+"""named_frame: a server-sent event that is named by its type."""
 
 from __future__ import annotations
 

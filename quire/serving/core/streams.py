@@ -1,4 +1,5 @@
-"""The streams of one or several plans as one stream of events, in lists: what one delta of the engine causes stays together."""
+"""Merges the streams of one or several plans into one stream of lists of events; each list has the events of one engine
+delta."""
 
 from __future__ import annotations
 
@@ -27,26 +28,26 @@ MAX_WAITING_LISTS = 64
 
 
 class Outlet(Protocol):
-    """Takes events the moment they are there, in the place of whoever iterates over them and waits."""
+    """A sink that takes events immediately, in place of a consumer that waits in the iteration."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes events now."""
+        """Whether it accepts events now."""
         ...
 
     def put(self, events: list[GenerationEvent]) -> None:
-        """Take what one delta causes. What it raises is raised from the iteration."""
+        """Take the events of one delta. Its exceptions are raised from the iteration."""
         ...
 
     def put_text(self, choice: int, text: str) -> None:
-        """Take what causes a TextDelta without positions, and nothing else."""
+        """Take text that is a single TextDelta without positions."""
         ...
 
 
 class GenerationReader:
-    """The deltas of one plan into events, synchronously.
+    """Turns the deltas of one plan into events, synchronously.
 
-    prompt        the number of the plan among those of the answer: its choices follow those of the plans before
+    prompt        the number of the plan in the answer: its choices follow those of the plans before it
     first_choice  the number of its first choice
     """
 
@@ -66,16 +67,16 @@ class GenerationReader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether every choice is over, perhaps before the engine is."""
+        """Whether every choice has ended, possibly before the engine has."""
         return all(choice.has_ended for choice in self._choices)
 
     @property
     def may_end_early(self) -> bool:
-        """Whether the answer may be over before the engine says so."""
+        """Whether the answer may end before the engine's last delta."""
         return self._plan.parser is not None and not self._plan.parser.parallel_tool_calls
 
     def feed(self, delta: RequestDelta) -> list[GenerationEvent]:
-        """Return what a delta causes. Raises ApiError for a request that the engine aborted."""
+        """Return the events of a delta. Raises ApiError for a request that the engine aborted."""
         events: list[GenerationEvent] = []
         if delta.metrics is not None:
             self._num_cached = delta.metrics.num_cached_tokens
@@ -100,7 +101,8 @@ class GenerationReader:
         return events
 
     def feed_text(self, delta: RequestDelta) -> str | None:
-        """Return the text of a delta that causes nothing but a TextDelta; None, with nothing done, for one that must be fed."""
+        """Return the text of a delta that causes only a TextDelta; None, without any effect, if the delta must be passed to
+        feed."""
         if not self._is_plain or not self._has_started or delta.metrics is not None or len(delta.choices) != 1:
             return None
         choice = delta.choices[0]
@@ -110,7 +112,7 @@ class GenerationReader:
         return choice.text
 
     def usage(self) -> UsageEnd:
-        """Return the tokens so far."""
+        """Return the token counts so far."""
         num_reasoning = sum(choice.num_reasoning for choice in self._choices)
         return UsageEnd(self._plan.num_prompt_tokens, self._num_completion, self._num_cached, num_reasoning)
 
@@ -150,9 +152,11 @@ class GenerationReader:
 async def generation_events(
     gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]], outlet: Outlet | None = None
 ) -> AsyncGenerator[list[GenerationEvent], None]:
-    """Open the jobs and yield what happens, the choices of plan i numbered from i * num_choices; at last one UsageEnd of all.
+    """Open the jobs and yield their events; the choices of plan i are numbered from i * num_choices. Ends with one UsageEnd for
+    all.
 
-    What an outlet takes is not yielded; the end of a choice is. Raises ApiError. Closing the generator aborts what still runs.
+    Events that an outlet takes are not yielded, except the end of a choice. Raises ApiError. Closing the generator aborts
+    running jobs.
     """
     if len(jobs) == 1:
         ((job, plan),) = jobs
@@ -173,7 +177,7 @@ async def generation_events(
 
 
 def _taker(reader: GenerationReader, outlet: Outlet) -> Sink:
-    """Return what takes the deltas in which nothing ends while the outlet is open."""
+    """Return a callback for deltas in which no choice ends, while the outlet is open."""
     first_choice = reader.first_choice
 
     def take(delta: RequestDelta) -> bool:
@@ -211,7 +215,7 @@ async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> As
 async def _merge(
     opened: Sequence[tuple[GenerationStream, GenerationReader]],
 ) -> AsyncGenerator[list[GenerationEvent], None]:
-    """Yield the events of several streams as they come, and the sum of their usages at the end."""
+    """Yield the events of several streams as they arrive, and the sum of their usages at the end."""
     queue: asyncio.Queue[list[GenerationEvent] | Exception] = asyncio.Queue(MAX_WAITING_LISTS)
 
     async def pump(stream: GenerationStream, reader: GenerationReader) -> None:

@@ -1,1 +1,1 @@
-"""The engine in a process of its own, and the client that talks to it."""
+"""The engine's process and its client."""

@@ -1,4 +1,4 @@
-"""EngineClient: the engine, as the server's event loop sees it."""
+"""EngineClient: the engine's interface for the server's event loop."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from quire.serving.errors import ApiError, engine_unavailable, from_quire_error,
 logger = get_logger(__name__)
 
 _COMMAND_TIMEOUT_S = 2.0
-"""How long a command may take to the engine's socket before it counts as lost."""
+"""A command that has not reached the engine's socket after this time is lost."""
 
 _DELTAS_PER_TURN = 32
 _ENDS_PER_TURN = 6
-"""Ends among them: each is the last of an answer, with its books and its log, and costs as much as many that go on."""
+"""Limit of final deltas per iteration: each ends an answer, with accounting and a log line, and costs as much as many
+others."""
 
 _UNAVAILABLE = {
     "starting": "the model is being loaded",
@@ -50,20 +51,20 @@ _UNAVAILABLE = {
 
 
 class EngineClient:
-    """Starts an engine in a process of its own, and again when it ends, and carries requests to it.
+    """Starts an engine in its own process, restarts it when it ends, and sends requests to it.
 
-    Belongs to one event loop, that of the main thread. Listeners are called in it, on_step and on_kv with every StepOutputs and
-    KvReport, on_state with the new state, on_end with the id of a request that is unfinished no more, and whether the engine
-    ended it; of the first three one that raises is logged and harms nobody.
+    Used from the event loop of the main thread. Listeners are called in it: on_step and on_kv with every StepOutputs and
+    KvReport, on_state with the new state, on_end with the id of a finished request and whether the engine
+    ended it. An exception of the first three is logged and has no other effect.
     """
 
     def __init__(self, config: EngineConfig, options: LinkOptions | None = None) -> None:
         self._options = LinkOptions() if options is None else options
         self._supervisor = Supervisor(config, self._options, self)
         self._subscriptions: dict[str, Subscription] = {}
-        self._aborts: dict[str, int] = {}  # requests told to end that have not ended -> number of the command
+        self._aborts: dict[str, int] = {}  # aborted, unfinished requests -> abort command's number
         self._watch_hz = 0.0
-        self._checkpoint = (0, 0.0)  # commands sent by a time
+        self._checkpoint = (0, 0.0)  # (number of commands sent, time)
         self._undelivered: deque[RequestDelta] = deque()
         self.ranks: list[RankStats] = []
         self.tiers: list[TierStats] = []
@@ -80,12 +81,12 @@ class EngineClient:
 
     @property
     def state(self) -> EngineState:
-        """Where the engine stands; requests are taken while it is "ready"."""
+        """The state of the engine; it takes requests while it is "ready"."""
         return self._supervisor.state
 
     @property
     def last_error(self) -> str | None:
-        """Why the engine ended the last time, in full: for the operator, not for clients."""
+        """The full reason why the engine last ended: for the operator, not for clients."""
         return self._supervisor.last_error
 
     @property
@@ -95,17 +96,18 @@ class EngineClient:
 
     @property
     def num_restarts(self) -> int:
-        """How often the engine was started again."""
+        """The number of restarts of the engine."""
         return self._supervisor.num_restarts
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since the loop of a ready engine last said anything, a step that runs included; infinite without one."""
+        """Seconds since the last message of a ready engine's loop, including a running step; infinite without a ready
+        engine."""
         return self._supervisor.silence_s
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose last delta has not come."""
+        """The number of requests whose last delta has not arrived."""
         return len(self._subscriptions)
 
     def has_work(self) -> bool:
@@ -115,7 +117,7 @@ class EngineClient:
     async def start(self) -> None:
         """Start the engine and wait until it is ready. Call once; close afterwards in any case.
 
-        Raises ConfigError, ModelFormatError or UnsupportedError with the engine's own words, WorkerError for all else.
+        Raises ConfigError, ModelFormatError or UnsupportedError with the engine's message, WorkerError for other failures.
         """
         await self._supervisor.start()
 
@@ -154,7 +156,7 @@ class EngineClient:
             self._send_abort(request_id)
 
     def watch(self, hz: float) -> None:
-        """Have a KvReport sent at most so often per second, also by an engine that is started later; 0 for none."""
+        """Request KvReports at this maximum rate per second, also from an engine that is started later; 0 for none."""
         self._watch_hz = hz
         if self.state == "ready":
             self._send_watch()
@@ -162,10 +164,10 @@ class EngineClient:
     # What follows is called by the supervisor.
 
     def on_message(self, message: FromEngine, now: float) -> None:
-        """Take in a message of the engine."""
+        """Handle a message of the engine."""
         if isinstance(message, StepOutputs):
-            self._tell(self.on_step, message)  # first: a reader that gets its last delta may leave before the next turn
-            if self._undelivered:  # a turn is on its way, but late: what waits for the same reader goes to it in one piece
+            self._tell(self.on_step, message)  # first: a reader may end once it has its last delta
+            if self._undelivered:  # delivery is scheduled but late: merge deltas for the same reader
                 self._undelivered = _merge(self._undelivered, message.deltas)
             else:
                 self._undelivered.extend(message.deltas)
@@ -190,13 +192,13 @@ class EngineClient:
         self._tell(self.on_state, self.state)
 
     def on_engine_end(self, reason: str) -> None:
-        """End every request: what the engine knew is gone."""
+        """End every request, since the engine's state is lost."""
         self._deliver_some(is_all=True)
         self._aborts.clear()
         self._fail(self._subscriptions, _engine_error(reason))
 
     def on_lost_outputs(self) -> None:
-        """End every request: any of them may lack a part."""
+        """End every request, since any of them may lack a part of its output."""
         self._deliver_some(is_all=True)
         for request_id in list(self._subscriptions):
             self._send_abort(request_id)
@@ -212,9 +214,9 @@ class EngineClient:
         self._fail(slow, ApiError(408, text, code="slow_reader", should_retry=False))
 
     def _deliver_some(self, is_all: bool = False) -> None:
-        """Deliver deltas in the order in which they came, and leave the rest to the next turn of the event loop.
+        """Deliver deltas in order of arrival, up to a limit; the rest is delivered in the next iteration of the event loop.
 
-        A step of hundreds of sequences wakes as many readers; new requests and timers need not wait for all of them.
+        A step of hundreds of sequences wakes as many readers, and new requests and timers should not wait for all of them.
         """
         now, num_delivered, num_ends = time.monotonic(), 0, 0
         try:
@@ -223,7 +225,7 @@ class EngineClient:
                 num_delivered += 1
                 num_ends += delta.finished
                 self._deliver(delta, now)
-        except Exception:  # a bug here must leave nobody waiting
+        except Exception:  # a bug here must not leave readers waiting
             logger.exception("outputs could not be delivered")
             self._undelivered.clear()
             self.on_lost_outputs()
@@ -242,8 +244,8 @@ class EngineClient:
             subscription.deliver(delta, now)
 
     def _check_commands(self, beat: Heartbeat, now: float) -> None:
-        """Find commands that were sent long ago and have not come, where none after them shows the gap."""
-        # What the engine had to say about the commands that it counts came before the heartbeat.
+        """Find commands that were sent long ago and did not arrive, if no later command reveals the gap."""
+        # The engine's messages about the commands that it counts were sent before the heartbeat.
         self._aborts = {name: sequence for name, sequence in self._aborts.items() if sequence >= beat.num_commands}
         num_sent, by_s = self._checkpoint
         if beat.time_s < by_s + _COMMAND_TIMEOUT_S:
@@ -273,7 +275,7 @@ class EngineClient:
         try:
             self._aborts[request_id] = self._supervisor.send(Abort([request_id]))
         except WorkerError as error:
-            logger.warning("request %s could not be aborted: %s", request_id, error)  # it ends with the engine
+            logger.warning("request %s could not be aborted: %s", request_id, error)  # the request ends when the engine ends
 
     def _send_watch(self) -> None:
         try:
@@ -290,7 +292,7 @@ class EngineClient:
 
 
 def _merge(earlier: Iterable[RequestDelta], later: Iterable[RequestDelta]) -> deque[RequestDelta]:
-    """Return what both say with one delta for each request."""
+    """Return the merged outputs, with one delta for each request."""
     by_request: dict[str, list[RequestDelta]] = {}
     for delta in chain(earlier, later):
         by_request.setdefault(delta.request_id, []).append(delta)

@@ -1,4 +1,4 @@
-"""From the engine's outputs to the deltas that are sent."""
+"""Conversion of the engine's outputs to the deltas that are sent."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from quire.serving.engine_client.messages import ChoiceDelta, RequestDelta, Toke
 
 
 class DeltaWriter:
-    """Turns RequestOutputs (of kind "delta") into RequestDeltas, which carry metrics only where they say something new."""
+    """Turns RequestOutputs (of kind "delta") into RequestDeltas, with metrics only if they are new."""
 
     def __init__(self) -> None:
         self._without_tokens: set[str] = set()
 
     def begin(self, request_id: str) -> None:
-        """Note a request that the engine has taken in."""
+        """Register a request that the engine has accepted."""
         self._without_tokens.add(request_id)
 
     def write(self, output: RequestOutput | EmbeddingRequestOutput) -> RequestDelta:
-        """Return what is new in a request."""
+        """Return the new part of a request's output."""
         if isinstance(output, EmbeddingRequestOutput):
             return self._embedding(output)
         if output.error_param is not None and output.finished:
@@ -52,7 +52,7 @@ class DeltaWriter:
         )
 
     def forget(self, request_id: str) -> None:
-        """Note that a request has ended without a last output."""
+        """Remove a request that ended without a last output."""
         self._without_tokens.discard(request_id)
 
 

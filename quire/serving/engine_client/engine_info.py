@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # it loads torch, which only the engine's process needs
 
 
 def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
-    """Return what the server has to know of an engine."""
+    """Return the description of an engine that the server needs."""
     config, report, limits = engine.config, engine.report, engine.scheduler.config
     bytes_per_s, flops_per_s = engine.measure_peaks()
     return EngineInfo(

@@ -1,4 +1,4 @@
-"""EngineLoop: commands in, steps, outputs out. The one thread of the engine's process."""
+"""EngineLoop: receives commands, runs steps and sends outputs, in the main thread of the engine's process."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from quire.serving.engine_client.messages import (
     Watch,
 )
 
-if TYPE_CHECKING:  # it loads torch, which a test of the loop with another engine does not need
+if TYPE_CHECKING:  # it imports torch, which tests of the loop with another engine do not need
     from quire.engine.llm_engine import EngineOutput, LLMEngine
 
 logger = get_logger(__name__)
 
 _HEARTBEAT_S = 1.0
 _HEALTH_CHECK_S = 0.25
-"""An idle engine with workers looks so often whether they are still there."""
+"""The interval in which an idle engine checks that its workers are alive."""
 _MAX_WATCH_HZ = 30.0
 _WATCH_SHARE = 0.05
-"""Share of the time that may go into KvReports."""
+"""The maximum share of time for KvReports."""
 
 
 class Port(Protocol):
-    """What the loop needs of the link; EnginePort is one."""
+    """The interface that the loop needs for messages; EnginePort implements it."""
 
     last_empty_s: float
 
@@ -56,7 +56,7 @@ class Port(Protocol):
 
 
 class EngineLoop:
-    """Runs an engine for the server. What is wrong with one request ends that request and nothing else."""
+    """Runs an engine for the server. An error of one request ends only that request."""
 
     def __init__(
         self, engine: LLMEngine, port: Port, has_workers: bool = False, kv_events: KvEventPublisher | None = None
@@ -80,7 +80,7 @@ class EngineLoop:
         self._next_watch_s = 0.0
 
     def run(self) -> None:
-        """Work until a Stop comes. Raises PeerGoneError when the server has ended, and whatever a broken engine raises."""
+        """Run until a Stop arrives. Raises PeerGoneError if the server has ended, and the exceptions of a broken engine."""
         engine = self._engine
         while True:
             self._tell()
@@ -101,7 +101,7 @@ class EngineLoop:
         return min(_HEALTH_CHECK_S, idle_s) if self._has_workers else idle_s
 
     def _tell(self) -> None:
-        """Send the heartbeat and the KvReport where they are due."""
+        """Send the heartbeat and the KvReport if they are due."""
         now = time.monotonic()
         if self._has_workers:
             self._engine.check_health()
@@ -178,13 +178,13 @@ class EngineLoop:
             return self._fail(output.request_id, _describe(error))
 
     def _fail(self, request_id: str, reason: str) -> RequestDelta:
-        """End a request whose output cannot be sent; return what is sent instead."""
+        """End a request whose output cannot be sent; return the delta to send instead."""
         self._engine.abort_request(request_id)
         self._deltas.forget(request_id)
         return RequestDelta(request_id, [], True, error=reason)
 
     def _send(self, deltas: list[RequestDelta], report: StepReport | None) -> None:
-        """Send outputs in one message; where that cannot be sent, one by one, so that only those at fault fail."""
+        """Send outputs in one message; if that fails, one by one, so that only the faulty ones fail."""
         try:
             self._port.send(StepOutputs(deltas, report))
             return

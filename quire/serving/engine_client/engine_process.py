@@ -1,4 +1,4 @@
-"""EngineProcess: one engine process, from its start to its end, and the server's end of the link to it."""
+"""EngineProcess: one engine process, and the server's end of its socket."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from quire.serving.engine_client.messages import FromEngine, Start
 from quire.serving.engine_client.process import write_start
 
 ENGINE_COMMAND = (sys.executable, "-P", "-m", "quire.serving.engine_client.process")
-_MAX_PATH_BYTES = 100  # of a Unix socket, which the system limits to 108 or 104
+_MAX_PATH_BYTES = 100  # of a Unix socket; the operating system's limit is 108 or 104
 _MAX_FRAMES_AT_ONCE = 64
 _KILL_WAIT_S = 5.0
-_LAST_LINES_S = 1.0  # for the log of a process that has ended
+_LAST_LINES_S = 1.0  # to read the log of a process that has ended
 
 
 class EngineProcess:
-    """Starts when made; `on_frame` is then called in the event loop with what each frame from it brought.
+    """The process starts in the constructor; `on_frame` is then called in the event loop for each received frame.
 
-    The socket's path is taken away as soon as the process is connected (`seal`): nobody else can connect, and nothing is left
-    behind, however both end. To be made in the main thread, or another that lives as long as the process is to: where that
-    thread ends, the kernel takes the parent for gone.
+    The socket's path is removed as soon as the process is connected (`seal`), so nobody else can connect and nothing is left
+    behind, however both end. Create it in the main thread, or in a thread that outlives the process: when the creating
+    thread ends, the kernel signals that the parent has died.
     """
 
     def __init__(
@@ -95,24 +95,25 @@ class EngineProcess:
 
     @property
     def num_sent(self) -> int:
-        """Commands sent: the next one's sequence number."""
+        """The number of commands sent, which is the next sequence number."""
         return self._writer.num_sent
 
     def send(self, message: msgspec.Struct) -> int:
-        """Send a command and return its sequence number. Raises MessageError, and WorkerError when nobody takes it."""
+        """Send a command and return its sequence number. Raises MessageError, and WorkerError if the process does not receive
+        it."""
         sequence = self._writer.num_sent
         frame = self._writer.write(message)
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             raise WorkerError(f"the engine's process takes no commands: {error}") from error
-        # Sending may take the note that something can be read, which the event loop will then not see.
+        # Sending may consume the event that the socket is readable, which the event loop would then miss.
         if is_readable(self._socket):
             self._loop.call_soon(self.drain)
         return sequence
 
     def drain(self) -> None:
-        """Read what has come; what is more than a round's worth in the next round of the event loop."""
+        """Read received frames, up to a limit; the rest is read in the next iteration of the event loop."""
         for _ in range(_MAX_FRAMES_AT_ONCE):
             if self._is_closed or not is_readable(self._socket):
                 return
@@ -120,12 +121,12 @@ class EngineProcess:
         self._loop.call_soon(self.drain)
 
     def seal(self) -> None:
-        """Remove the socket's path; the connection that there is stays."""
+        """Remove the socket's path; the existing connection stays."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     @property
     def has_exited(self) -> bool:
-        """Whether the process has ended by itself, not by a signal."""
+        """Whether the process has exited, not by a signal."""
         status = self._process.poll()
         return status is not None and status >= 0
 
@@ -142,12 +143,12 @@ class EngineProcess:
             return f"killed by signal {-status}"
 
     def kill(self) -> None:
-        """End the process at once, also one that is stopped or hangs."""
+        """Kill the process, even if it is stopped or hangs."""
         if self._process.poll() is None:
             self._process.kill()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """End the process, killing it after grace_s, and remove every trace of it. May be called again."""
+        """End the process, killing it after grace_s, and remove its files. May be called again."""
         await self._wait(grace_s)
         self.kill()
         await self._wait(_KILL_WAIT_S)
@@ -176,7 +177,7 @@ class EngineProcess:
         return f"ipc://{path}"
 
     def _send_start(self, start: bytes) -> None:
-        """Write the Start message; a process that has ended already says so by its status."""
+        """Write the Start message; if the process has already ended, its exit status shows it."""
         if self._process.stdin is not None:
             try:
                 self._process.stdin.write(start)

@@ -1,4 +1,4 @@
-"""EngineFleet: the replicas of one server, with the face of an EngineClient. open_engine: whichever of the two is asked for."""
+"""EngineFleet: the replicas of one server, with the interface of EngineClient. open_engine returns one of the two."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _UNAVAILABLE_STATUS = 503
 
 
 class EngineFleet:
-    """Starts an engine for each replica and sends each request to the one where it waits least.
+    """Starts an engine for each replica and sends each request to the one with the least predicted wait.
 
-    Each replica has a supervisor of its own: one that ends costs the requests that it had, is started again, and takes
-    requests again, while the others serve. Listeners are called as those of EngineClient: on_step with the replica in the
-    message, on_state with the state of the whole, whenever that of one replica changes.
+    Each replica has its own supervisor. When a replica ends, its requests fail and it is restarted, while the others continue.
+    Listeners are called as those of EngineClient: on_step with the replica in the message, on_state with the state of the
+    fleet whenever the state of a replica changes.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineFleet:
 
     @property
     def state(self) -> EngineState:
-        """ready while any replica is; otherwise the state of the one that is nearest to it."""
+        """Ready while any replica is; otherwise the state of the replica that is closest to ready."""
         if self._is_closed:
             return "closed"
         states = {replica.state for replica in self._replicas}
@@ -85,14 +85,14 @@ class EngineFleet:
 
     @property
     def last_error(self) -> str | None:
-        """Why replicas ended the last time, in full: of those that are not ready, or of all where all are."""
+        """The full reasons why replicas last ended: of those that are not ready, or of all if all are ready."""
         errors = [(index, one.state, one.last_error) for index, one in enumerate(self._replicas) if one.last_error is not None]
         shown = [error for error in errors if error[1] != "ready"] or errors
         return "; ".join(f"replica {index}: {error}" for index, _, error in shown) or None
 
     @property
     def pid(self) -> int | None:
-        """The id of the first replica's process that there is."""
+        """The process id of the first running replica."""
         return next((replica.pid for replica in self._replicas if replica.pid is not None), None)
 
     @property
@@ -102,7 +102,7 @@ class EngineFleet:
 
     @property
     def heartbeat_age_s(self) -> float:
-        """Seconds since a ready replica last said anything; infinite without one."""
+        """Seconds since the last message of a ready replica; infinite without one."""
         return min((one.heartbeat_age_s for one in self._replicas if one.state == "ready"), default=math.inf)
 
     @property
@@ -112,7 +112,7 @@ class EngineFleet:
 
     @property
     def info(self) -> EngineInfo | None:
-        """What the engines are: that of one, with the sequences and blocks of all that are ready, or were at last."""
+        """The description of one engine, with the sequences and blocks of all replicas that are ready, or last were."""
         known = [one for one in self._replicas if one.info is not None]
         infos = [one.info for one in known if one.state == "ready" and one.info is not None]
         infos = infos or [one.info for one in known if one.info is not None]
@@ -131,7 +131,7 @@ class EngineFleet:
     async def start(self) -> None:
         """Start all replicas and wait until all are ready. Call once; close afterwards in any case.
 
-        Raises what the first that cannot start fails with, and names it: nobody would notice a replica that was never there.
+        Raises the error of the first replica that cannot start, with its number.
         """
         starts = {asyncio.create_task(replica.start()): index for index, replica in enumerate(self._replicas)}
         try:
@@ -151,7 +151,7 @@ class EngineFleet:
         await asyncio.gather(*(replica.close() for replica in self._replicas))
 
     def submit(self, request: Request) -> Subscription:
-        """Send a request to the replica where it waits least; its id must differ from those of all unfinished ones.
+        """Send a request to the replica with the least predicted wait; its id must differ from those of all unfinished ones.
 
         Raises ApiError: 503 while no replica is ready, 400 for what cannot be sent.
         """
@@ -172,13 +172,13 @@ class EngineFleet:
         raise refusal or engine_unavailable("no replica is ready")
 
     def abort(self, request_id: str) -> None:
-        """End a request where it is; ignored for one that has ended."""
+        """Abort a request; ignored if it has ended."""
         owner = self._router.owner_of(request_id)
         if owner is not None:
             self._replicas[owner].abort(request_id)
 
     def watch(self, hz: float) -> None:
-        """Have KvReports of all replicas sent at most so often per second; 0 for none."""
+        """Request KvReports from all replicas at this maximum rate per second; 0 for none."""
         for replica in self._replicas:
             replica.watch(hz)
 
@@ -222,6 +222,6 @@ class EngineFleet:
 
 
 def open_engine(config: EngineConfig, options: LinkOptions) -> EngineClient | EngineFleet:
-    """Return the client of one engine, or of as many replicas as the configuration asks for. Raises ConfigError."""
+    """Return a client for one engine, or for several replicas, as configured. Raises ConfigError."""
     setups = replica_setups(config)
     return EngineClient(setups[0].config, options) if len(setups) == 1 else EngineFleet(setups, options)

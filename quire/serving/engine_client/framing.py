@@ -1,4 +1,4 @@
-"""Frames: a message with its session and its sequence number in front, so that a lost or foreign one is noticed.
+"""Frames: messages with a session and a sequence number, so that lost or foreign messages are detected.
 
 A frame is 8 bytes of session, the sequence number as u64 (little-endian, from 0 in each direction), and msgpack.
 """
@@ -26,16 +26,16 @@ Message = TypeVar("Message")
 
 
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a frame waits in a socket."""
+    """Whether a socket has a frame to read."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
 
 class MessageError(QuireError):
-    """A message cannot be sent: it is too large, or holds what msgpack cannot; nothing was sent, and the link is intact."""
+    """A message is too large or cannot be encoded as msgpack. Nothing was sent, and the connection is intact."""
 
 
 class FrameWriter:
-    """Numbers and encodes what one side sends."""
+    """Numbers and encodes the messages of one side."""
 
     def __init__(self, session: bytes, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._session = session
@@ -63,11 +63,11 @@ class FrameWriter:
 
 @dataclass(frozen=True, slots=True)
 class Received(Generic[Message]):
-    """What a frame brought.
+    """The content of a frame.
 
-    message  None for a frame that came before, or that is not understood
-    lost     first and last sequence number of the messages that are missing now, the frame's own included where it is not
-             understood; None where nothing is missing
+    message  None for a repeated or invalid frame
+    lost     first and last sequence number of the missing messages, including the frame's own if it is
+             invalid; None if nothing is missing
     """
 
     message: Message | None
@@ -75,7 +75,7 @@ class Received(Generic[Message]):
 
 
 class FrameReader(Generic[Message]):
-    """Decodes what the other side sends; `messages` is the closed union of what that can be."""
+    """Decodes the messages of the other side; `messages` is the closed union of their types."""
 
     def __init__(self, session: bytes, messages: Any) -> None:
         self._session = session
@@ -84,7 +84,7 @@ class FrameReader(Generic[Message]):
         self.num_rejected = 0
 
     def read(self, frame: bytes) -> Received[Message]:
-        """Return the message, and what is missing before it. Never raises for what a frame holds."""
+        """Return the message, and the missing numbers before it. Never raises for the content of a frame."""
         expected = self.num_received
         if len(frame) < HEADER.size or frame[:SESSION_BYTES] != self._session:
             self._reject("it is not of this session")

@@ -1,6 +1,6 @@
-"""What crosses between the HTTP process and the engine process: msgpack of these types and no others (no pickle).
+"""The messages between the HTTP process and the engine process: msgpack of these types only (no pickle).
 
-Times are seconds of time.monotonic(), which is one clock for all processes of a machine.
+Times are seconds of time.monotonic(), which is the same clock for all processes of a machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quire.serving.engine_client.kv_events import KvEventOptions
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_STEP_PARTS = 64
-"""Of a step that has more parts, those of sequences that decode are told no further: nobody shows them."""
+"""Beyond this number of parts, a step reports no more decoding sequences; the page does not show them."""
 
 _DEFAULT_PARAMS = {field.name: getattr(SamplingParams(), field.name) for field in dataclasses.fields(SamplingParams)}
 _CONSTRAINT_NAMES = {field.name for field in dataclasses.fields(Constraint)}
@@ -40,11 +40,11 @@ _TOKEN_ID = "i"  # array's code of a C int, 4 bytes
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to start: the one message that comes over standard input, with its length in front.
+    """The first message, which is sent over standard input with its length in front.
 
     address     ZeroMQ endpoint to connect to
     session     8 random bytes that every later message of either side begins with
-    parent_pid  the process whose end is the engine's too
+    parent_pid  the process with which the engine ends
     config      fields of EngineConfig
     log_format  of ServerConfig
     kv_events   where events of KV blocks are published; None: nowhere
@@ -61,10 +61,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unknown_fields=True):
-    """Take in a request; its deltas carry its id, and exactly one of them has finished=True.
+    """Add a request; its deltas have its id, and exactly one of them has finished=True.
 
-    The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only where they are not the
-    default ones, pooling with every field, and so the constraint among the params.
+    The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only if they differ from the
+    default, pooling with every field, and likewise the constraint in params.
     """
 
     request_id: str
@@ -134,7 +134,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
         return {"constraint": Constraint(**fields)}
 
 
-# Most requests state what others have stated before: what was made of it then is kept, and changed by nobody.
+# Most requests repeat the parameters of others: the (immutable) result is cached.
 
 
 def _stated(params: SamplingParams) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def _stated(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, name)
         if name == "constraint" and value is not None:
             stated[name] = dataclasses.asdict(value)
-        elif value != default and name != "structured_outputs":  # which the constraint follows from
+        elif value != default and name != "structured_outputs":  # the constraint is derived from it
             if isinstance(value, int) and not -(2**63) <= value < 2**64:
                 raise RequestError(f"{name} must be within 64 bits, got an integer of {value.bit_length()}", name)
             stated[name] = value
@@ -177,19 +177,19 @@ def _known_params(fields: tuple[tuple[str, type, Any], ...]) -> SamplingParams:
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", forbid_unknown_fields=True):
-    """End requests; each that still runs sends a last delta with finish_reason "abort". Unknown ids are ignored."""
+    """Abort requests; each running one sends a last delta with finish_reason "abort". Unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch", forbid_unknown_fields=True):
-    """Send a KvReport at most this often (per second; 0 stops it): for the live view, which few have open."""
+    """Send KvReports at this maximum rate (per second; 0 stops them), for the live view."""
 
     hz: float
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
-    """Abort everything, release the memory, end the process with status 0."""
+    """Abort all requests, release the memory, and end the process with status 0."""
 
 
 ToEngine = Submit | Abort | Watch | Stop
@@ -219,7 +219,7 @@ class AttentionKind(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the HTTP process has to know of the loaded model and engine, so that it never loads torch.
+    """The description of the loaded model and engine for the HTTP process, which never imports torch.
 
     generation_defaults      SamplingParams fields recommended by the checkpoint
     tokenizer_folder         what quire.text.tokenizer.load_tokenizer takes; None without a tokenizer
@@ -229,9 +229,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
     kv_cache_dtype           of the keys and values: the model's dtype, "int8" or "fp8"
     attention                the layers by their windows
-    peak_bytes_per_s         what the machine reads, and peak_flops_per_s its operations, measured at the start; None: unknown
+    peak_bytes_per_s         the machine's memory bandwidth; peak_flops_per_s its operations; both measured at start; None:
+                             unknown
     load_time_s              seconds that loading took
-    pooler                   what the model makes of its hidden states, and what it is for
+    pooler                   the model's task and pooling
     """
 
     model: str
@@ -278,7 +279,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The engine could not be loaded, or its loop ended: the process exits after this.
 
     kind       the exception's class name
-    is_config  True for errors that a restart cannot mend (ConfigError, ModelFormatError, UnsupportedError)
+    is_config  True for errors that a restart cannot fix (ConfigError, ModelFormatError, UnsupportedError)
     """
 
     kind: str
@@ -287,11 +288,11 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """Sent by the engine's own loop once a second, also when idle, or after a longer step, and never by another thread.
+    """Sent by the engine's loop (never by another thread) once a second, also when idle, or after a longer step.
 
     time_s        when the loop last found no more commands
     num_steps     steps since the start: progress while num_unfinished > 0
-    num_commands  one more than the sequence number of the last command that had come by then
+    num_commands  one more than the sequence number of the last received command
     ranks         of a model on several processes
     tiers         of the KV cache
     """
@@ -305,14 +306,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
-    """The commands with these sequence numbers, both included, did not arrive, or could not be understood."""
+    """The commands with these sequence numbers, inclusive, did not arrive or were invalid."""
 
     first: int
     last: int
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One token at one position; the text is the receiver's to look up."""
+    """One token at one position; the receiver looks up its text."""
 
     token_id: int
     logprob: float
@@ -320,7 +321,7 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
-    """What is new in one choice. logprobs: per new token a list, the token that is there first, then the most likely ones."""
+    """The new part of one choice. logprobs: a list per new token, first the token itself, then the most likely ones."""
 
     index: int
     text: str
@@ -332,14 +333,14 @@ class ChoiceDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestDelta(msgspec.Struct, array_like=True, gc=False):
-    """What is new in one request.
+    """The new part of one request.
 
     metrics          on the first delta that has tokens and on the last one
-    prompt_logprobs  once, when the whole prompt is computed, where they were asked for; None for the first token
-    error            what went wrong, when a choice has finish_reason "error"
-    error_param      the field at fault, when the request was refused or its constraint cannot go on; then no choice follows
+    prompt_logprobs  once, when the whole prompt is computed, if requested; None for the first token
+    error            the error, if a choice has finish_reason "error"
+    error_param      the invalid field, if the request was refused or its constraint cannot continue; then no choice follows
     embedding        of a request with PoolingParams, on its only delta, where its one choice ended with "stop"
-    is_refused       the request is at fault: it is invalid, can never be served here, or excludes every token that could follow
+    is_refused       a client error: the request is invalid, can never be served here, or excludes every next token
     """
 
     request_id: str
@@ -354,7 +355,7 @@ class RequestDelta(msgspec.Struct, array_like=True, gc=False):
 
 
 class StepPart(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What one sequence computed in a step; is_prefill: of its prompt, or all it had again after a preemption."""
+    """The tokens of one sequence in a step; is_prefill: of its prompt, or recomputed after a preemption."""
 
     request_id: str
     choice: int
@@ -363,13 +364,13 @@ class StepPart(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One step, and where the engine stands after it. Counts named `total` grow from the start of the engine.
+    """One step, and the state of the engine after it. Counts named `total` grow from the start of the engine.
 
     attended            (tokens in the cache that were read, pairs of a new token and one that it attends to), summed over the
                         step's sequences, for each AttentionKind: for bytes read and FLOPs
-    num_free_blocks     blocks that nothing uses, those that hold a reusable prefix (num_cached_blocks) among them
-    parts               the first MAX_STEP_PARTS, and all that are prefill
-    total_drafts        times that drafted tokens were verified; total_accepted_per_pos: by position in their draft
+    num_free_blocks     unused blocks, including those with a reusable prefix (num_cached_blocks)
+    parts               the first MAX_STEP_PARTS parts, and all prefill parts
+    total_drafts        number of verified drafts; total_accepted_per_pos: accepted tokens by position in the draft
     total_stage_busy_s  seconds in which each pipeline stage computed, of the total_active_s in which steps were in flight
     """
 
@@ -395,9 +396,9 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
-    """All that one step has to say. `report` is None for outputs without a step (refused or aborted requests).
+    """The outputs of one step. `report` is None for outputs without a step (refused or aborted requests).
 
-    replica  whose step it was; set by the server, which knows
+    replica  the replica that ran the step; set by the server
     """
 
     deltas: list[RequestDelta]
@@ -406,9 +407,9 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
 
 
 class KvReport(msgspec.Struct, frozen=True, tag="kv"):
-    """Who holds the KV blocks: request id -> block ids of its sequences, one after the other; one there twice is shared.
+    """The owners of the KV blocks: request id -> block ids of its sequences; a block that appears twice is shared.
 
-    cached  blocks that nobody holds and that still have a reusable prefix
+    cached  unused blocks that still have a reusable prefix
     """
 
     time_s: float

@@ -1,4 +1,4 @@
-"""EnginePort: the engine process's end of the link."""
+"""EnginePort: the engine process's end of the socket."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PEER_CHECK_MS = 1000
 
 
 class PeerGoneError(Exception):
-    """The server's process has ended: nobody is left to work for."""
+    """The server's process has ended."""
 
 
 class EnginePort:
-    """Receives commands and sends outputs. Standard input, which only the server's process holds open, tells of its end."""
+    """Receives commands and sends outputs. Standard input, which only the server's process holds open, signals its end."""
 
     def __init__(self, start: Start, lifeline: BinaryIO) -> None:
         self._lifeline = lifeline
@@ -46,9 +46,9 @@ class EnginePort:
         return self._reader.num_received
 
     def receive(self, timeout_s: float) -> list[ToEngine]:
-        """Return the commands that have come, waiting up to timeout_s for the first. Raises PeerGoneError.
+        """Return the received commands, waiting up to timeout_s for the first. Raises PeerGoneError.
 
-        What is missing among them is reported to the server at once.
+        Missing commands are reported to the server at once.
         """
         if timeout_s > 0 and not is_readable(self._socket):
             self._poller.poll(round(timeout_s * 1000))
@@ -64,7 +64,7 @@ class EnginePort:
         return commands
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send a message; wait while the server has too many unread ones. Raises MessageError and PeerGoneError."""
+        """Send a message; block while the server has too many unread ones. Raises MessageError and PeerGoneError."""
         frame = self._writer.write(message)
         while True:
             try:
@@ -81,6 +81,6 @@ class EnginePort:
             raise PeerGoneError("the server's process has ended")
 
     def close(self) -> None:
-        """Close the socket, after what was sent has left, or a second."""
+        """Close the socket, after all messages are sent or a second has passed."""
         self._socket.close()
         self._context.term()

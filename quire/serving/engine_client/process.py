@@ -25,7 +25,7 @@ from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, Hello
 from quire.serving.engine_client.port import EnginePort, PeerGoneError
 from quire.serving.log_format import setup_log_format
 
-if TYPE_CHECKING:  # it loads torch
+if TYPE_CHECKING:  # it imports torch
     from quire.engine.llm_engine import LLMEngine
 
 logger = get_logger(__name__)
@@ -36,7 +36,7 @@ EXIT_PEER_GONE = 3
 
 
 def write_start(start: Start) -> bytes:
-    """Return what is to be written to the standard input of the process; the pipe must then stay open."""
+    """Return the bytes for the standard input of the process; the pipe must then stay open."""
     return with_length(msgspec.msgpack.encode(start))
 
 
@@ -49,24 +49,26 @@ def read_start(lifeline: BinaryIO) -> Start:
 
 
 def ignore_signals() -> None:
-    """Leave Ctrl-C, which a terminal sends to all processes of a group, and SIGTERM to the server, which then says Stop."""
+    """Ignore SIGINT, which a terminal sends to all processes of a group, and SIGTERM: the server handles them and sends
+    Stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel kill this process when the server's ends, also in a step or while it is stopped. Raises PeerGoneError.
+    """Ask the kernel to kill this process when the server's process ends, even during a step or while stopped. Raises
+    PeerGoneError.
 
-    Elsewhere than on Linux only the end of standard input tells, between steps.
+    On systems other than Linux the end of the server is noticed between steps, by the end of standard input.
     """
     if not end_with_parent(parent_pid):
         raise PeerGoneError("the server's process has ended")
 
 
 def load_engine(config: EngineConfig) -> LLMEngine:
-    """Load the model, and make ready for constraints beside."""
+    """Load the model, and prepare constraints concurrently."""
     prefer_short_spins()
-    from quire.engine.llm_engine import LLMEngine  # loads torch: seconds, after Hello
+    from quire.engine.llm_engine import LLMEngine  # imports torch, which takes seconds; after Hello
 
     engine = LLMEngine(config)
     collect_seldom()
@@ -75,7 +77,7 @@ def load_engine(config: EngineConfig) -> LLMEngine:
 
 
 def run(load: Callable[[EngineConfig], LLMEngine] = load_engine) -> int:
-    """Serve one server until it says Stop or ends; return the status to exit with."""
+    """Serve one server until it sends Stop or ends; return the exit status."""
     ignore_signals()
     lifeline = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115 - as long as the process
     start = read_start(lifeline)
@@ -117,7 +119,7 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             error, _CONFIG_ERRORS
         )
         if is_config:
-            logger.debug("%s", error)  # meant for the user: the server says it
+            logger.debug("%s", error)  # the server shows it to the user
         else:
             logger.exception("the engine failed")
         port.send(Failed(type(error).__name__, str(error), is_config))

@@ -10,7 +10,7 @@ from quire.serving.engine_client.messages import ChoiceDelta, RequestDelta, Toke
 from quire.serving.errors import ApiError
 
 _GRACE_S = 0.5
-"""A reader is not slow before what waits for it is this old: after a pause of the event loop much may come at once."""
+"""A reader is slow only if a delta has waited this long: after a pause of the event loop many may arrive at once."""
 
 _COALESCE_EVERY = 32
 _DELTA_BYTES = 32
@@ -19,7 +19,7 @@ _LOGPROB_BYTES = 24
 
 
 class Subscription:
-    """Holds what its reader has not taken yet, as one delta, within bounds. Belongs to one event loop.
+    """Holds the unread deltas, merged into one, up to a limit. Belongs to one event loop.
 
     sequence  number of the command that submitted it
     """
@@ -39,20 +39,20 @@ class Subscription:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the last delta has come, or an error in its place; it may still have to be read."""
+        """Whether the last delta, or an error in its place, has arrived; it may still be unread."""
         return self._is_finished or self._error is not None
 
     @property
     def error(self) -> ApiError | None:
-        """What came in the place of the last delta."""
+        """The error that arrived in place of the last delta."""
         return self._error
 
     async def next(self) -> RequestDelta:
-        """Return what is new since the last call, waiting until there is something.
+        """Return the new delta since the last call, waiting for one.
 
         A request that the engine refused, or that failed in a step, has a last delta with `error`. Raises ApiError when the
-        engine has ended (503, code "engine_error"), or the reader was too slow (408, code "slow_reader"); what had not been
-        read is then lost. Raises InvariantError after the last delta.
+        engine has ended (503, code "engine_error"), or the reader was too slow (408, code "slow_reader"); unread deltas
+        are then lost. Raises InvariantError after the last delta.
         """
         while not self._pending or self._error is not None:
             if self._error is not None:
@@ -69,15 +69,15 @@ class Subscription:
         return coalesce(taken)
 
     def attach_sink(self, take: Callable[[RequestDelta], bool]) -> None:
-        """Offer every delta but the last to `take` while `next` waits; it returns whether it took it, and must not raise.
+        """Offer every delta except the last to `take` while `next` waits; it returns whether it took it, and must not raise.
 
-        What was taken does not come out of `next`: it costs no future and no turn of the reader's task.
+        A taken delta is not returned by `next`, and so needs no task switch.
         """
         self._take = take
 
     def deliver(self, delta: RequestDelta, now: float) -> None:
-        """Add what the engine says; now is of time.monotonic()."""
-        waiter = self._waiter  # while it is not done the reader waits, and has taken all that came before
+        """Add a delta of the engine; now is from time.monotonic()."""
+        waiter = self._waiter  # while it is not done, the reader waits and has read everything
         if self._take is not None and waiter is not None and not waiter.done() and not delta.finished and self._take(delta):
             return
         if not self._pending:
@@ -90,14 +90,14 @@ class Subscription:
         self._wake()
 
     def is_slow(self, now: float) -> bool:
-        """Whether more, or older, deltas wait for the reader than may; never once the last one has come."""
+        """Whether too many or too old deltas are unread; always False after the last one has arrived."""
         if not self._pending or self._is_finished:
             return False
         age_s = now - self._oldest_s
         return age_s > self._max_age_s or (self._num_pending_bytes > self._max_bytes and age_s > _GRACE_S)
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, unless it has ended."""
+        """End the subscription with an error, unless it has ended."""
         if not self.is_finished:
             self._error = error
             self._pending.clear()
@@ -109,7 +109,7 @@ class Subscription:
 
 
 def _num_bytes(delta: RequestDelta) -> int:
-    """Estimate what a delta takes when it is sent on."""
+    """Estimate the size of a delta when it is sent to the client."""
     total = _DELTA_BYTES
     for choice in delta.choices:
         total += len(choice.text) + _TOKEN_BYTES * len(choice.token_ids)
@@ -121,7 +121,7 @@ def _num_bytes(delta: RequestDelta) -> int:
 
 
 def coalesce(deltas: list[RequestDelta]) -> RequestDelta:
-    """Return one delta that says what the given ones say, at least one of the same request in order; they are not changed."""
+    """Return the deltas merged into one: at least one, of the same request, in order. They are not changed."""
     if len(deltas) == 1:
         return deltas[0]
     by_index: dict[int, list[ChoiceDelta]] = {}

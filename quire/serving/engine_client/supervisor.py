@@ -1,4 +1,4 @@
-"""Supervisor: keeps one engine process alive: starts it, watches it, ends one that hangs, starts another, or gives up."""
+"""Supervisor: keeps one engine process running: starts it, watches it, kills it if it hangs, and restarts it or gives up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quire.serving.public_error import show_error
 logger = get_logger(__name__)
 
 EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
-"""failed: it was given up, for the reason in last_error."""
+"""failed: no more restarts; the reason is in last_error."""
 
 _TICK_S = 0.1
 _LAST_WORDS_S = 0.25
@@ -82,7 +82,7 @@ class LinkOptions:
 
 
 class EngineEvents(Protocol):
-    """Who is told of the engine, in the event loop. on_tick comes ten times a second, to look at what ages."""
+    """Callbacks about the engine, in the event loop. on_tick is called ten times a second, to check timeouts."""
 
     def on_message(self, message: FromEngine, now: float) -> None: ...
 
@@ -97,7 +97,7 @@ class EngineEvents(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """How an engine ended: `reason` for clients, without what is not for them; `error` for the operator."""
+    """How an engine ended: `reason` is for clients, without internal details; `error` is for the operator."""
 
     reason: str
     error: str
@@ -136,18 +136,18 @@ class Supervisor:
 
     @property
     def silence_s(self) -> float:
-        """Seconds since the loop of a ready engine last said anything; infinite where there is none."""
+        """Seconds since the last message of a ready engine's loop; infinite without one."""
         return math.inf if self._watchdog is None else self._watchdog.silence_s(time.monotonic())
 
     async def start(self) -> None:
         """Start the engine and wait until it is ready.
 
-        Raises ConfigError, ModelFormatError or UnsupportedError with the engine's own words, WorkerError for all else.
+        Raises ConfigError, ModelFormatError or UnsupportedError with the engine's message, WorkerError for other failures.
         """
         if self._task is not None:
             raise InvariantError("the engine has been started before")
         self._first = asyncio.get_running_loop().create_future()
-        self._first.add_done_callback(lambda first: first.exception())  # it may be that nobody waits any more
+        self._first.add_done_callback(lambda first: first.exception())  # start() may have been cancelled
         self._task = asyncio.create_task(self._run(), name="quire-engine-supervisor")
         await asyncio.shield(self._first)
 
@@ -158,7 +158,7 @@ class Supervisor:
         return self._engine.send(message)
 
     async def close(self) -> None:
-        """Stop the engine, killing it after stop_timeout_s, and start no other. May be called again."""
+        """Stop the engine, killing it after stop_timeout_s, without a restart. May be called again."""
         if self.state == "ready" and self._engine is not None:
             try:
                 self._engine.send(Stop())
@@ -184,7 +184,7 @@ class Supervisor:
             self._give_up(_End("internal error", f"{type(error).__name__}: {error}"))
 
     async def _run_engine(self) -> _End:
-        """Start a process and watch it until it has ended or has to; when this returns it is gone."""
+        """Start a process and watch it until it ends or must be ended; it has ended when this returns."""
         self._failed = self._watchdog = None
         self._start_deadline_s = time.monotonic() + self._options.start_timeout_s
         try:
@@ -234,7 +234,7 @@ class Supervisor:
         return None if problem is None else _End("it did not answer", f"the engine hangs: {problem}")
 
     async def _hear_last_words(self, engine: EngineProcess, end: _End) -> _End:
-        """Wait shortly for the Failed that a process sent before it ended; that says more than its status."""
+        """Wait briefly for the Failed message that a process sent before it ended; it says more than the exit status."""
         deadline_s = time.monotonic() + _LAST_WORDS_S
         while self._failed is None and time.monotonic() < deadline_s:
             await asyncio.sleep(0.02)
@@ -242,8 +242,8 @@ class Supervisor:
         return end if self._failed is None else self._find_end(engine) or end
 
     def _note_end(self, end: _End) -> None:
-        """Tell everybody at once, before the process is cleared away."""
-        # What ends the first start is raised there, and said by whoever called.
+        """Notify the listeners at once, before the process is cleaned up."""
+        # An error of the first start is raised by start(), and reported by its caller.
         level = logging.DEBUG if self._is_starting else logging.ERROR
         logger.log(level, "%s ended: %s", self._options.name, end.error)
         self.last_error = end.error
@@ -252,7 +252,7 @@ class Supervisor:
         self._events.on_engine_end(end.reason)
 
     def _after(self, end: _End) -> float | None:
-        """Return after how long to start again; None, and all that follows from it, for never."""
+        """Return the delay before the next restart. If there is none, enter the state "failed" and return None."""
         if self._is_starting:
             self._give_up(end)
             return None
@@ -267,7 +267,7 @@ class Supervisor:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether somebody still waits in start()."""
+        """Whether start() is still waiting."""
         return self._first is not None and not self._first.done()
 
     def _give_up(self, end: _End) -> None:
@@ -279,7 +279,7 @@ class Supervisor:
         self._settle(WorkerError(end.error) if kind is None else kind(message))
 
     def _settle(self, error: QuireError | None) -> None:
-        """Let start() return, or raise."""
+        """Make start() return or raise."""
         if self._first is None or self._first.done():
             return
         if error is None:

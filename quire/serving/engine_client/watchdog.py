@@ -1,4 +1,4 @@
-"""Watchdog: whether an engine makes progress; RestartPolicy: whether and when one that ended is started again."""
+"""Watchdog: detects an engine without progress. RestartPolicy: decides whether and when an engine is restarted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from quire.serving.engine_client.messages import FromEngine, Heartbeat, StepOutp
 
 
 class Watchdog:
-    """Judges an engine by what it says. Times are of time.monotonic(), of the moment when a message was read.
+    """Judges an engine by its messages. Times are of time.monotonic(), when a message was read.
 
-    Ask for problems often: where nobody has asked for a quarter of the timeout, the server itself stood still (a paused
-    container, a suspended machine), and the engine most likely with it.
+    Call `problem` often: if it was not called for a quarter of the timeout, the server itself was stopped (a paused
+    container, a suspended machine), and probably the engine too.
     """
 
     def __init__(self, timeout_s: float, now: float) -> None:
@@ -24,7 +24,7 @@ class Watchdog:
         self._was_idle = True
 
     def note(self, message: FromEngine, now: float) -> None:
-        """Take in a message."""
+        """Record a message."""
         self._heard_s = now
         if isinstance(message, StepOutputs):
             if message.report is not None:
@@ -36,11 +36,11 @@ class Watchdog:
             self._was_idle, self._num_steps = is_idle, message.num_steps
 
     def silence_s(self, now: float) -> float:
-        """Seconds since the engine's loop last said anything: a step that runs counts as silence."""
+        """Seconds since the last message of the engine's loop; a running step counts as silence."""
         return now - self._heard_s
 
     def problem(self, now: float) -> str | None:
-        """Return why the engine is to be ended, None while all is well."""
+        """Return why the engine must be ended, None if it is well."""
         stood_still_s = now - self._asked_s
         self._asked_s = now
         if stood_still_s > self._timeout_s / 4:
@@ -54,7 +54,7 @@ class Watchdog:
 
 
 class RestartPolicy:
-    """Exponential back-off, and an end to it: max_restarts within window_s."""
+    """Exponential backoff with a limit of max_restarts within window_s."""
 
     def __init__(self, max_restarts: int, window_s: float, first_delay_s: float = 0.5, max_delay_s: float = 30.0) -> None:
         self._max_restarts = max_restarts
@@ -64,7 +64,7 @@ class RestartPolicy:
         self._restarts: deque[float] = deque()
 
     def next_delay_s(self, now: float) -> float | None:
-        """Return how long to wait before the next restart, which it notes as made; None: give up."""
+        """Return the delay before the next restart, and count it; None: give up."""
         while self._restarts and now - self._restarts[0] > self._window_s:
             self._restarts.popleft()
         if len(self._restarts) >= self._max_restarts:

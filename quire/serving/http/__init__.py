@@ -1,1 +1,1 @@
-"""The HTTP shell: the application, its middleware, how answers are sent, and the life of the process."""
+"""The HTTP layer: the application, its middleware, sending answers, and the life cycle of the process."""

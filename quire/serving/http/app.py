@@ -1,4 +1,4 @@
-"""The application: endpoints as routes, and around them request ids, keys, errors, metrics and the access log."""
+"""The application: endpoints as routes, with request ids, authentication, errors, metrics and the access log."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from quire.serving.interfaces import Gateway, Tenant
 from quire.serving.metrics.server_metrics import ServerMetrics
 
 access_logger = get_logger("quire.access")
-PROBES = ("/health", "/ready", "/metrics")  # asked every few seconds by machines
+PROBES = ("/health", "/ready", "/metrics")  # polled every few seconds by monitoring
 EXPOSED_HEADERS = (
     *("x-request-id", "request-id", "x-client-request-id", "retry-after", "retry-after-ms", "x-should-retry", IGNORED_HEADER),
     *(f"x-ratelimit-{word}-{unit}" for word in ("limit", "remaining", "reset") for unit in ("requests", "tokens")),
 )
-CLIENT_GONE = 499  # of the log and the metrics; nobody is there to receive it
+CLIENT_GONE = 499  # only in the log and the metrics
 _MAX_SUGGESTED = 200
-"""Characters of a path for which another one is suggested; an error shows no more of it."""
+"""Longest path for which a similar one is suggested; errors show no more characters of a path."""
 _CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
 class ShellParts:
-    """What the application needs around its routes.
+    """The objects that the application needs in addition to its routes.
 
-    bodies  how much of the bodies of requests is held
+    bodies  the bound on the bytes of all bodies
     """
 
     config: ServerConfig
@@ -79,20 +79,20 @@ def make_app(parts: ShellParts, routes: Sequence[Route]) -> ASGIApp:
     shell = Shell(parts, routes, app)
     if not parts.config.allowed_origins:
         return shell
-    # Outside of the shell, so that pages can read its errors, too.
+    # Outside of the shell, so that web pages can also read its errors.
     return CORSMiddleware(
         shell,
         allow_origins=list(parts.config.allowed_origins),
         allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],  # official clients send a dozen of their own
+        allow_headers=["*"],  # official clients send a dozen custom headers
         expose_headers=EXPOSED_HEADERS,
     )
 
 
 def client_id_of(headers: Mapping[str, str]) -> str | None:
-    """Return the id that the client has for its request; None where it sends none, or one that is too long or odd.
+    """Return the client's request id; None if it sends none, or one that is too long or has invalid characters.
 
-    It comes back as x-request-id. Ours is in request-id and in the log: ids of clients may come twice.
+    It is returned as x-request-id. The server's own id is in request-id and in the log, since ids of clients may repeat.
     """
     client_id = headers.get("x-request-id", "")
     return client_id if _CLIENT_ID.fullmatch(client_id) else None
@@ -120,7 +120,7 @@ def _style_finder(endpoints: Sequence[Endpoint[Any]]) -> Callable[[str], ErrorSt
 def _framework_error(
     request: Request, error: Exception, style: ErrorStyle, path_patterns: Collection[re.Pattern[str]]
 ) -> Response:
-    """Answer what no route takes: an unknown path, a wrong method."""
+    """Answer requests without a route: an unknown path or a wrong method."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     stated = error.headers if isinstance(error, HTTPException) and error.headers else {}
     allowed = next((value for name, value in stated.items() if name.lower() == "allow"), None)
@@ -129,7 +129,7 @@ def _framework_error(
 
 
 def _near_path(path: str, path_patterns: Collection[re.Pattern[str]]) -> str | None:
-    """Return the path that is meant by one without /v1, or with it twice, or with a slash too many, where there is one."""
+    """Return the existing path for one without /v1, with /v1 twice, or with an extra slash; None if there is none."""
     if len(path) > _MAX_SUGGESTED:
         return None
     parts = [part for part in path.split("/") if part]
@@ -146,7 +146,7 @@ def _refusal(scope: Scope, status: int, style: ErrorStyle, allowed: str | None =
     """Return the answer to what no route takes, and note its error.
 
     allowed  the methods of a 405
-    near     the path that is likely to be meant by a 404
+    near     the path that was probably meant, for a 404
     """
     hint = "" if near is None else f"; did you mean {near}?"
     text = {404: f"there is no {scope['path'][:200]!r} here{hint}", 405: f"{scope['method'][:20]} is not allowed here"}
@@ -210,7 +210,7 @@ class _Answering:
             answer = await self._route.answer(call)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer
             api_error = as_api_error(error, call.request_id)
-            if api_error.status == 413 or api_error.code == BODY_ROOM_CODE:  # the rest of the body is not read
+            if api_error.status == 413 or api_error.code == BODY_ROOM_CODE:  # the rest of the body is unread
                 headers["connection"] = "close"
             await sender.send_error(api_error)
             return
@@ -222,10 +222,10 @@ class _Answering:
 
 
 class Shell:
-    """Everything around the routes. An ASGI application.
+    """The layer around the routes. An ASGI application.
 
-    A path without parameters needs no router: its endpoint is looked up here, at a sixth of a request's cost. `app` has all
-    routes, answers what is none of these, and says which paths and methods there are.
+    A path without parameters is looked up in a dict, without the router, which saves a sixth of a request's cost. `app` has all
+    routes; it answers other requests and knows which paths and methods exist.
     """
 
     def __init__(self, parts: ShellParts, routes: Sequence[Route], app: ASGIApp) -> None:
@@ -236,7 +236,7 @@ class Shell:
         self._style_of = _style_finder(endpoints)
         self._plain = {
             (route.endpoint.method, route.endpoint.path): _Answering(parts, route)
-            for route in reversed(routes)  # of two for one path the first counts, as in the router
+            for route in reversed(routes)  # the first of two routes for a path is used, as in the router
             if "{" not in route.endpoint.path
         }
         self._allowed: dict[str, str] = {}
@@ -304,7 +304,7 @@ class Shell:
         return [(b"x-request-id", client_value), (b"request-id", value), (b"x-client-request-id", client_value)]
 
     def _rate_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return what a key with rates has left of them."""
+        """Return the x-ratelimit-* headers of a key."""
         owner: Tenant | None = scope.get("quire.owner")
         if owner is None or owner.name not in self._rated_owners:
             return []
@@ -322,7 +322,7 @@ class Shell:
         client_id = client_id_of(headers_of(scope))
         method = "HEAD" if scope.get("quire.is_head") else scope["method"]
         level = logging.DEBUG if route in PROBES and status < 500 else logging.INFO
-        if route == "/ready":  # a server that is not ready is no news
+        if route == "/ready":  # do not log probes of a server that is not ready
             level = logging.DEBUG
         access_logger.log(
             level,

@@ -1,4 +1,4 @@
-"""ConnectionLimit: as many connections as the system lets this process have open files, and a word to those beyond."""
+"""ConnectionLimit: a limit of connections by the process's open files, with an answer to refused connections."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ except ImportError:  # not a Unix system: it has no such limit
 
 logger = get_logger(__name__)
 
-RESERVED_FILES = 128  # for what else is open: databases, uploads, the engine's link, the event loop
+RESERVED_FILES = 128  # for other files: databases, uploads, the engine's socket, the event loop
 TOO_MANY = ApiError(
     503, "the server has as many connections as its limit of open files allows", code="too_many_connections", retry_after_s=2.0
 )
@@ -24,7 +24,7 @@ _LOG_INTERVAL_S = 10.0
 
 
 def raise_open_file_limit() -> float:
-    """Raise the limit of open files as far as the system lets it and return it; infinite where there is none."""
+    """Raise the limit of open files as far as possible and return it; infinite if there is none."""
     if resource is None:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -32,13 +32,13 @@ def raise_open_file_limit() -> float:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
-        except (ValueError, OSError) as error:  # some systems have a lower one that they do not tell
+        except (ValueError, OSError) as error:  # some systems have a lower, undocumented maximum
             logger.debug("the limit of open files stays at %d: %s", soft, error)
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 class ConnectionLimit:
-    """Where the connections end that a server takes; without it they are closed without a word when no file can be opened."""
+    """The limit of a server's connections. Without it, connections are closed without an answer when no file can be opened."""
 
     def __init__(self, most: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.most = most
@@ -47,12 +47,12 @@ class ConnectionLimit:
 
     @classmethod
     def of_open_files(cls) -> ConnectionLimit:
-        """Return the limit of this process, whose limit of open files is raised first."""
+        """Raise this process's limit of open files and return the limit of connections."""
         num_files = raise_open_file_limit()
         return cls(max(num_files - RESERVED_FILES, num_files / 2))
 
     def has_room(self, num_connections: int) -> bool:
-        """Return whether there may be so many; now and then the log tells of those that are turned away."""
+        """Return whether this number of connections is allowed; refusals are logged from time to time."""
         if num_connections <= self.most:
             return True
         if self._clock() >= self._logged_s + _LOG_INTERVAL_S:

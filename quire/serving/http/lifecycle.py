@@ -1,4 +1,4 @@
-"""The life of the server process: the socket, the engine, signals, the drain, the exit status."""
+"""The life cycle of the server process: the socket, the engine, signals, the drain, the exit status."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from quire.serving.request_queue import EngineGateway
 
 logger = get_logger(__name__)
 
-SEND_BUFFER_BYTES = 64 << 10  # what the kernel may hold for a client that does not read
+SEND_BUFFER_BYTES = 64 << 10  # the kernel's send buffer for a client that does not read
 BACKLOG = 2048
-# A client that vanished is given up when nothing of it has come for 40 s, or what was sent has not arrived for 20 s.
+# TCP keep-alive: a connection is closed after 40 s without a packet, or 20 s without an acknowledgement of sent data.
 PEER_OPTIONS = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 20_000))
-LAST_WORDS_S = 2.0  # for errors to reach their clients after the drain
+LAST_WORDS_S = 2.0  # time for errors to reach their clients after the drain
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: ours decide what a signal means."""
+    """uvicorn without its signal handlers: Lifecycle handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ def listen(config: ServerConfig) -> socket.socket:
 
 @dataclass(frozen=True, slots=True)
 class LifecycleParts:
-    """What starts and ends with a server."""
+    """The objects that start and end with a server."""
 
     config: ServerConfig
     context: ServerContext
@@ -147,7 +147,7 @@ class Lifecycle:
                 ws="none",
                 lifespan="off",
                 access_log=False,
-                proxy_headers=False,  # nobody asks from where a request comes
+                proxy_headers=False,  # client addresses are not used
                 log_config=None,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 ssl_keyfile=config.ssl_keyfile,
@@ -194,7 +194,7 @@ class Lifecycle:
             logger.exception("the server could not start")
             self._fail(f"{type(error).__name__}: {error}")
         else:
-            # What is there now stays: the collector need not walk through it again.
+            # The objects so far are permanent: exclude them from garbage collection.
             gc.collect()
             gc.freeze()
             collect_seldom()
@@ -220,7 +220,7 @@ class Lifecycle:
         self._stopping.set()
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
-        """Refuse new work, let what runs end, tell the rest, and stop."""
+        """Refuse new work, let running requests end, fail the remaining ones, and stop."""
         gateway, state, config = self.parts.gateway, self._state, self.parts.config
         if state.phase != "failed":
             state.phase = "draining"
@@ -229,7 +229,7 @@ class Lifecycle:
         if state.phase == "draining" and not self._is_interrupted:
             await self._wait_unless_hurried(asyncio.sleep(config.drain_grace_s))
         if self._server is not None:
-            self._server.should_exit = True  # closes the listening socket; what is open goes on
+            self._server.should_exit = True  # closes the listening socket; open connections continue
         if state.phase == "draining":
             await self._wait_unless_hurried(gateway.drained(config.drain_timeout_s))
         gateway.fail_all()

@@ -1,4 +1,4 @@
-"""serve: the parts of the server put together."""
+"""serve: assembles the parts of the server and runs it."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ from quire.serving.responses.store import ResponseStore, ResponseTable
 
 logger = get_logger(__name__)
 
-SWITCH_INTERVAL_S = 0.001  # after which a thread that prepares a prompt gives way to the event loop
+SWITCH_INTERVAL_S = 0.001  # after this time a thread that prepares a prompt must yield the GIL to the event loop
 
 
 @dataclass(slots=True, kw_only=True)
 class Server:
-    """The parts of a server, before it runs; those that wait for the model are made by `on_loaded`."""
+    """The parts of a server before it runs; `on_loaded` makes those that need the model."""
 
     name: str
     config: ServerConfig
@@ -104,7 +104,7 @@ class Server:
         )
 
     async def load_model(self) -> None:
-        """Load what this process needs of the engine's model. Raises ConfigError and ModelFormatError."""
+        """Load the parts of the engine's model that this process needs. Raises ConfigError and ModelFormatError."""
         info = self.client.info
         if info is None:
             raise InvariantError("the engine is ready and has not said what it serves")
@@ -112,11 +112,11 @@ class Server:
         self.context.served = replace(served, count_tool_output=self.metrics.tool_parser)
 
     def execute(self) -> Execute:
-        """Return what runs a line of a batch."""
+        """Return the function that runs a line of a batch."""
         return make_execute(self.responses, self.authenticator, self.bodies.decoding)
 
     async def on_loaded(self) -> None:
-        """Make what depends on the loaded model. Raises ConfigError and ModelFormatError."""
+        """Make the parts that depend on the loaded model. Raises ConfigError and ModelFormatError."""
         await self.load_model()
         config = self.config
         self.batches.opened = BatchService(
@@ -143,7 +143,7 @@ class Server:
                 await part.close()
 
     def shell(self) -> ShellParts:
-        """Return what the application needs around the routes."""
+        """Return the objects that the application needs in addition to the routes."""
         return ShellParts(self.config, self.gateway, self.authenticator, self.metrics, self.bodies)
 
     def routes(self) -> tuple[Route, ...]:
@@ -186,7 +186,7 @@ def _source_of(replica: EngineClient) -> EngineSource:
 
 
 def check_data_dir(folder: Path | None) -> None:
-    """Open what is stored in a folder, made where it is missing, and close it again. Raises ConfigError."""
+    """Check that the stores in a folder can be opened; the folder is created if missing. Raises ConfigError."""
     if folder is not None:
         BatchStore(folder).close()
         ResponseTable(folder, None, lambda owner: 0).close()
@@ -217,7 +217,7 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
 
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            # The runner's own handler of Ctrl-C would cancel the drain.
+            # asyncio.Runner's handler of SIGINT would cancel the drain.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             return runner.run(run())
     finally:

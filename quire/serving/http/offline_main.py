@@ -1,4 +1,4 @@
-"""run_batch_file: the parts of `quire batch run` put together."""
+"""run_batch_file: assembles the parts of `quire batch run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = get_logger(__name__)
 
 
 def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: EngineConfig, is_overwriting: bool) -> BatchProgress:
-    """Run a file with an engine of its own and a progress bar; return how it went. Raises QuireError."""
+    """Run a file with its own engine and a progress bar; return the final progress. Raises QuireError."""
     spans = read_input(files.input_path, BATCH_ENDPOINTS, check_batch_body)
 
     async def run() -> BatchProgress:
@@ -30,7 +30,7 @@ def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: Engin
         try:
             await server.load_model()
             started_s = time.monotonic()
-            with tqdm(total=len(spans), unit="request", file=sys.stderr, disable=None) as bar:  # none without a terminal
+            with tqdm(total=len(spans), unit="request", file=sys.stderr, disable=None) as bar:  # no bar without a terminal
 
                 def show(progress: BatchProgress) -> None:
                     bar.update(progress.num_done - bar.n)

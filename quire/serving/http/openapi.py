@@ -1,4 +1,4 @@
-"""The OpenAPI description, made from the endpoints and the types of their bodies."""
+"""The OpenAPI description, generated from the endpoints and the types of their bodies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ERRORS = {
 
 
 def schemas_of(endpoints: Sequence[Endpoint[Any]]) -> tuple[dict[Any, dict[str, Any]], dict[str, Any]]:
-    """Return the schema of each type of a body or an answer, and the components that they refer to."""
+    """Return the schemas of the types of bodies and answers, and the components that they reference."""
     found = [
         kind for endpoint in endpoints for kind in (endpoint.body, endpoint.answer, *endpoint.other_answers.values()) if kind
     ]
@@ -87,7 +87,7 @@ def _error(endpoint: Endpoint[Any], status: int) -> dict[str, Any]:
 
 
 def _other(error: dict[str, Any] | None, schema: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the description of an answer whose status may also be an error's."""
+    """Return the description of an answer whose status may also mean an error."""
     if schema is None:
         return {"description": "Nothing has changed."}
     if error is None:
@@ -159,7 +159,7 @@ def _error_schema(endpoint: Endpoint[Any]) -> dict[str, str]:
     return {"$ref": _REF.format(name=_ERROR_NAMES[endpoint.error_style])}
 
 
-# Of one event, as its lines come: tools for OpenAPI take the schema of a stream so.
+# The schema of one event: OpenAPI tools expect the schema of a stream in this form.
 _EVENTS = {
     "type": "object",
     "required": ["data"],

@@ -1,4 +1,4 @@
-"""GuardedProtocol: the HTTP parser with limits on what a client may send, and how slowly."""
+"""GuardedProtocol: uvicorn's HTTP protocol with limits on the size and the slowness of requests."""
 
 from __future__ import annotations
 
@@ -135,14 +135,14 @@ logger = get_logger(__name__)
 
 MAX_HEAD_BYTES = 32 << 10
 MAX_HEADERS = 100
-KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that they close first
+KEEP_ALIVE_S = 75  # longer than load balancers keep idle connections, so that the load balancer closes first
 TOO_LARGE = ApiError(
     431, f"a request may have {MAX_HEADERS} headers of {MAX_HEAD_BYTES} bytes together", code="headers_too_large"
 )
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """One connection. The parser alone has no limit on headers and no timeout on what arrives slowly."""
+    """One connection. The parser itself has no limit on headers and no timeout for slow requests."""
 
     head_timeout_s = 10.0
     body_timeout_s = 30.0
@@ -155,17 +155,17 @@ class GuardedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        self._num_head_bytes = 0  # as they came, while the head is not complete
+        self._num_head_bytes = 0  # raw bytes, while the head is incomplete
         self._num_header_bytes = 0  # of the headers that were parsed
-        self._num_body_bytes = 0  # that have come of the body at hand
+        self._num_body_bytes = 0  # received bytes of the current body
         self._has_length = False
         self._num_stated_mib = 0.0
         self._is_in_head = True
         self._is_refused = False
-        self._num_dropped_bytes = 0  # of what came after the answer
+        self._num_dropped_bytes = 0  # bytes received after the answer
         self._is_lingering = False
-        self._body: DirectBody | None = None  # of the answer at hand
-        self._head_without_upgrade: bytes | None = None  # of a request that asks for an upgrade, to be parsed again
+        self._body: DirectBody | None = None  # of the current answer
+        self._head_without_upgrade: bytes | None = None  # of a request with an upgrade, parsed again
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -183,11 +183,11 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._body is not None and self._body.on_lost is not None:
             self._body.on_lost()
         self._body = None
-        self._unset_keepalive_if_required()  # also after a reset: the timer would hold all of the connection until it went off
+        self._unset_keepalive_if_required()  # also after a reset: its timer references the connection
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # Nothing else ends an answer that is waiting to be written: its task does not see what happens to its request.
+        # Needed to end an answer that waits for the send buffer: its task does not notice a disconnect.
         self._write_timer = self.loop.call_later(self.write_timeout_s, self._cut)
 
     def resume_writing(self) -> None:
@@ -212,7 +212,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._num_head_bytes += len(data)
         self._unset_keepalive_if_required()
         self._parse(data)
-        # A body may have come with the head in one piece: only what is still a head counts.
+        # A body may have arrived together with the head: only bytes of an incomplete head count.
         if self._is_in_head and self._num_head_bytes > MAX_HEAD_BYTES:
             self._refuse(TOO_LARGE, lingers=True)
         elif self._timer is None and not self._is_refused:
@@ -221,9 +221,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feed the parser.
 
-        No upgrade is supported, and the server ignores those that are asked for. The parser cannot: it takes what comes after
-        the head of such a request for another protocol. So the head is parsed again without its Upgrade header, and what
-        follows belongs to the request, as its length or its chunks say.
+        The server ignores upgrades, as it supports none. The parser cannot ignore them: it treats the bytes after
+        the head of such a request as another protocol. So the head is parsed again without its Upgrade header, and the
+        following bytes are the body, by its length or its chunks.
         """
         while data:
             try:
@@ -234,7 +234,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 data = self._head_without_upgrade + data[upgrade.args[0] :]
                 self._head_without_upgrade = None
                 self.parser = httptools.HttpRequestParser(self)
-                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the class above does
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as the base class does
             except httptools.HttpParserError:
                 if not self._is_refused:
                     self.send_400_response("")
@@ -243,7 +243,7 @@ class GuardedProtocol(HttpToolsProtocol):
                 return
 
     def _rebuild_head(self) -> bytes:
-        """Return the head at hand as bytes, without Upgrade headers."""
+        """Return the current head as bytes, without Upgrade headers."""
         start = b"%b %b HTTP/%b\r\n" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())
         lines = [b"%b: %b\r\n" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return start + b"".join(lines) + b"\r\n"
@@ -252,7 +252,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_header(name, value)
         self._num_header_bytes += len(name) + len(value)
         if self._is_head_too_large():
-            raise ValueError("the head is too large")  # the parser then asks for a 400 response
+            raise ValueError("the head is too large")  # the parser then requests a 400 response
 
     def on_headers_complete(self) -> None:
         if self.parser.get_method() == b"CONNECT":
@@ -279,7 +279,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_stated_mib = int(length) / MIB if length is not None and length.isdigit() and len(length) < 20 else 0.0
 
     def on_body(self, body: bytes) -> None:
-        # Of a body that did not say its length, each MiB that has come gives the rest its second.
+        # A body without a declared length gets one more second for each received MiB.
         before, self._num_body_bytes = self._num_body_bytes, self._num_body_bytes + len(body)
         if self._timer is not None and not self._has_length and self._num_body_bytes // MIB > before // MIB:
             more_s = self._num_body_bytes // MIB - before // MIB
@@ -289,7 +289,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self.parser.should_upgrade():  # only the head of this request has been parsed, or it is a CONNECT
+        if self.parser.should_upgrade():  # only the head of this request was parsed, or it is a CONNECT
             return
         self._stop_waiting()
         self._is_in_head = True
@@ -305,7 +305,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return self.headers is not None and (len(self.headers) > MAX_HEADERS or self._num_header_bytes > MAX_HEAD_BYTES)
 
     def _wait_for_rest(self) -> None:
-        """Wait for what is missing of a request that did not come in one piece, as most do."""
+        """Start the timeout for the rest of a request that did not arrive in one piece."""
         if not self._is_in_head:
             num_mib = self._num_stated_mib if self._has_length else self._num_body_bytes // MIB
             self._wait(self.body_timeout_s + num_mib, "the request body did not arrive in time")
@@ -323,22 +323,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _time_out(self, message: str) -> None:
         self._timer = None
-        if self._is_in_head and self._num_head_bytes == 0:  # a connection that was opened ahead and never used
+        if self._is_in_head and self._num_head_bytes == 0:  # a connection that was opened and never used
             self.transport.close()
         else:
             self._refuse(ApiError(408, message, code="request_timeout"))
 
     def _refuse(self, error: ApiError, lingers: bool = False) -> None:
-        """Answer outside of the application, unless it has begun to answer by itself, and close.
+        """Send an error without the application, unless it has begun to answer, and close.
 
-        lingers  whether the client may be sending: one that is too slow, or one too many, is not waited for
+        lingers  whether to wait for a client that may still be sending; not for one that is too slow or over the limit
         """
         if self._is_refused:
             return
         self._is_refused = True
         self._stop_waiting()
         if not self.transport.is_closing() and self._may_answer():
-            if self._is_in_head:  # else the application has the request, hears that it has ended, and tells by itself
+            if self._is_in_head:  # otherwise the application has the request, notices its end, and reports it itself
                 self.on_refused(error)
             body = msgspec.json.encode(error.openai_body())
             headers = "".join(f"{name}: {value}\r\n" for name, value in error.headers().items())
@@ -356,7 +356,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _close_after_answer(self) -> None:
-        """Close, which the application's answer said; first take what is still to come of its request."""
+        """Close the connection after the answer; first receive the rest of the request."""
         if self.cycle is not None and self.cycle.more_body:
             self._linger()
         else:
@@ -369,7 +369,7 @@ class GuardedProtocol(HttpToolsProtocol):
             super().shutdown()
 
     def _linger(self) -> None:
-        """Close once the client has seen the answer: when it closes, or has sent or waited for long enough."""
+        """Close when the client has closed, or when the limits of bytes or time are reached."""
         if self.transport.is_closing() or self._is_lingering:
             return
         if not self.lingering.begin():
@@ -388,13 +388,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def on_response_complete(self) -> None:
-        if self._is_lingering:  # no further request is taken here
+        if self._is_lingering:  # no further request is accepted
             self.server_state.total_requests += 1
         else:
             super().on_response_complete()
 
     def _may_answer(self) -> bool:
-        """Whether nothing of an answer to what is refused has gone out, and no earlier answer is still on its way."""
+        """Whether no answer to the refused request has begun, and no earlier answer is still being sent."""
         if self.cycle is None:
             return True
         return self.cycle.response_complete if self._is_in_head else not self.cycle.response_started
@@ -405,7 +405,7 @@ def guarded_protocol(
 ) -> Callable[..., GuardedProtocol]:
     """Return the protocol class with the timeouts of a configuration and the limit of this process.
 
-    on_refused  is called with what is answered to requests that the application never had
+    on_refused  called with the error for requests that the application never received
     """
     attributes = {
         "head_timeout_s": config.head_timeout_s,

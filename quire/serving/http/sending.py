@@ -1,4 +1,4 @@
-"""How an Answer goes out: the work stops when the client goes, and no stream is cut without saying so."""
+"""Sends an Answer: the work stops when the client disconnects, and an interrupted stream ends with an error event."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FRAMES_PER_TURN = 16  # then others get their turn
 
 
 class Connection(FrameSink, Protocol):
-    """A FrameSink that also tells when the client goes."""
+    """A FrameSink that also reports a disconnect."""
 
     on_lost: Callable[[], object] | None
 
     def watch(self, on_lost: Callable[[], object]) -> bool:
-        """Have a function called when the client goes, until `on_lost` is None again; False where that cannot be."""
+        """Set a function to call when the client disconnects, until `on_lost` is None again; False if not possible."""
         ...
 
 
@@ -40,12 +40,12 @@ class ClientGoneError(Exception):
 
 
 def encode_headers(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
-    """Return headers as ASGI takes them."""
+    """Return headers in the format of ASGI."""
     return [(name.lower().encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
 
 
 async def send_ready(send: Send, answer: Ready) -> None:
-    """Send an answer that is there as a whole."""
+    """Send a complete answer."""
     body = answer.body or b""
     headers = {"content-type": answer.media_type, **answer.headers, "content-length": str(len(body))}
     if answer.body is None:
@@ -55,7 +55,7 @@ async def send_ready(send: Send, answer: Ready) -> None:
 
 
 def error_answer(error: ApiError, body: object) -> Ready:
-    """Return an error as an answer; `body` is it in the shape of the API that was asked."""
+    """Return an error as an answer; `body` makes its body in the format of the API."""
     return Ready(msgspec.json.encode(body), error.status, error.headers())
 
 
@@ -63,14 +63,14 @@ def error_answer(error: ApiError, body: object) -> Ready:
 class Sender:
     """Sends the answer to one request.
 
-    send_frame          sends a piece of a body that has begun, past the layers that only look at the start of an answer
-    error_body          the shape of errors before a stream has begun
-    comment_interval_s  a stream without an event for so long gets a comment, which keeps proxies from closing it
+    send_frame          sends a piece of a body, bypassing the layers that handle only the start of an answer
+    error_body          the format of errors before a stream has begun
+    comment_interval_s  a stream without an event for this long gets a comment, so that proxies do not close it
     headers             are added to every answer
     request_id          of the request, for the log
-    on_error            is told of the error that is the answer, or ends it
-    direct_body         the connection, where it can be written to without waiting
-    is_head             a HEAD: a body that would come in pieces is not begun
+    on_error            called with the error that is the answer, or ends it
+    direct_body         the connection, if it supports direct writes
+    is_head             a HEAD request: a streamed body is not begun
     """
 
     receive: Receive
@@ -85,7 +85,7 @@ class Sender:
     is_head: bool = False
 
     async def send_answer(self, answer: Answer) -> None:
-        """Send it. Raises ClientGoneError when the client goes first; then what made the answer has been stopped."""
+        """Send the answer. Raises ClientGoneError if the client disconnects first; the work has then been stopped."""
         if isinstance(answer, Ready):
             await self._send_ready(answer)
         elif isinstance(answer, Unary):
@@ -108,7 +108,7 @@ class Sender:
     async def _send_head(self, answer: Stream | Download) -> None:
         is_stream = isinstance(answer, Stream)
         if not is_stream:
-            async for _ in answer.pieces:  # what has not begun would not be closed, nor its file with it
+            async for _ in answer.pieces:  # start the generator, so that aclose runs its cleanup
                 break
         await _close(answer.frames if is_stream else answer.pieces)
         headers = STREAM_HEADERS if is_stream else {"content-type": answer.media_type}
@@ -117,7 +117,8 @@ class Sender:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def _until_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work` while watching the connection; cancel it, and wait for it, when that closes. Raises ClientGoneError."""
+        """Run `work` while watching the connection; when the connection closes, cancel the work and wait for it. Raises
+        ClientGoneError."""
         connection, task = self.direct_body, asyncio.current_task()
         if connection is None or task is None:
             await self._until_received_gone(work)
@@ -141,12 +142,12 @@ class Sender:
             connection.on_lost = None
         if not is_gone:
             return
-        if task.uncancel() > num_cancellations:  # somebody else has cancelled it as well
+        if task.uncancel() > num_cancellations:  # it was also cancelled from elsewhere
             raise asyncio.CancelledError
         raise ClientGoneError
 
     async def _until_received_gone(self, work: Coroutine[Any, Any, None]) -> None:
-        """The same where only a message tells that the client has gone: a task beside has to wait for it."""
+        """The same, when a disconnect is reported only by an ASGI message, for which a second task waits."""
         task = asyncio.ensure_future(work)
         watcher = asyncio.ensure_future(self._wait_for_disconnect())
         try:
@@ -157,7 +158,7 @@ class Sender:
             watcher.cancel()
             if not task.done():
                 task.cancel()
-            # Whatever the work still does on its way out is done before the request counts as ended.
+            # The cleanup of the work ends before the request counts as ended.
             await asyncio.wait({task, watcher})
         task.result()
 
@@ -212,7 +213,7 @@ async def _close(frames: AsyncIterator[bytes]) -> None:
 class _StreamWriter:
     """The body of one stream: the start with the first frame, comments in long silences.
 
-    sink  where others write frames of it past this writer
+    sink  where producers write frames directly
     """
 
     def __init__(self, send: Send, send_frame: Send, headers: Mapping[str, str], comment_interval_s: float) -> None:
@@ -234,7 +235,7 @@ class _StreamWriter:
         async for frame in frames:
             await self.write(frame)
             num_frames += 1
-            if num_frames % FRAMES_PER_TURN == 0:  # neither frames that are there already nor a closed socket would wait
+            if num_frames % FRAMES_PER_TURN == 0:  # neither available frames nor a closed socket would yield
                 await asyncio.sleep(0)
         if not self.has_started:
             await self._start()
@@ -270,7 +271,7 @@ class _StreamWriter:
         if silence_s < self._interval_s:
             self._schedule(self._interval_s - silence_s)
             return
-        # From the first comment on the status is 200, and an error can only be an event.
+        # After the first comment the status is 200, and an error can only be an event.
         if self._comment is None or self._comment.done():
             self._comment = asyncio.ensure_future(self.write(COMMENT))
         self._schedule(self._interval_s)

@@ -1,4 +1,4 @@
-"""What is asked about the server itself: is it alive, is it ready, which version, its metrics."""
+"""Routes about the server itself: health, readiness, version and metrics."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _json(body: object, status: int = 200, headers: dict[str, str] | None = None
 
 
 class ReplicaHealth(msgspec.Struct):
-    """Where one of several engines stands; error: why it ended the last time, left out for those who may not know."""
+    """The state of one of several engines. error: why it last ended, omitted for callers without access."""
 
     replica: int
     engine: str
@@ -39,11 +39,11 @@ class ReplicaHealth(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """Whether the engine lives, of several at least one; the errors are left out for those who may not know.
+    """Whether the engine is alive (of several: at least one). Errors are omitted for callers without access.
 
-    error       why it does not live; None where no reason is known, left out while it lives
-    last_error  why it ended the last time, while it lives again; None where it never ended, left out while it does not live
-    replicas    each engine, where there are several
+    error       why it is not alive; None if unknown, omitted while it is alive
+    last_error  why it last ended, while it is alive again; None if it never ended, omitted while it is not alive
+    replicas    each engine, if there are several
     """
 
     status: Literal["ok", "unhealthy"]
@@ -56,7 +56,7 @@ class Health(msgspec.Struct):
 
 
 class Readiness(msgspec.Struct, omit_defaults=True):
-    """Whether requests are taken; if not, why."""
+    """Whether requests are accepted; if not, why."""
 
     status: Literal["ready", "not ready"]
     reason: str | None = None
@@ -101,7 +101,7 @@ class Load(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class SystemParts:
-    """What the routes about the server itself work with."""
+    """The objects that these routes use."""
 
     server: ServerContext
     client: EngineClient | EngineFleet
@@ -110,7 +110,7 @@ class SystemParts:
 
 
 async def health(parts: SystemParts, call: Call) -> Answer:
-    """Whether the engine lives and moves; where it does not, and to those with a key, in the engine's own words."""
+    """Whether the engine is alive and makes progress; if not, with the reason for callers with a key."""
     client, state = parts.client, parts.server.state
     is_alive = client.state == "ready" and client.heartbeat_age_s < parts.server.config.watchdog_timeout_s
     body = Health(
@@ -144,7 +144,7 @@ def _rounded(seconds: float) -> float | None:
 
 
 async def ready(parts: SystemParts, call: Call) -> Answer:
-    """Whether new requests would be taken: for load balancers."""
+    """Whether new requests are accepted; for load balancers."""
     phase, engine = parts.server.state.phase, parts.client.state
     is_ready = phase == "serving" and engine == "ready" and parts.server.served is not None
     if is_ready:

@@ -1,1 +1,1 @@
-"""What the server tells of itself: Prometheus metrics, spans, and structured logs."""
+"""Prometheus metrics, traces and structured logs of the server."""

@@ -1,8 +1,8 @@
-"""Every metric of the server: its name, its labels, its buckets, and in the help text how it is defined.
+"""Every metric of the server: name, labels, buckets, and its definition as the help text.
 
-The names and buckets are those that dashboards for this kind of server know, after the prefix; buckets are added where theirs
-are too coarse for a small model. All carry the labels model_name and engine, and none is labelled with what a client wrote.
-Those of an engine carry the label replica, too, where a server has several: its number, from 0 on.
+Apart from the prefix, the names and buckets are those of vLLM's dashboards; buckets are added where these
+are too coarse for a small model. All metrics have the labels model_name and engine, and no label has text from a client.
+With several replicas, metrics of an engine also have the label replica, a number from 0.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ITERATION_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 LAG_BUCKETS = (.001, .0025, .005, .0075, .01, .015, .02, .025, .05, .1, .25, .5, 1, 2.5, 5)
 CHOICE_BUCKETS = (1, 2, 5, 10, 20)
 PREEMPTION_BUCKETS = (1, 2, 3, 4, 5, 10, 20)
-# The same for every model, so that those of several servers can be added up.
+# The same for every model, so that histograms of several servers can be added.
 LENGTH_BUCKETS = (*(step * 10**power for power in range(6) for step in (1, 2, 5)), 1_000_000)
 # fmt: on
 
 
 @dataclass(frozen=True, slots=True)
 class GaugeSources:
-    """What gauges of an engine read at every collection; None from a source leaves the sample out."""
+    """The sources that gauges of an engine read at every collection; None omits the sample."""
 
     heartbeat_age_s: Callable[[], float | None]
     flops_per_s: Callable[[], float | None]
@@ -47,10 +47,10 @@ class GaugeSources:
 
 
 class Definitions:
-    """The instruments of one server, by attribute; `all` in the order of their definition.
+    """The instruments of one server as attributes; `all` has them in the order of definition.
 
     sources    of each engine
-    of_engine  those that have no other label than that of an engine
+    of_engine  metrics with no labels other than that of an engine
     """
 
     def __init__(self, labels: dict[str, str], sources: Sequence[GaugeSources]) -> None:
@@ -106,7 +106,7 @@ class Definitions:
     def _define_engine(self) -> None:
         gauge, counter = self._engine_gauge, self._engine_counter
         self.running = gauge("num_requests_running", "Sequences that the engine computes, after its last step.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait: in the server's queue and in the engine's.")
+        self.waiting = self._gauge("num_requests_waiting", "Waiting requests, in the server's queue and in the engine's.")
         self.waiting_by_reason = self._gauge(
             "num_requests_waiting_by_reason",
             "Requests that wait: capacity, for room in the engine; deferred, of class batch until nothing else waits.",
@@ -129,11 +129,11 @@ class Definitions:
         self.restarts = counter(
             "engine_restarts", "Times the engine process was started again after it had ended, also while it loaded."
         )
-        self.preemptions = counter("num_preemptions", "Times a sequence gave up its KV blocks to others.")
+        self.preemptions = counter("num_preemptions", "Number of preempted sequences.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
-        self.drafts = counter("spec_decode_num_drafts", "Times that drafted tokens of a sequence were verified.")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens, those that constraints force among them.")
+        self.drafts = counter("spec_decode_num_drafts", "Number of verified drafts of sequences.")
+        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Drafted tokens, including those that constraints force.")
         self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
         self.accepted_per_pos = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by position in their draft, from 0 on.", "position"
@@ -159,7 +159,7 @@ class Definitions:
         histogram = self._histogram
         self.ttft = histogram(
             "time_to_first_token_seconds",
-            "From the arrival of an online request to that of its first output token at the server; waiting included.",
+            "From the arrival of an online request to its first output token at the server; includes waiting.",
             TTFT_BUCKETS,
         )
         self.inter_token = histogram(
@@ -183,7 +183,7 @@ class Definitions:
             REQUEST_BUCKETS,
         )
         self.queue_wait = histogram(
-            "queue_wait_seconds", "From admission to being handed to the engine, by class.", REQUEST_BUCKETS, "class"
+            "queue_wait_seconds", "From admission to dispatch to the engine, by class.", REQUEST_BUCKETS, "class"
         )
         self.prefill_time = histogram(
             "request_prefill_time_seconds",
@@ -220,7 +220,7 @@ class Definitions:
         )
         self.aborts = counter("stream_aborts", "Requests that the server ended early, by reason.", "reason")
         self.disconnects = counter(
-            "client_disconnects", "Clients that went before the end, by phase: queue, prefill or decode.", "phase"
+            "client_disconnects", "Clients that disconnected before the end, by phase: queue, prefill or decode.", "phase"
         )
         self.rejections = counter(
             "admission_rejections",
@@ -231,15 +231,15 @@ class Definitions:
             "reason",
         )
         self.slo_counted = counter(
-            "slo_requests", "Ended requests that count for goodput: all online ones but those their clients gave up."
+            "slo_requests", "Ended requests that count for goodput: online ones, except those cancelled by clients."
         )
         self.slo_met = counter("slo_requests_met", "Of these, the ones that ended well within every threshold that is set.")
 
     def _define_ranks(self) -> None:
-        """Of the processes that share a model; without samples where there is one."""
+        """Metrics of the ranks that share a model; without samples if there is only one process."""
         gauge, counter = self._engine_gauge, self._engine_counter
         self.rank_up = gauge("rank_up", "1 for a rank that is ready, 0 for one that is not.", "rank")
-        self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, what ranks share included.", "rank")
+        self.rank_memory = gauge("rank_resident_bytes", "Memory of a rank's process, including memory shared by ranks.", "rank")
         self.rank_share = gauge("rank_weight_share", "A rank's part of the weights, 0 to 1.", "rank")
         self.rank_calls = counter(
             "rank_collective_calls",
@@ -247,9 +247,9 @@ class Definitions:
             "rank",
             "operation",
         )
-        self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank gave to the others.", "rank", "operation")
+        self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank wrote for the others.", "rank", "operation")
         self.rank_seconds = counter(
-            "rank_collective_seconds", "Seconds in which a rank waited for others, for barriers; else of the calls.",
+            "rank_collective_seconds", "Seconds that a rank waited for others at barriers; otherwise duration of calls.",
             "rank", "operation",
         )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
@@ -277,22 +277,22 @@ class Definitions:
 
     def _define_server(self) -> None:
         self.http_requests = self._counter(
-            "http_requests", "Answers by route and status; 499: the client had gone.", "route", "code"
+            "http_requests", "Answers by route and status; 499: the client had disconnected.", "route", "code"
         )
         self.http_seconds = self._histogram(
             "http_request_duration_seconds", "Whole answers by route.", REQUEST_BUCKETS, "route"
         )
         self.ignored_params = self._counter(
-            "ignored_params", "Parameters without effect that were sent; names this server does not know are other.", "param"
+            "ignored_params",
+            "Parameters without effect in requests; names that this server does not know are counted as other.",
+            "param",
         )
         self.tool_parsers = self._counter(
-            "tool_call_parser_invocations", "Outputs read for tool calls, by format and outcome: parsed or none.",
+            "tool_call_parser_invocations", "Outputs parsed for tool calls, by format and outcome: parsed or none.",
             "format", "outcome",
         )  # fmt: skip
         self.batch_lines = self._gauge("batch_lines", "Lines of unfinished batches by state.", "state")
-        self.loop_lag = self._histogram(
-            "event_loop_lag_seconds", "How much later than asked for the server's event loop came round.", LAG_BUCKETS
-        )
+        self.loop_lag = self._histogram("event_loop_lag_seconds", "Lag of the server's event loop.", LAG_BUCKETS)
 
     def _define_load(self, sources: Sequence[GaugeSources]) -> None:
         counter, read_gauge = self._engine_counter, self._read_gauge
@@ -306,7 +306,7 @@ class Definitions:
         self.written_bytes = counter("estimated_write_bytes_per_gpu", "Bytes of keys and values written.")
         read_gauge(
             "engine_heartbeat_age_seconds",
-            "Since the engine's loop last gave a sign of life; none without an engine.",
+            "Time since the last message of the engine's loop; none without an engine.",
             [source.heartbeat_age_s for source in sources],
         )
         read_gauge(

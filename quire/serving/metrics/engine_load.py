@@ -1,4 +1,4 @@
-"""EngineLoad: operations and bytes of the engine's steps, beside what the machine can do."""
+"""EngineLoad: the operations and bytes of the engine's steps, and their share of the machine's peaks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TIME_CONSTANT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step needed."""
+    """The operations and bytes of one step."""
 
     flops: float
     read_bytes: float
@@ -21,7 +21,7 @@ class StepWork:
 
 
 def step_work(info: EngineInfo, report: StepReport) -> StepWork:
-    """Return what a step needed at least.
+    """Return the minimum work of a step.
 
     flops          2 per active parameter and token; attention: 4 per element of the queries, of all heads, for each pair of a
                    new token and a token it attends to, which a window limits
@@ -39,9 +39,9 @@ def step_work(info: EngineInfo, report: StepReport) -> StepWork:
 
 
 class EngineLoad:
-    """Rates over the steps of about the last ten seconds, per second that steps took; 0 when the last is longer ago.
+    """Rates over the steps of about the last ten seconds, per second of step time; 0 if there was no step in that time.
 
-    peak_flops_per_s, peak_bytes_per_s  of the machine, measured or given; None where unknown
+    peak_flops_per_s, peak_bytes_per_s  of the machine, measured or given; None if unknown
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EngineLoad:
         self._last_s = -math.inf
 
     def observe(self, work: StepWork, report: StepReport) -> None:
-        """Take in one step."""
+        """Record one step."""
         end_s = report.started_s + report.duration_s
         decay = math.exp(-max(end_s - self._last_s, 0.0) / _TIME_CONSTANT_S)
         self._last_s = max(end_s, self._last_s)

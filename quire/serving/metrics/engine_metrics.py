@@ -1,4 +1,4 @@
-"""EngineMetrics: what one engine of a server reports, in the cells of its own."""
+"""EngineMetrics: the metrics of one engine of a server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from quire.serving.metrics.engine_load import EngineLoad, step_work
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSource:
-    """What is asked of an engine's client when metrics are rendered.
+    """The values of an engine's client that are read when metrics are rendered.
 
-    heartbeat_age_s  None or infinite where there is no engine: it then has no sample
-    num_unfinished   requests that it has; None where nobody knows
+    heartbeat_age_s  None or infinite without an engine: the sample is then omitted
+    num_unfinished   unfinished requests; None if unknown
     """
 
     heartbeat_age_s: Callable[[], float | None] = lambda: None
@@ -24,7 +24,7 @@ class EngineSource:
     num_unfinished: Callable[[], int | None] = lambda: None
 
     def gauge_sources(self, load: EngineLoad) -> GaugeSources:
-        """Return what the gauges of the engine read."""
+        """Return the sources of the engine's gauges."""
         return GaugeSources(lambda: _finite(self.heartbeat_age_s()), load.flops_per_s, load.bytes_per_s, load.mfu, load.mbu)
 
 
@@ -41,9 +41,9 @@ class EngineOccupancy:
 
 
 class EngineMetrics:
-    """Counts what an engine reports.
+    """Counts the events that an engine reports.
 
-    labels  values of the labels that tell it from the server's other engines; empty where it is the only one
+    labels  label values that identify the engine among several; empty if it is the only one
     """
 
     def __init__(self, defined: Definitions, labels: tuple[str, ...], source: EngineSource, load: EngineLoad) -> None:
@@ -69,14 +69,14 @@ class EngineMetrics:
                 gauge.labels(*self._labels).set(0)
 
     def ready(self, info: EngineInfo) -> None:
-        """Note what the loaded engine is."""
+        """Record the description of the loaded engine."""
         self._info = info
         self.load.peak_bytes_per_s, self.load.peak_flops_per_s = info.peak_bytes_per_s, info.peak_flops_per_s
         shape = (str(info.block_size), str(info.num_kv_blocks), str(info.enable_prefix_caching).lower(), info.kv_cache_dtype)
         self._defined.cache_config.only(*self._labels, *shape, num_fixed=len(self._labels))
 
     def report(self, report: StepReport) -> None:
-        """Take in a step."""
+        """Record a step."""
         defined, labels = self._defined, self._labels
         num_tokens = report.num_prefill_tokens + report.num_decode_tokens
         defined.running.labels(*labels).value = report.num_running
@@ -96,7 +96,7 @@ class EngineMetrics:
         defined.written_bytes.labels(*labels).add(work.written_bytes)
 
     def write_gauges(self, most_running: int) -> None:
-        """Correct what steps reported: after an abort of the last request there is none that would."""
+        """Correct the values of the last step: after the last request is aborted, no further step would do so."""
         defined = self._defined
         is_idle = most_running == 0 or self._source.num_unfinished() == 0
         running = defined.running.labels(*self._labels)

@@ -1,7 +1,7 @@
 """Counter, Gauge and Histogram: plain numbers that a prometheus_client registry collects.
 
-Written and read by the event loop alone, so without locks, and a histogram finds its bucket by bisection: an observation costs
-some tenths of a microsecond.
+Used only by the event loop, so without locks. A histogram finds its bucket by bisection, and an observation takes a few
+tenths of a microsecond.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.base.errors import InvariantError
 C = TypeVar("C")
 
 MAX_LABEL_VALUES = 512
-"""Sets of values of the labels of one metric; what comes after is counted under "other"."""
+"""The maximum number of label value sets of one metric; further ones are counted under "other"."""
 
 
 class Cell:
@@ -53,7 +53,7 @@ class Buckets:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Return (upper bound, observations up to it) as the exposition has them, "+Inf" last."""
+        """Return (upper bound, observations up to it) pairs for the exposition, "+Inf" last."""
         total = 0
         rows: list[tuple[str, float]] = []
         for bound, count in zip((*self._bounds, float("inf")), self.counts, strict=True):
@@ -63,7 +63,7 @@ class Buckets:
 
 
 class _Family(Generic[C]):
-    """The cells of one metric by the values of its labels, those of every metric of the server first."""
+    """The cells of one metric by its label values; the labels common to all metrics come first."""
 
     def __init__(self, name: str, text: str, constant: dict[str, str], labels: Sequence[str], make: Callable[[], C]) -> None:
         self.name, self.text = name, text
@@ -77,7 +77,7 @@ class _Family(Generic[C]):
             self.labels()
 
     def labels(self, *values: str) -> C:
-        """Return the cell of these label values, made at its first use; beyond MAX_LABEL_VALUES that of "other"."""
+        """Return the cell of these label values, created at its first use; beyond MAX_LABEL_VALUES the cell "other"."""
         cell = self._by_values.get(values)
         if cell is not None:
             return cell
@@ -104,9 +104,9 @@ class Counter(_Family[Cell]):
 
 
 class Gauge(_Family[Cell]):
-    """A number that goes up and down. With `reads` it is asked for at every collection instead of set.
+    """A number that goes up and down. With `reads` it is read at every collection instead of being set.
 
-    reads  (values of the labels, what to ask), one for each sample; None from one leaves its sample out
+    reads  (label values, function) for each sample; a function that returns None omits its sample
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Gauge(_Family[Cell]):
 
 
 class Histogram(_Family[Buckets]):
-    """How often values fell into buckets. `bounds` ascend; +Inf is added."""
+    """Counts of values by buckets. `bounds` ascend; +Inf is added."""
 
     def __init__(
         self, name: str, text: str, constant: dict[str, str], bounds: Sequence[float], labels: Sequence[str] = ()
@@ -168,7 +168,7 @@ Instrument = Counter | Gauge | Histogram
 
 
 class InstrumentCollector:
-    """Hands the families of instruments to a registry."""
+    """Returns the families of all instruments to a registry."""
 
     def __init__(self, instruments: Iterable[Instrument]) -> None:
         self._instruments = list(instruments)

@@ -1,4 +1,4 @@
-"""RankMetrics: what the engine's last heartbeat said of its ranks, as metrics."""
+"""RankMetrics: metrics of the ranks, from the engine's last heartbeat."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from quire.serving.metrics.instruments import Cell
 
 
 class RankMetrics:
-    """Writes the metrics of an engine's ranks; counts of one that has been started again begin at zero and are added.
+    """Writes the metrics of an engine's ranks. Counts of a restarted engine begin at zero and are added to the previous ones.
 
-    labels  values of the labels that tell the engine from the server's other ones; empty where it is the only one
+    labels  label values that identify the engine among several; empty if it is the only one
     """
 
     def __init__(self, defined: Definitions, read: Callable[[], Sequence[RankStats]], labels: tuple[str, ...] = ()) -> None:
@@ -23,7 +23,7 @@ class RankMetrics:
         self._known: set[str] = set()
 
     def write(self) -> None:
-        """Bring the metrics up to date; called before they are rendered."""
+        """Update the metrics; called before they are rendered."""
         defined, labels, ranks = self._defined, self._labels, self._read()
         for rank in self._known - {str(stats.rank) for stats in ranks}:
             defined.rank_up.labels(*labels, rank).set(0)

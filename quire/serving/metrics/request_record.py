@@ -1,4 +1,4 @@
-"""RequestRecord: what is measured of one request, from its admission to its end; and the line that it leaves in the log."""
+"""RequestRecord: the measurements of one request from admission to its end, and its log line."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _GIVEN_UP_BY_CLIENT = frozenset({"disconnect", "cancelled", "slow_reader"})
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """Written by ServerMetrics alone. Times are seconds of time.monotonic().
+    """Written only by ServerMetrics. Times are seconds of time.monotonic().
 
-    arrival_s          the head of the HTTP request was there; for a line of a batch, its prompt was tokenised
+    arrival_s          the head of the HTTP request had arrived; for a line of a batch, its prompt was tokenised
     dispatched_s       handed to the engine; None while queued
     first_output_s     the first output token arrived from the engine
     last_output_s      likewise the latest
-    num_output_tokens  of all choices that were generated, also of those of best_of that are not returned
-    choice_tokens      likewise of each returned choice, by its index
-    engine             the engine's own times, and what it reused; None until the first token
+    num_output_tokens  of all generated choices, including those of best_of that are not returned
+    choice_tokens      output tokens of each returned choice, by its index
+    engine             the engine's times and reused tokens; None until the first token
     finish_reasons     of the choices that ended
-    ended_s            None while the request is under way
-    is_refused         the client is at fault: the engine cannot serve what it asked for, and it was told so with a 4xx
+    ended_s            None while the request is unfinished
+    is_refused         a client error: the engine cannot serve the request, which got a 4xx
     """
 
     job: Job
@@ -77,28 +77,29 @@ class RequestRecord:
 
     @property
     def e2e_s(self) -> float | None:
-        """Return seconds from arrival to the end; None while under way."""
+        """Return seconds from arrival to the end; None while unfinished."""
         return None if self.ended_s is None else self.ended_s - self.arrival_s
 
     @property
     def is_online(self) -> bool:
-        """Return whether the request waits behind its equals alone, so that its times are those of the server."""
+        """Return whether the request is an online one, which is not paused for others, so that its times describe the
+        server."""
         return self.job.priority != "batch"
 
     @property
     def counts_for_goodput(self) -> bool:
-        """Return whether it is an online request that the server could have served, and its client did not give it up."""
+        """Return whether it is a valid online request that its client did not cancel."""
         return self.is_online and not self.is_refused and self.abort_reason not in _GIVEN_UP_BY_CLIENT
 
     @property
     def has_ended_well(self) -> bool:
-        """Return whether every choice ended by itself, or was cut by the server once it had what was asked for."""
+        """Return whether every choice ended normally, or was ended by the server once it was complete."""
         allowed = {"stop", "length", "abort"} if self.abort_reason == "tool_cut" else {"stop", "length"}
         return self.error is None and bool(self.finish_reasons) and allowed.issuperset(self.finish_reasons)
 
 
 def log_ended(record: RequestRecord) -> None:
-    """Log the end of a request: register with ServerMetrics.on_end. Counts and times, nothing of what was asked or answered."""
+    """Log the end of a request: register with ServerMetrics.on_end. It has counts and times, but no prompts or answers."""
     if not _log.isEnabledFor(logging.INFO):
         return
     engine = record.engine

@@ -1,4 +1,4 @@
-"""ServerMetrics: counts what happens in the server and renders it for Prometheus."""
+"""ServerMetrics: counts events of the server and renders them for Prometheus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KNOWN_IGNORED_PARAMS = WITHOUT_EFFECT | {
     *("service_tier", "store", "include_obfuscation", "truncation", "verbosity", "reasoning_effort", "effort", "thinking"),
     *("include", "modalities", "background", "context_management", "web_search", "image_generation", "namespace", "custom"),
 }
-"""Names that may be label values of ignored_params; a client can invent others without end."""
+"""The allowed label values of ignored_params, since a client can send any number of other names."""
 _BY_CODE = {
     "overloaded": "overloaded",
     "rate_limit_exceeded": "rate_limited",
@@ -48,7 +48,7 @@ _LINE_START = re.compile(rb"(?m)^(# HELP |# TYPE )?" + PREFIX.encode())
 
 
 class ServerMetrics:
-    """The metrics of one server, in a registry of its own.
+    """The metrics of one server, in its own registry.
 
     on_end      called with every record that has ended: spans and the log
     on_collect  called before every rendering, to set gauges
@@ -83,10 +83,10 @@ class ServerMetrics:
         self._cell_tokens = self.defined.generation_tokens.labels()
         self._cell_gaps = self.defined.inter_token.labels()
 
-    # Requests, in the order of what happens to one.
+    # Requests, in the order of their life cycle.
 
     def rejected(self, error: ApiError) -> None:
-        """Count an answer that is an error, by its code where that is known, else by its status."""
+        """Count an error response, by its code if known, otherwise by its status."""
         by_status = _BY_STATUS.get(error.status, "failed" if error.status >= 500 else "invalid")
         self.defined.rejections.labels(_BY_CODE.get(error.code or "", by_status)).add()
 
@@ -99,13 +99,13 @@ class ServerMetrics:
         return record
 
     def dispatched(self, record: RequestRecord) -> None:
-        """Note that the engine has the request now."""
+        """Record that the request was sent to the engine."""
         record.dispatched_s = self._clock()
         wait_s = record.dispatched_s - record.opened_s
         self.defined.queue_wait.labels(record.job.priority).observe(wait_s)
 
     def aborted(self, record: RequestRecord, reason: AbortReason) -> None:
-        """Note why a request is being ended, the first reason alone; its end comes, or came, by `step` or `ended`."""
+        """Record why a request is being ended (only the first reason); its end is recorded by `step` or `ended`."""
         if record.abort_reason is not None:
             return
         record.abort_reason = reason
@@ -114,19 +114,19 @@ class ServerMetrics:
             self.defined.disconnects.labels(record.phase).add()
 
     def ended(self, record: RequestRecord, finish_reason: str, error: str | None = None) -> None:
-        """End the record of a request whose last delta will not come; one that has ended stays as it is."""
+        """End the record of a request whose last delta will not arrive. No effect if it has ended."""
         if record.ended_s is None:
             record.error = error
             self._end(record, finish_reason)
 
     def refused(self, record: RequestRecord, error: ApiError) -> None:
-        """End the record of a request that is its client's own mistake: no server error, no missed SLO."""
+        """End the record of an invalid request: neither a server error nor a missed SLO."""
         if record.ended_s is None:
             record.error = error.message
             self._end_refused(record)
 
     def step(self, outputs: StepOutputs) -> None:
-        """Take in what a step of the engine has to say."""
+        """Record the outputs of a step of the engine."""
         now_s, num_tokens = self._clock(), 0
         num_by_last_s: dict[float, int] = {}
         for delta in outputs.deltas:
@@ -143,7 +143,7 @@ class ServerMetrics:
                     num_by_last_s[last_s] = num_by_last_s.get(last_s, 0) + 1
             if delta.finished:
                 self._take_end(record, delta)
-        # Most have had their last token with the step before, all at the same time.
+        # Most requests had their previous token in the same step, so this is computed once.
         for last_s, count in num_by_last_s.items():
             self._cell_gaps.observe(now_s - last_s, count)
         if num_tokens:
@@ -267,17 +267,18 @@ class ServerMetrics:
         return sum(engine.num_waiting for engine in self.engines)
 
     def engine_state(self, state: str, replica: int = 0) -> None:
-        """Note the state of an engine process."""
+        """Record the state of an engine's process."""
         self.engines[replica].state(state)
 
     def engine_ready(self, info: EngineInfo, replica: int = 0) -> None:
-        """Note what a loaded engine is."""
+        """Record the description of a loaded engine."""
         self.engines[replica].ready(info)
 
     # The rest of the server.
 
     def http_request(self, route: str, code: int, seconds: float | None = None) -> None:
-        """Count an answer. `route` is a template, never the path that a client sent; code 499 where the client had gone."""
+        """Count an answer. `route` is a template, never the path that a client sent; code 499 if the client had
+        disconnected."""
         self.defined.http_requests.labels(route, str(code)).add()
         if seconds is not None:
             self.defined.http_seconds.labels(route).observe(seconds)
@@ -287,15 +288,15 @@ class ServerMetrics:
         self.defined.ignored_params.labels(name if name in self._known_ignored_params else "other").add()
 
     def tool_parser(self, output_format: str, outcome: str) -> None:
-        """Count an output that was read for tool calls: "parsed" or "none"."""
+        """Count an output that was parsed for tool calls: "parsed" or "none"."""
         self.defined.tool_parsers.labels(output_format, outcome).add()
 
     def batch_lines(self, state: str, count: int) -> None:
-        """Set how many lines of unfinished batches are in a state."""
+        """Set the number of lines of unfinished batches in a state."""
         self.defined.batch_lines.labels(state).set(count)
 
     def loop_lag(self, seconds: float) -> None:
-        """Take in how late the event loop was."""
+        """Record the lag of the event loop."""
         self.defined.loop_lag.labels().observe(max(seconds, 0.0))
 
     def occupancy(self) -> tuple[list[EngineOccupancy], int]:

@@ -1,4 +1,4 @@
-"""Spans: one per request, made when it has ended out of the times that were taken anyway, and sent by OTLP over HTTP."""
+"""Spans: one per request, made at its end from the times in its record, and sent by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Attributes = dict[str, str | int | float | list[str]]
 class RequestTracing:
     """Makes a span of every ended request: register `record_ended` with ServerMetrics.on_end, and call `close` at the end.
 
-    The span continues the trace of the client's W3C traceparent where there is a valid one, and honours its sampling flag.
-    Spans are sent in batches by a thread; nothing of what was asked or answered is in them. Raises ConfigError when the
+    The span continues the trace of the client's W3C traceparent if it is valid, and honours its sampling flag.
+    Spans are sent in batches by a thread; they contain no prompts or answers. Raises ConfigError if the
     packages of the extra `otel` are not installed.
 
     exporter  instead of the one for `endpoint`, for tests
@@ -84,7 +84,7 @@ class RequestTracing:
         span.end(end_time=wall_ns(record.arrival_s if record.ended_s is None else record.ended_s))
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most, and stop."""
+        """Send the remaining spans, for a few seconds at most, and stop."""
         self._provider.force_flush(timeout_millis=5000)
         self._provider.shutdown()
 
@@ -129,7 +129,7 @@ def _events(record: RequestRecord) -> list[tuple[str, float]]:
 
 
 def _traces_url(endpoint: str) -> str:
-    """Return the URL that spans go to: an endpoint without a path is that of a collector."""
+    """Return the URL for spans: an endpoint without a path is a collector, and gets the standard path."""
     if not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"otlp_endpoint must begin with http:// or https://, got {endpoint!r}")
     base = endpoint.rstrip("/")

@@ -1,1 +1,1 @@
-"""The OpenAI API: bodies to plans, events to bytes, whole answers and streams by the same events."""
+"""The OpenAI API: request bodies to plans, events to bytes, for whole answers and streams."""

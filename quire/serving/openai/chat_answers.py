@@ -1,4 +1,4 @@
-"""Chat completions out of events: the chunks of a stream, and the whole answer, which is what the chunks add up to."""
+"""Chat completions from events: the chunks of a stream, and the whole answer, which accumulates the chunks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from quire.serving.openai.logprobs import MANY_POSITIONS, LogprobWriter, encoded
 
 CHUNK = "chat.completion.chunk"
 NO_LOGPROBS = b"null"
-UNTOLD = (GenerationStart, PromptPositions, PromptEcho)  # events that a stream of a chat has no chunk for
+UNTOLD = (GenerationStart, PromptPositions, PromptEcho)  # events without a chunk in a chat stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatShape:
-    """What an answer is to have, by the request.
+    """The options of an answer that the request sets.
 
     num_prompt_logprobs  likely tokens per token of the prompt
     """
@@ -98,7 +98,7 @@ class ChatStreamEncoder:
         return start + self._chunk(event.choice, delta)
 
     def _delta(self, event: GenerationEvent) -> bytes | None:
-        """Return the delta of an event, None for events that this API does not tell."""
+        """Return the delta of an event, None for events that this API does not have."""
         if isinstance(event, TextDelta):
             return b'{"content":' + encode_json(event.text) + b"}"
         if isinstance(event, ReasoningDelta):
@@ -113,7 +113,7 @@ class ChatStreamEncoder:
         return b"{}" if isinstance(event, ChoiceEnd) else None
 
     def _start(self, choice: int, has_content: bool) -> bytes:
-        """Return the chunk with the role, once for each choice, when it first has something to say."""
+        """Return the chunk with the role, once for each choice, before its first content."""
         if choice in self._has_started:
             return b""
         self._has_started.add(choice)
@@ -149,7 +149,7 @@ class ChatStreamEncoder:
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice has come to."""
+    """The accumulated state of a choice."""
 
     text: list[str] = field(default_factory=list[str])
     reasoning: list[str] = field(default_factory=list[str])
@@ -161,7 +161,7 @@ class _Choice:
 
 
 class ChatFold:
-    """Adds the events of one generation up to the whole answer."""
+    """Accumulates the events of one generation into the whole answer."""
 
     def __init__(self, head: AnswerHead, shape: ChatShape, plan: GenerationPlan) -> None:
         self._head = head
@@ -172,7 +172,7 @@ class ChatFold:
         self._usage: UsageEnd | None = None
 
     def add(self, events: Sequence[GenerationEvent]) -> None:
-        """Take in some events."""
+        """Add some events."""
         for event in events:
             if isinstance(event, UsageEnd):
                 self._usage = event
@@ -200,12 +200,12 @@ class ChatFold:
 
     @property
     def is_long(self) -> bool:
-        """Whether there is much to write."""
+        """Whether encoding the answer takes long."""
         num_prompt = 0 if self._prompt is None else len(self._prompt.positions)
         return num_prompt + sum(len(choice.positions) for choice in self._choices) > MANY_POSITIONS
 
     def body(self) -> bytes:
-        """Return the answer. Raises ApiError where the events are not all there."""
+        """Return the answer. Raises ApiError if events are missing."""
         if self._usage is None:
             raise ApiError(500, "the answer is incomplete", code="internal_error")
         head, returns_ids = self._head, self._shape.returns_token_ids

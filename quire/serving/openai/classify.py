@@ -32,7 +32,7 @@ async def post_classify(context: ServerContext, call: Call) -> Answer:
 
 
 async def post_pooling(context: ServerContext, call: Call) -> Answer:
-    """Pool texts as the model is made for it."""
+    """Pool texts by the model's task."""
     return await pool(context, await _read(context, call, PoolingRequest), caller_of(call, is_streaming=False))
 
 
@@ -66,7 +66,7 @@ async def classify(context: ServerContext, body: ClassifyRequest, caller: Caller
 
 
 async def pool(context: ServerContext, body: PoolingRequest, caller: Caller) -> Answer:
-    """Return the answer to a request for what pooling gives. Raises ApiError and RequestError."""
+    """Return the answer to a pooling request. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
     params = PoolingParams(
         task="classify" if served.info.pooler.task == "classify" else "embed",

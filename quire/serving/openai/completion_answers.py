@@ -1,4 +1,4 @@
-"""Completions out of events: the chunks of a stream, and the whole answer, which is what the chunks add up to."""
+"""Completions from events: the chunks of a stream, and the whole answer, which accumulates the chunks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OBJECT = "text_completion"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionShape:
-    """What an answer is to have, by the request.
+    """The options of an answer that the request sets.
 
     num_prompt_logprobs  likely tokens per token of the prompt
     """
@@ -38,7 +38,7 @@ class CompletionShape:
     num_prompt_logprobs: int = 0
 
     def new_tokens(self) -> CompletionTokens | None:
-        """Return what writes the tokens of one choice, None where they were not asked for."""
+        """Return the writer of the log probabilities of one choice, None if they were not requested."""
         return None if self.logprobs is None else CompletionTokens(self.logprobs, self.tokenizer)
 
 
@@ -119,7 +119,7 @@ def _prompt_ids(plans: Sequence[GenerationPlan], choice: int) -> Any:
 
 @dataclass(slots=True)
 class _Choice:
-    """What a choice has come to."""
+    """The accumulated state of a choice."""
 
     tokens: CompletionTokens | None
     text: list[str] = field(default_factory=list[str])
@@ -129,7 +129,7 @@ class _Choice:
 
 
 class CompletionFold:
-    """Adds the events of all prompts up to the whole answer."""
+    """Accumulates the events of all prompts into the whole answer."""
 
     def __init__(self, head: AnswerHead, shape: CompletionShape, plans: Sequence[GenerationPlan]) -> None:
         self._head = head
@@ -141,7 +141,7 @@ class CompletionFold:
         self._usage: UsageEnd | None = None
 
     def add(self, events: Sequence[GenerationEvent]) -> None:
-        """Take in some events."""
+        """Add some events."""
         for event in events:
             if isinstance(event, TextDelta | PromptEcho):
                 choice = self._choices[event.choice]
@@ -161,11 +161,11 @@ class CompletionFold:
 
     @property
     def is_long(self) -> bool:
-        """Whether there is much to write."""
+        """Whether encoding the answer takes long."""
         return self._num_positions > MANY_POSITIONS
 
     def body(self) -> bytes:
-        """Return the answer. Raises ApiError where the events are not all there. To be called once."""
+        """Return the answer. Raises ApiError if events are missing. Call once."""
         if self._usage is None:
             raise ApiError(500, "the answer is incomplete", code="internal_error")
         head = self._head

@@ -24,7 +24,7 @@ from quire.serving.openai.frames import encode_json
 from quire.serving.openai.handlers import caller_of
 from quire.serving.openai.pooled import PooledRequests, count_tokens, pool_all, to_base64
 
-FLOATS_PER_TURN = 8192  # a millisecond's worth
+FLOATS_PER_TURN = 8192  # about a millisecond
 
 
 async def post_embeddings(context: ServerContext, call: Call) -> Answer:
@@ -67,7 +67,7 @@ def prepare_embeddings(served: ServedModel, body: EmbeddingRequest, owner: Tenan
 
 
 async def _encode(served: ServedModel, body: EmbeddingRequest, vectors: Sequence[list[float]], num_tokens: int) -> bytes:
-    """Return the answer as JSON. Others have their turn meanwhile: there may be millions of numbers in it."""
+    """Return the answer as JSON. It yields to other tasks in between, since there may be millions of numbers."""
     is_base64 = body.encoding_format == "base64"
     data: list[msgspec.Raw] = []
     num_since = 0

@@ -20,7 +20,7 @@ def frame(body: object) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all chunks of an answer have in common."""
+    """The common fields of all chunks of an answer."""
 
     id: str
     created: int
@@ -29,7 +29,7 @@ class AnswerHead:
     service_tier: str | None = None
 
     def opening(self, kind: str) -> bytes:
-        """Return the beginning of a JSON object of this kind, up to where "choices" goes."""
+        """Return the beginning of a JSON object of this kind, up to "choices"."""
         fields = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
         fields["system_fingerprint"] = self.fingerprint
         if self.service_tier is not None:
@@ -39,7 +39,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What a stream is to have beside its choices."""
+    """The options of a stream other than its choices."""
 
     includes_usage: bool = False
     has_continuous_usage: bool = False
@@ -57,7 +57,7 @@ def usage_of(end: UsageEnd) -> Usage:
 
 
 class ChunkWriter:
-    """Writes the chunks of one stream: everything around a choice is encoded once.
+    """Writes the chunks of one stream; the JSON around a choice is encoded only once.
 
     num_prompt_tokens  for the usage so far
     """
@@ -67,7 +67,7 @@ class ChunkWriter:
         self._options = options
         self._num_prompt = num_prompt_tokens
         self._num_completion = 0
-        self._num_told = 0  # of output tokens, in the last chunk with usage
+        self._num_told = 0  # output tokens in the last chunk with usage
         self._closing = b"]"
         if options.includes_usage and not options.has_continuous_usage:
             self._closing += b',"usage":null'
@@ -75,12 +75,12 @@ class ChunkWriter:
 
     @property
     def prefix(self) -> bytes:
-        """What comes before the choice of a chunk."""
+        """The JSON before the choice of a chunk."""
         return self._opening + b'"choices":['
 
     @property
     def suffix(self) -> bytes | None:
-        """What comes after the choice of a chunk; None where it is not the same for all."""
+        """The JSON after the choice of a chunk; None if it is not the same for all chunks."""
         return None if self._options.has_continuous_usage else self._closing
 
     def add_tokens(self, count: int) -> None:
@@ -88,9 +88,9 @@ class ChunkWriter:
         self._num_completion += count
 
     def chunk(self, choice: bytes, extra: bytes = b"", has_tokens: bool = True) -> bytes:
-        """Return a chunk with one choice, which is encoded already; extra is more of its JSON, with commas after each field.
+        """Return a chunk with one encoded choice; extra is additional JSON of the chunk, with a comma after each field.
 
-        has_tokens  False: the chunk comes before the tokens that were counted last, and its usage does not have them
+        has_tokens  False: the chunk precedes the tokens that were counted last, which its usage excludes
         """
         return b"".join((self._opening, extra, b'"choices":[', choice, self._end(has_tokens)))
 
@@ -110,7 +110,7 @@ class ChunkWriter:
 
 
 class TextSplicer:
-    """Encodes the chunk that has nothing but new text, which is nearly every one: only the text is escaped."""
+    """Encodes a chunk that has only new text, the most frequent kind: only the text is escaped."""
 
     def __init__(self, before: bytes, after: bytes) -> None:
         self._before = before

@@ -1,4 +1,4 @@
-"""What the handlers of the OpenAI API share: from a call to a caller, from events to an Answer."""
+"""Shared code of the OpenAI API's handlers: from a call to a caller, from events to an Answer."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class StreamEncoder(Protocol):
     def encode(self, events: Sequence[GenerationEvent]) -> bytes: ...
 
     def encode_text(self, choice: int, text: str) -> bytes:
-        """Return the same as for a TextDelta without positions."""
+        """Return the frame for a TextDelta without positions."""
         ...
 
 
 class Fold(Protocol):
-    """Adds events up to a whole answer. `body` may take long where it is_long, and may then be called in any thread."""
+    """Accumulates events into a whole answer. If is_long, `body` takes long and may be called in any thread."""
 
     @property
     def is_long(self) -> bool: ...
@@ -46,7 +46,7 @@ class Fold(Protocol):
 
 
 def caller_of(call: Call, is_streaming: bool) -> Caller:
-    """Return on whose behalf a call is served."""
+    """Return the caller of a call."""
     return Caller(
         owner=call.owner,
         route=call.route,

@@ -1,4 +1,4 @@
-"""Log probabilities in the words of the OpenAI API, both forms."""
+"""Log probabilities in both formats of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from quire.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
 MANY_POSITIONS = 256
-"""An answer with more is written in a thread, position by position, so that the event loop has its turns meanwhile."""
+"""An answer with more is written in a thread, position by position, so that the event loop can run in between."""
 
 
 def encoded(entries: Sequence[Any]) -> list[Any]:
-    """Return entries as JSON, each by itself: what is encoded in one call holds the interpreter until all of it is."""
+    """Return entries as JSON, each encoded by its own call: one call for all would hold the GIL until its end."""
     return [msgspec.Raw(encode_json(entry)) for entry in entries]
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability as JSON can hold it."""
+    """Return a log probability that JSON can represent."""
     return logprob if logprob >= LOWEST else LOWEST
 
 
 class LogprobWriter:
-    """Writes what is known of tokens.
+    """Writes the log probabilities of tokens.
 
-    num_top  how many likely tokens were asked for
+    num_top  how many likely tokens were requested
     as_ids   tokens are written as "token_id:123"
     """
 
@@ -53,18 +53,18 @@ class LogprobWriter:
         return ChatLogprobs([self._chat_entry(position) for position in positions])
 
     def text_of(self, token_id: int) -> str:
-        """Return what a token is called."""
+        """Return the name of a token."""
         if self._as_ids or self._tokenizer is None:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
 
     def top_of(self, position: Position) -> list[TokenLogprob]:
-        """Return the most likely tokens, best first, as many as were asked for."""
+        """Return the requested number of most likely tokens, best first."""
         distinct = {entry.token_id: entry for entry in position}
         return sorted(distinct.values(), key=_order)[: self._num_top]
 
     def top_dict(self, position: Position) -> dict[str, float]:
-        """Return the most likely tokens and the one that is there; of two with one text the likelier counts."""
+        """Return the most likely tokens and the token itself; of two with the same text the more likely one is used."""
         found: dict[str, float] = {}
         for entry in (*self.top_of(position), position[0]):
             text = self.text_of(entry.token_id)
@@ -84,7 +84,7 @@ class LogprobWriter:
 
 
 class CompletionTokens:
-    """The tokens of one choice of a completion, piece by piece; text_offset goes on from piece to piece."""
+    """The tokens of one choice of a completion, piece by piece; text_offset continues across pieces."""
 
     def __init__(self, writer: LogprobWriter, tokenizer: Tokenizer | None) -> None:
         self._writer = writer
@@ -113,7 +113,7 @@ class CompletionTokens:
         return found
 
     def _after(self, text: str, at: int, token_id: int) -> int:
-        """Return where the text of a token ends that begins at `at`; tokens that left no text end where they begin."""
+        """Return the end of the text of a token that begins at `at`; a token without text ends where it begins."""
         if self._tokenizer is None:
             return at
         piece = self._decoder.decode(self._tokenizer.token_bytes(token_id))
@@ -124,7 +124,7 @@ class CompletionTokens:
 
 
 def prompt_logprobs(positions: Sequence[Position | None], tokenizer: Tokenizer | None, num_top: int) -> PromptLogprobs:
-    """Return what is known of the prompt's tokens, by token id; of the first nothing is."""
+    """Return the log probabilities of the prompt's tokens, by token id; None for the first."""
     found: PromptLogprobs = []
     for position in positions:
         if position is None:

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{model}: what the model may be called."""
+"""GET /v1/models and /v1/models/{model}: the names of the model."""
 
 from __future__ import annotations
 

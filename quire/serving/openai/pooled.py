@@ -1,4 +1,4 @@
-"""What the routes without output tokens share: prompts with a limit, and many requests at a time."""
+"""Shared code of the pooling routes: limits of prompts, and running many requests at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quire.serving.interfaces import NOT_BY_CLIENT, Gateway, Job, Tenant
 from quire.serving.openai.requests import make_id
 from quire.text.text_pairs import encode_texts
 
-MAX_AT_ONCE = 64  # inputs of one request that the engine has at a time
+MAX_AT_ONCE = 64  # inputs of one request that are in the engine at a time
 
 
 class PooledRequests:
@@ -39,12 +39,12 @@ class PooledRequests:
         self._num_tokens = 0
 
     def add(self, prompt: str | list[int], field: str, add_special_tokens: bool = True) -> None:
-        """Add a prompt, which came in this field."""
+        """Add a prompt from this field."""
         with renamed("prompt", field):
             self.add_tokens(self._encode(prompt, add_special_tokens), field)
 
     def add_tokens(self, token_ids: list[int], field: str) -> None:
-        """Add a prompt that is encoded already."""
+        """Add a tokenised prompt."""
         with renamed("prompt", field), renamed("prompt_token_ids", field):
             check_prompt_length(len(token_ids), self._served.info.max_model_len, is_pooling=True)
             self._num_tokens += len(token_ids)
@@ -56,7 +56,7 @@ class PooledRequests:
             self.made.append(pack_prompt(made))
 
     def check_length(self, num_characters: int, field: str) -> None:
-        """Refuse a text that cannot fit before it is tokenised; one that may be cut only where it is longer than any may be."""
+        """Refuse, before tokenising, a text that cannot fit; with truncation only a text over the general limit."""
         limit = self._served.max_prompt_characters
         if self.limit is None:
             check_text_length(self._served, num_characters, field)
@@ -67,7 +67,7 @@ class PooledRequests:
 
     def _encode(self, prompt: str | list[int], add_special_tokens: bool) -> list[int]:
         if self.limit is None or not isinstance(prompt, str):
-            # What is given as token ids is cut when the request is made.
+            # Token ids are truncated when the request is made.
             kept = prompt if isinstance(prompt, str) else prompt[: self.limit]
             return encode_prompt(self._served, kept, add_special_tokens, is_pooling=True)[1]
         self.check_length(len(prompt), "prompt")
@@ -83,7 +83,7 @@ def count_tokens(requests: Sequence[Request]) -> int:
 
 
 async def pool_all(gateway: Gateway, jobs: Sequence[Job]) -> list[list[float]]:
-    """Return the vectors in order; when one fails, the others are aborted."""
+    """Return the vectors in order; if one request fails, the others are aborted."""
     limit = asyncio.Semaphore(MAX_AT_ONCE)
 
     async def one(job: Job) -> list[float]:

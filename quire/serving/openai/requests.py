@@ -1,4 +1,4 @@
-"""Bodies of the OpenAI API as the neutral core takes them."""
+"""Conversion of OpenAI request bodies to the input of the neutral core."""
 
 from __future__ import annotations
 
@@ -53,18 +53,19 @@ _PLAIN_FIELDS = (
 
 
 def make_id(prefix: str) -> str:
-    """Return a new id: the prefix and 29 letters or digits (over 160 bits; the first eight letters come a little oftener)."""
+    """Return a new id: the prefix and 29 letters or digits (over 160 bits; the first eight letters are slightly more
+    frequent)."""
     return prefix + secrets.token_bytes(29).translate(_LETTER_OF_BYTE).decode()
 
 
 def check_n(n: int | None, limit: int, param: str = "n") -> None:
-    """Raise RequestError, naming the field, where more choices are asked for than the server gives."""
+    """Raise RequestError, naming the field, if more choices are requested than the server allows."""
     if n is not None and n > limit:
         raise RequestError(f"{param}: this server gives at most {limit} choices, got {n}", param)
 
 
 def check_sequences(num_prompts: int, n: int, limit: int) -> None:
-    """Raise RequestError where prompts and choices are more than the queue ever holds: coming back would not help."""
+    """Raise RequestError if prompts and choices exceed the queue's limit, since a retry would not help."""
     if num_prompts * n > limit:
         raise RequestError(
             f"prompt: {num_prompts} prompts of {n} choices are more than the {limit} that this server takes", "prompt"
@@ -72,14 +73,14 @@ def check_sequences(num_prompts: int, n: int, limit: int) -> None:
 
 
 def priority_of(service_tier: str | None, owner: Tenant) -> PriorityClass:
-    """Return the class of a service tier; an owner that may not hurry gets the default one for "priority"."""
+    """Return the class of a service tier; an owner without the right to "priority" gets the default class."""
     if service_tier in ("priority", "fast"):
         return "interactive" if owner.may_use_interactive else "default"
     return "batch" if service_tier == "flex" else "default"
 
 
 def tier_of(priority: PriorityClass) -> str:
-    """Return the service tier that a class is told as."""
+    """Return the service tier of a class for the answer."""
     return {"interactive": "priority", "default": "default", "batch": "flex"}[priority]
 
 
@@ -94,7 +95,7 @@ def _sampling(body: SamplingFields) -> dict[str, Any]:
 
 
 def constraint_of(body: SamplingFields) -> Constraint | None:
-    """Return what the output has to match. Raises RequestError, naming the field."""
+    """Return the constraint of the output. Raises RequestError, naming the field."""
     found = _stated_constraint(body)
     options: dict[str, Any] = {"whitespace_pattern": body.guided_whitespace_pattern}
     if body.guided_decoding_backend is not None:
@@ -131,7 +132,7 @@ def _guided_constraint(name: str, value: Any) -> Constraint:
 
 
 def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
-    """Return what a chat asks for beside its messages."""
+    """Return the options of a chat other than its messages."""
     sampling = _sampling(body)
     sampling["max_tokens"] = body.max_output_tokens
     if body.logprobs:
@@ -149,7 +150,7 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
 
 
 def completion_options(body: CompletionRequest) -> GenerationOptions:
-    """Return what a completion asks for beside its prompts."""
+    """Return the options of a completion other than its prompts."""
     sampling = _sampling(body)
     sampling["max_tokens"] = body.max_output_tokens
     sampling["logprobs"] = body.logprobs
@@ -166,7 +167,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
 
 
 def ignored_by_model(served: ServedModel, body: ChatCompletionRequest) -> tuple[str, ...]:
-    """Return the paths of what has no effect with this model."""
+    """Return the paths of the fields that have no effect with this model."""
     has_none = body.reasoning_effort in (None, "none") or has_effort(served.template_source)
     return (*(() if has_none else ("reasoning_effort",)), *served.unused_variables(body.chat_template_kwargs))
 
@@ -188,12 +189,12 @@ def chat_input(body: ChatCompletionRequest) -> ChatInput:
 
 
 def tools_of(tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """Return the tools as a chat template takes them."""
+    """Return the tools for a chat template."""
     return [_without_null(msgspec.to_builtins(tool)) for tool in tools] if tools else None
 
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return the messages as a chat template takes them: what is null is absent, but for content."""
+    """Return the messages for a chat template: null fields are absent, except content."""
     return [_message(message) for message in messages]
 
 
@@ -214,6 +215,6 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _without_null(tool: dict[str, Any]) -> dict[str, Any]:
-    # In the order in which the API states it: templates print it as it is.
+    # In the order of the API, since templates print it unchanged.
     function = {name: value for name, value in tool["function"].items() if value is not None}
     return {"type": tool["type"], "function": function}

@@ -24,7 +24,7 @@ from quire.serving.openai.pooled import PooledRequests, count_tokens, pool_all
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """Pairs, and the fields that the first and the second texts came in."""
+    """Pairs of texts, and the fields of the first and second texts."""
 
     pairs: Sequence[tuple[str, str]]
     first_field: str
@@ -59,7 +59,7 @@ async def score(context: ServerContext, body: ScoreRequest, caller: Caller) -> A
 
 
 async def rerank(context: ServerContext, body: RerankRequest, caller: Caller) -> Answer:
-    """Return the answer to a request for an order. Raises ApiError and RequestError."""
+    """Return the answer to a rerank request. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
     documents = body.texts()
     pairs = [(body.query, document) for document in documents]
@@ -78,7 +78,7 @@ async def rerank(context: ServerContext, body: RerankRequest, caller: Caller) ->
 
 @dataclass(frozen=True, slots=True)
 class _Scoring:
-    """The requests that scores are made of; pairs has the places of the two embeddings of each pair, None of a classifier."""
+    """The requests behind the scores. `pairs` has the indexes of the two embeddings of each pair, None for a classifier."""
 
     requests: PooledRequests
     pairs: Sequence[tuple[int, int]] | None
@@ -109,7 +109,7 @@ async def _prepare(
         if served.info.pooler.task == "embed":
             by_cosine = replace(params, task="embed", normalize=True)
             return _by_embeddings(PooledRequests(served, by_cosine, caller.owner, body.cache_salt, prefix), texts)
-        served.info.pooler.resolve(params, served.info.hidden_size)  # whether it scores at all, before anything is tokenised
+        served.info.pooler.resolve(params, served.info.hidden_size)  # checks that the model can score
         return _by_pairs(served, PooledRequests(served, params, caller.owner, body.cache_salt, prefix), texts)
 
     return await context.prepare(caller.owner, caller.call_id, body, make)
@@ -138,7 +138,7 @@ def _by_embeddings(requests: PooledRequests, texts: _Texts) -> _Scoring:
 
 
 def _cut(served: ServedModel, text: str, limit: int | None) -> str:
-    """Return the beginning of a document that has at most so many tokens."""
+    """Return the beginning of a document with at most this many tokens."""
     if limit is None:
         return text
     tokenizer = need_tokenizer(served)

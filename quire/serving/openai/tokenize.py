@@ -51,13 +51,13 @@ async def get_tokenizer_info(context: ServerContext, call: Call) -> Answer:
 
 
 def _check_size(num_characters: int, param: str) -> None:
-    """Raise RequestError for a text that would keep a thread busy for long."""
+    """Raise RequestError for a text that would occupy a thread for long."""
     if num_characters > MAX_CHARACTERS:
         raise RequestError(f"{param}: may have {MAX_CHARACTERS} characters, got {num_characters}; send it in parts", param)
 
 
 def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
-    """Return the tokens of a prompt, or of what the chat template makes of messages. Raises RequestError."""
+    """Return the tokens of a prompt, or of messages rendered by the chat template. Raises RequestError."""
     tokenizer = need_tokenizer(served)
     if body.messages is None:
         _check_size(len(body.prompt or ""), "prompt")
@@ -73,7 +73,7 @@ def tokenize(served: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
         _check_size(count_shown_characters(chat), "messages")
         rendered = render_chat(served, chat)
         _check_size(len(rendered.text), "messages")
-        # The template writes the special tokens; where more are asked for, what only looks like one cannot be told apart.
+        # The template writes the special tokens. With add_special_tokens, text that looks like a special token becomes one.
         token_ids = tokenizer.encode(rendered.text) if body.add_special_tokens else tokenizer.encode_rendered(rendered)
     strings = [tokenizer.token_text(token_id) for token_id in token_ids] if body.return_token_strs else None
     return TokenizeAnswer(len(token_ids), served.info.max_model_len, token_ids, strings)
@@ -87,7 +87,7 @@ def detokenize(served: ServedModel, body: DetokenizeRequest) -> DetokenizeAnswer
             raise RequestError(
                 f"tokens: ids must be below {size}, got {token_id} at position {position}", f"tokens[{position}]"
             )
-    # Piece by piece: the tokenizer would hold the interpreter until all of it was done, whatever the thread.
+    # In pieces, because the tokenizer holds the GIL during a call, in any thread.
     stream = IncrementalDetokenizer(need_tokenizer(served), skip_special_tokens=False)
     pieces = [stream.append(body.tokens[start : start + PIECE_TOKENS]) for start in range(0, len(body.tokens), PIECE_TOKENS)]
     return DetokenizeAnswer("".join([*pieces, stream.finish()]))

@@ -1,4 +1,4 @@
-"""The routes of the web page: its files, which are open, and what only it asks for, which needs a key like the API."""
+"""The routes of the web page: its files, which need no key, and its own API, which does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ NO_STORE = {"cache-control": "no-store"}
 
 
 class ModelFacts(msgspec.Struct, kw_only=True):
-    """What the page has to know of the model.
+    """The properties of the model that the page needs.
 
-    defaults     sampling parameters that the checkpoint recommends
+    defaults     sampling parameters recommended by the checkpoint
     has_chat     there is a chat template
-    has_tools    tool calls are told from text
+    has_tools    tool calls are parsed
     max_logprobs likely tokens per position at most
     """
 
@@ -37,7 +37,7 @@ class ModelFacts(msgspec.Struct, kw_only=True):
 
 
 class TokenFacts(msgspec.Struct):
-    """One token: its text, and its bytes, which may be a part of a character."""
+    """One token: its text and its bytes, which may be part of a character."""
 
     id: int
     text: str
@@ -45,7 +45,7 @@ class TokenFacts(msgspec.Struct):
 
 
 async def get_model_facts(context: ServerContext, call: Call) -> Answer:
-    """Say what the page needs of the model."""
+    """Return the properties of the model for the page."""
     served = context.model
     facts = ModelFacts(
         name=served.name,
@@ -60,7 +60,7 @@ async def get_model_facts(context: ServerContext, call: Call) -> Answer:
 
 
 async def get_tokens(context: ServerContext, call: Call) -> Answer:
-    """Say what tokens are: ?ids=1,2,3."""
+    """Return the texts of tokens: ?ids=1,2,3."""
     served = context.model
     parts = call.query.get("ids", "").split(",")
     if len(parts) > MAX_TOKEN_IDS or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts):

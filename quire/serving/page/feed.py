@@ -19,7 +19,7 @@ SLOW_HZ = 1
 
 @dataclass(eq=False, slots=True)
 class _Viewer:
-    """One who looks. Holds one frame at most; is_behind once another had to be dropped.
+    """One viewer. Holds at most one frame; is_behind after a frame had to be dropped.
 
     told_step  the last step that was sent
     """
@@ -35,7 +35,7 @@ class _Viewer:
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def offer(self, frame: bytes, step_id: int) -> None:
-        """Hand over a frame; it is dropped where the one before has not been taken."""
+        """Offer a frame; it is dropped if the previous one is unread."""
         if self.frame is not None or self.is_behind:
             self.is_behind = True
             self.num_dropped += 1
@@ -45,9 +45,9 @@ class _Viewer:
 
 
 class EngineFeed:
-    """Makes each frame once for all viewers of a rate (twice, where admins look too), and none while nobody looks.
+    """Makes each frame once for all viewers of a rate (twice if some are admins), and none without viewers.
 
-    A viewer that reads too slowly gets, instead of what it missed, a snapshot with the steps that it lacks.
+    A viewer that reads too slowly gets a snapshot with the missing steps instead of the missed frames.
 
     tick_s  seconds between two frames of the fast rate
     """
@@ -63,13 +63,13 @@ class EngineFeed:
 
     @property
     def num_viewers(self) -> int:
-        """How many look."""
+        """The number of viewers."""
         return len(self._viewers)
 
     async def frames(self, hz: int, is_admin: bool, after_step: int = -1) -> AsyncIterator[bytes]:
-        """Yield a snapshot, then what is new, hz times a second at most. Raises ApiError 503 for one viewer too many.
+        """Yield a snapshot, then changes, at most hz times a second. Raises ApiError 503 if there are too many viewers.
 
-        after_step  a step up to which the viewer knows all; -1 for none
+        after_step  the last step that the viewer has; -1 for none
         """
         viewer = self._join(hz, is_admin, after_step)
         try:
@@ -88,13 +88,13 @@ class EngineFeed:
             self._leave(viewer)
 
     def tick(self) -> None:
-        """Tell the viewers what is new; called by a timer."""
+        """Send changes to the viewers; called by a timer."""
         self._num_ticks += 1
         self._view.update()
         for hz in (FAST_HZ, SLOW_HZ):
             if hz == FAST_HZ or not self._has(FAST_HZ) or self._num_ticks % FAST_HZ == 0:
                 self._publish(hz)
-        if self._view.is_idle:  # an open stream would hold the server's end up
+        if self._view.is_idle:  # an open stream would delay the server's shutdown
             for viewer in self._viewers:
                 viewer.is_over = True
                 viewer.news.set()
@@ -144,7 +144,7 @@ class EngineFeed:
         return any(viewer.hz == hz for viewer in self._viewers)
 
     def _set_rate(self) -> None:
-        """Have the engine report, and the timer run, as often as the fastest viewer wants."""
+        """Set the rate of the engine's reports and of the timer to that of the fastest viewer."""
         hz = max((viewer.hz for viewer in self._viewers), default=0)
         self._engine.watch(hz)
         if self._timer is not None:

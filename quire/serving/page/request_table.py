@@ -1,4 +1,4 @@
-"""RequestTable: the requests that the live view shows, under numbers and labels of its own."""
+"""RequestTable: the requests of the live view, with their own numbers and labels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.wire import RequestRow, RequestState
 
 MAX_ENDED = 256
-"""Requests that have ended and are still shown."""
+"""The number of ended requests that are still shown."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """version: of the view, when the row last changed. scheduled_s: the first step that was seen with it began.
+    """version: the view's version when the row last changed. scheduled_s: the start of the first observed step with it.
 
-    The row's label is the random one.
+    The row has the random label.
     """
 
     number: int
@@ -33,9 +33,9 @@ class _Entry:
 
 
 class RequestTable:
-    """Written by the view alone. Numbers are never used twice; a label tells nothing of the request's id.
+    """Written only by the view. Numbers are never reused; a label reveals nothing about the request's id.
 
-    origin_s  where the clock of the rows begins, of time.monotonic()
+    origin_s  the origin of the rows' clock, of time.monotonic()
     """
 
     def __init__(self, origin_s: float) -> None:
@@ -44,18 +44,18 @@ class RequestTable:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
 
     def number_of(self, request_id: str) -> int:
-        """Return the number of a request, a new one for a request that is seen for the first time."""
+        """Return the number of a request, assigning one at first sight."""
         return self._entry(request_id).number
 
     def note_step(self, request_id: str, started_s: float) -> int:
-        """Note that a step works on a request; return its number."""
+        """Record that a step includes a request; return its number."""
         entry = self._entry(request_id)
         if entry.scheduled_s is None:
             entry.scheduled_s = started_s
         return entry.number
 
     def update(self, record: RequestRecord, version: int) -> None:
-        """Take in how a request stands."""
+        """Update a request from its record."""
         entry = self._entry(record.job.request.request_id)
         entry.owner = record.job.owner.name
         row = self._row(entry, record)
@@ -63,7 +63,7 @@ class RequestTable:
             entry.row, entry.version = row, version
 
     def rows(self, since_version: int, with_ids: bool) -> list[RequestRow]:
-        """Return what has changed after a version, in order of arrival; for admins with the real ids and the owners."""
+        """Return the rows that changed after a version, in order of arrival; for admins with real ids and owners."""
         changed = [(name, entry) for name, entry in self._entries.items() if entry.version > since_version]
         rows = [(name, entry.owner, entry.row) for name, entry in changed if entry.row is not None]
         if not with_ids:
@@ -71,7 +71,7 @@ class RequestTable:
         return [msgspec.structs.replace(row, label=name, owner=owner) for name, owner, row in rows]
 
     def forget(self, live: Iterable[str]) -> None:
-        """Drop what neither lives nor was seen to end, and the oldest of what has ended."""
+        """Drop requests that are gone without an observed end, and the oldest ended ones."""
         kept = set(live)
         ended = [name for name, entry in self._entries.items() if entry.row is not None and entry.row.ended_ms is not None]
         kept.update(ended[-MAX_ENDED:])

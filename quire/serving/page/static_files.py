@@ -1,4 +1,4 @@
-"""The files of the page, as answers: read once, each with a tag, so that a browser asks again and is sent nothing."""
+"""The files of the page as answers: read once, each with an ETag, so that a browser's revalidation gets a 304."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEDIA_TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# Everything comes from this server, nothing is inline, and no text becomes markup.
+# Only resources of this server, no inline scripts or styles, and no text is interpreted as markup.
 POLICY = "; ".join(
     (
         "default-src 'self'",
@@ -40,7 +40,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """One file. name: as it lies in the folder."""
+    """One file. name: its name in the folder."""
 
     name: str
     body: bytes
@@ -48,16 +48,16 @@ class StaticFile:
 
     @property
     def path(self) -> str:
-        """Where the server has it."""
+        """The path on the server."""
         return "/" if self.name == PAGE else f"/ui/{self.name}"
 
     @property
     def media_type(self) -> str:
-        """What it is."""
+        """The media type."""
         return MEDIA_TYPES[Path(self.name).suffix]
 
     def answer(self, if_none_match: str) -> Ready:
-        """Return the file, or 304 where the client has it; if_none_match is that header, "" for none."""
+        """Return the file, or 304 if the client has it; if_none_match is that header, "" for none."""
         headers = {**HEADERS, "etag": self.etag}
         tags = [tag.strip().removeprefix("W/") for tag in if_none_match.split(",")]
         if self.etag in tags or "*" in tags:

@@ -1,4 +1,4 @@
-"""EngineView: what is known of the engine for those who look at it, and nothing while nobody does."""
+"""EngineView: the state of the engine for viewers; it records nothing while there are no viewers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_PARTS = MAX_STEP_PARTS
 
 
 class WatchedEngine(Protocol):
-    """What the view needs of the engine's client."""
+    """The interface of the engine's client that the view needs."""
 
     on_step: list[Callable[[StepOutputs], None]]
     on_kv: list[Callable[[KvReport], None]]
@@ -41,13 +41,13 @@ class WatchedEngine(Protocol):
 
 
 class WatchedQueue(Protocol):
-    """What the view needs of the gateway."""
+    """The interface of the gateway that the view needs."""
 
     def snapshot(self) -> QueueSnapshot: ...
 
 
 class WatchedRequests(Protocol):
-    """What the view needs of the metrics."""
+    """The interface of the metrics that the view needs."""
 
     records: dict[str, RequestRecord]
     on_end: list[Callable[[RequestRecord], None]]
@@ -55,17 +55,17 @@ class WatchedRequests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How far somebody has been told: versions and steps after it are news."""
+    """How far a viewer is up to date: later versions and steps are new to it."""
 
     version: int = 0
     step_id: int = -1
 
 
 class EngineView:
-    """Listens between start and stop. What it is told is kept as it is until a frame is asked for.
+    """Listens between start and stop. Reports are stored unprocessed until a frame is requested.
 
     phase     of the server
-    replicas  the states of all engines, of which this is one; none where it is the only one
+    replicas  the states of all engines; empty if there is only one
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class EngineView:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the server drains, or has failed, and nothing is under way any more."""
+        """Whether the server drains or has failed, and no request is unfinished."""
         return self._phase() in ("draining", "failed") and not self._requests.records
 
     def start(self) -> None:
-        """Listen. What happened to requests while nobody did is forgotten; the steps before stay."""
+        """Start listening. Changes of requests before that are not known; earlier steps are kept."""
         self._table.forget(self._requests.records)
         self._totals = None
         self._engine.on_step.append(self._on_step)
@@ -120,7 +120,7 @@ class EngineView:
         self._requests.on_end.remove(self._on_end)
 
     def update(self) -> None:
-        """Look at requests and queue as they are now."""
+        """Read the present state of requests and queue."""
         self._version += 1
         for record in self._requests.records.values():
             self._table.update(record, self._version)
@@ -137,11 +137,11 @@ class EngineView:
             self._last_state, self._state_version = state, self._version
 
     def mark(self) -> Mark:
-        """Return how far a frame that is made now tells."""
+        """Return the mark of a frame that is made now."""
         return Mark(self._version, self._steps[-1].step_id if self._steps else -1)
 
     def frame(self, since: Mark, is_admin: bool) -> Frame | None:
-        """Return what is new after a mark, None for nothing."""
+        """Return the changes after a mark, None if there are none."""
         version = since.version
         steps = self._steps_after(since.step_id)
         rows = self._table.rows(version, with_ids=is_admin)
@@ -170,9 +170,9 @@ class EngineView:
         ]
 
     def snapshot(self, after_step: int, is_admin: bool) -> Frame:
-        """Return all there is, the steps only after one that is known already."""
+        """Return the whole state; of the steps only those after a known one."""
         newest = self.mark().step_id
-        since = Mark(0, after_step if after_step <= newest else -1)  # a newer one is of an engine that has ended
+        since = Mark(0, after_step if after_step <= newest else -1)  # a newer step is of an engine that has ended
         frame = self.frame(since, is_admin)
         return Frame(self._ms(self._clock()), self._engine.state, self._phase()) if frame is None else frame
 
@@ -220,10 +220,10 @@ class EngineView:
         state = (report.blocks, report.cached)
         if state != self._last_kv:
             self._kv, self._last_kv = report, state
-            self._kv_version = self._version + 1  # it is news from the next update on
+            self._kv_version = self._version + 1  # it counts as changed from the next update on
 
     def _on_state(self, state: EngineState) -> None:
-        if state != "ready":  # the next engine counts its steps from the beginning
+        if state != "ready":  # the next engine numbers its steps from 0
             self._steps.clear()
             self._totals = self._kv = self._last_kv = None
 

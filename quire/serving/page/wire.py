@@ -1,6 +1,6 @@
-"""What the live view is told, as JSON. Rows are arrays, for they are many; the page reads them by position.
+"""The JSON messages of the live view. Rows are arrays, because there are many; the page reads them by position.
 
-Times are milliseconds on the feed's own clock, which begins when the server is made.
+Times are milliseconds of the feed's clock, which starts with the server.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class StepRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One request, as it is now.
+    """The present state of one request.
 
-    number  what steps and blocks call it
-    label   its id for viewers who are admins, else random
-    scheduled_ms  its first step began; as far as somebody saw it, until its first token tells
+    number  its number in steps and blocks
+    label   its id for viewers who are admins, otherwise random
+    scheduled_ms  start of its first step; before its first token only as far as observed
     reason  why it ended: a finish reason of its first choice, or why it was aborted
     owner   the name of its API key, for viewers who are admins
     """
@@ -65,9 +65,9 @@ class RequestRow(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class KvCells(msgspec.Struct, frozen=True):
     """The KV blocks as cells of blocks_per_cell blocks each.
 
-    shared   blocks that several sequences hold, of one request or of several
-    runs     [first cell, cells, number of the first holder or CACHED, sequences that hold them]; the cells in between are free
-    holders  [number of the request, blocks that it holds, those of them that others hold too]
+    shared   blocks held by several sequences, of one request or of several
+    runs     [first cell, cells, number of the first holder or CACHED, sequences that hold them]; cells between runs are free
+    holders  [number of the request, blocks that it holds, those that are shared]
     """
 
     num_blocks: int
@@ -90,7 +90,7 @@ class EngineShape(msgspec.Struct, frozen=True):
 
 
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """One process of several that share the model; wait_ms: in barriers for others, since the start."""
+    """One rank of the model. wait_ms: time in barriers since the start."""
 
     rank: int
     pid: int
@@ -117,9 +117,9 @@ class TierRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is new; in a snapshot, all there is. A request or a queue that did not change is absent.
+    """The changes; in a snapshot, the whole state. Unchanged requests and queues are absent.
 
-    replicas  the state of each engine, where there are several; in a snapshot, and where one changed
+    replicas  the state of each engine, if there are several; in a snapshot, and when one changed
     """
 
     now_ms: float

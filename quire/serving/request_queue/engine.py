@@ -1,4 +1,4 @@
-"""Engine and Subscription: what the gateway needs of the client of the engine process."""
+"""Engine and Subscription: the interface of the engine's client that the gateway needs."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from quire.serving.interfaces import Sink
 
 
 class Subscription(Protocol):
-    """The deltas of one submitted request. When the engine ends, its client fails the subscriptions by itself."""
+    """The deltas of one submitted request. When the engine ends, its client fails the subscriptions."""
 
     @property
     def is_finished(self) -> bool:
-        """Return whether the last delta has come, or an error in its place."""
+        """Return whether the last delta, or an error in its place, has arrived."""
         ...
 
     @property
     def error(self) -> ApiError | None:
-        """Return what came in the place of the last delta."""
+        """Return the error that arrived in place of the last delta."""
         ...
 
     def attach_sink(self, take: Sink) -> None:
-        """Offer deltas to `take` while `next` waits, all but the last; what it takes does not come out of `next`."""
+        """Offer deltas except the last to `take` while `next` waits; taken deltas are not returned by `next`."""
         ...
 
     async def next(self) -> RequestDelta:
@@ -54,12 +54,12 @@ class Engine(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """Return where the engine stands; requests are taken while it is "ready"."""
+        """Return the state of the engine; it takes requests while it is "ready"."""
         ...
 
     @property
     def last_error(self) -> str | None:
-        """Return why the engine ended the last time, in full."""
+        """Return the full reason why the engine last ended."""
         ...
 
     @property
@@ -72,9 +72,9 @@ class Engine(Protocol):
     def on_state(self) -> list[Callable[[EngineState], None]]: ...
 
     def submit(self, request: Request) -> Subscription:
-        """Hand over a request. Raises ApiError when the engine is not there."""
+        """Submit a request. Raises ApiError if the engine is not available."""
         ...
 
     def abort(self, request_id: str) -> None:
-        """End a request; its last delta follows."""
+        """Abort a request; its last delta follows."""
         ...

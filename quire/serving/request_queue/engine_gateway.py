@@ -1,4 +1,4 @@
-"""EngineGateway: admits jobs, keeps the engine fed from the fair queue, and ends every job exactly once."""
+"""EngineGateway: admits jobs, dispatches them from the fair queue to the engine, and closes every job exactly once."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from quire.serving.request_queue.engine import Engine
 from quire.serving.request_queue.stream import JobStream
 
 _FED_AHEAD_SHARE = 8
-"""One sequence in so many is in the engine beyond those it runs, so that it never starves while news of a step travel here."""
+"""For this many running sequences one more is in the engine, so that it does not idle until the next dispatch."""
 _FED_AHEAD_LEAST = 4
 _SWEEP_S = 1.0
 _NOTHING_HELD = nullcontext()
 
 
 class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """What waits of one class. estimated_wait_s is that of a new owner's request of one sequence."""
+    """The waiting work of one class. estimated_wait_s is for a new owner's request of one sequence."""
 
     priority: str
     num_requests: int
@@ -43,7 +43,7 @@ class ClassSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The queue and what is in the engine, for the live view. Rates are None until they were measured."""
+    """The state of the queue and the engine, for the live view. Rates are None until they are measured."""
 
     classes: list[ClassSnapshot]
     num_in_engine: int
@@ -55,10 +55,10 @@ class QueueSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineGateway:
-    """The Gateway of a server. All of it runs on one event loop.
+    """The Gateway of a server. Runs on one event loop.
 
-    A job is in the queue, then in the engine, then closed; closing happens once, by the engine's last delta, by leaving the
-    queue, or by the engine's end. An abort goes to the engine at most once, and never after the last delta.
+    A job is in the queue, then in the engine, then closed. It is closed once: by the engine's last delta, by removal from the
+    queue, or by the engine's end. An abort is sent to the engine at most once, and never after the last delta.
     """
 
     def __init__(
@@ -89,9 +89,9 @@ class EngineGateway:
 
     @property
     def capacity(self) -> int:
-        """Return how many sequences are given to the engine at most: those it runs, and a few ahead.
+        """Return the maximum number of sequences in the engine: those it can run, and a few more.
 
-        Those of class "batch", which give way there, are not counted against the others.
+        Sequences of class "batch", which are paused for others there, do not count against other classes.
         """
         running = self._admission.max_num_seqs
         return running + max(_FED_AHEAD_LEAST, running // _FED_AHEAD_SHARE)
@@ -102,7 +102,7 @@ class EngineGateway:
         return self._admission.batch_window
 
     def open(self, job: Job) -> JobStream:
-        """Queue a job. Raises ApiError at once where it is not admitted: 408, 429 or 503."""
+        """Queue a job. Raises ApiError at once if it is not admitted: 408, 429 or 503."""
         if job.request.request_id in self._metrics.records:
             raise InvariantError(f"a request with the id {job.request.request_id} is already open")
         self._check_open()
@@ -117,25 +117,26 @@ class EngineGateway:
         return stream
 
     def holding(self, owner: str, call_id: str | None) -> AbstractContextManager[None]:
-        """Count a call among those in flight of its key while it is prepared; without an id, of a batch, count nothing."""
+        """Count a call as in flight for its key while it is prepared; without an id (a batch) count nothing."""
         return _NOTHING_HELD if call_id is None else self._admission.holding(owner, call_id)
 
     def ratelimit_headers(self, owner: str) -> dict[str, str]:
-        """Return the x-ratelimit-* headers of an owner; none where it has no rates."""
+        """Return the x-ratelimit-* headers of an owner; empty without rates."""
         return self._admission.ratelimit_headers(owner)
 
     def start_drain(self, longest_s: float = math.inf) -> None:
-        """Refuse new jobs from now on; those that are queued or run go on, for `longest_s` at most."""
+        """Refuse new jobs from now on; queued and running jobs continue, for at most `longest_s`."""
         self._is_draining = True
         self._drain_ends_s = self._clock() + longest_s
 
     @property
     def drain_left_s(self) -> float:
-        """How long what is held is likely to take, or may: until then whoever comes back finds this server still ending."""
+        """The expected time for all held jobs, at most the drain's limit. A client that retries earlier finds this server
+        draining."""
         return max(min(self._admission.work_left_s, self._drain_ends_s - self._clock()), 0.0)
 
     async def drained(self, timeout_s: float) -> bool:
-        """Wait until no job is open and no stream is read any more; False when that takes longer than timeout_s."""
+        """Wait until no job is open and no stream is being read; False if that takes longer than timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._quiet.wait()
@@ -150,7 +151,7 @@ class EngineGateway:
             self.end_early(stream, reason)
 
     def snapshot(self) -> QueueSnapshot:
-        """Return what waits and what runs."""
+        """Return the state of the queue and the engine."""
         admission, now_s = self._admission, self._clock()
         classes: list[ClassSnapshot] = []
         for priority in CLASS_WEIGHTS:
@@ -179,7 +180,7 @@ class EngineGateway:
     # Called by streams.
 
     def end_early(self, stream: JobStream, reason: AbortReason) -> None:
-        """Take the job out of the queue, or abort it in the engine, unless either has happened or the job has ended."""
+        """Remove the job from the queue, or abort it in the engine. No effect if that has happened or the job has ended."""
         if stream.is_closed or stream.is_aborted:
             return
         self._metrics.aborted(stream.record, reason)
@@ -192,7 +193,7 @@ class EngineGateway:
         self._engine.abort(stream.request_id)
 
     def subscription_failed(self, stream: JobStream, error: ApiError) -> None:
-        """Note that the engine's client has given the request up: it has aborted it where there is an engine to tell."""
+        """Record that the engine's client has failed the request; it has aborted it if the engine is running."""
         if error.code == "slow_reader":
             self._metrics.aborted(stream.record, "slow_reader")
         if not stream.is_closed:
@@ -200,19 +201,19 @@ class EngineGateway:
             self._dispatch()
 
     def left(self, stream: JobStream) -> None:
-        """Note that nobody reads the stream any more."""
+        """Record that the stream is no longer read."""
         if stream.is_read:
             stream.is_read = False
             self._num_read -= 1
         self._check_quiet()
 
     def entered(self, stream: JobStream) -> None:
-        """Note that the stream is being read."""
+        """Record that the stream is being read."""
         stream.is_read = True
         self._num_read += 1
         self._quiet.clear()
 
-    # The engine's news, and timers.
+    # Called by the engine's client and by timers.
 
     def _on_step(self, outputs: StepOutputs) -> None:
         self._metrics.step(outputs)
@@ -229,7 +230,7 @@ class EngineGateway:
             error = None if stream.subscription is None else stream.subscription.error
             if error is None:
                 self._close(stream, "stop")
-            else:  # its reader, who would tell, may be stuck in sending what came before
+            else:  # its reader, which would report this, may be blocked in sending
                 self.subscription_failed(stream, error)
         if has_room:
             self._dispatch()
@@ -240,7 +241,7 @@ class EngineGateway:
             if replica.state == "ready" and replica.info is not None:
                 self._metrics.engine_ready(replica.info, index)
         info = self._engine.info
-        if state == "ready" and info is not None:  # of several engines one may be: what others had ends by its subscription
+        if state == "ready" and info is not None:  # requests of an ended replica end by their subscriptions
             self._admission.max_num_seqs = info.max_num_seqs
             self._dispatch()
             return
@@ -248,11 +249,11 @@ class EngineGateway:
         for stream in list(self._queued.values()):
             stream.fail(error)
             self._close(stream, "error", error.message)
-        for stream in list(self._running.values()):  # their subscriptions tell the readers
+        for stream in list(self._running.values()):  # the readers are notified by their subscriptions
             self._close(stream, "error", error.message)
 
     def _sweep(self) -> None:
-        """Close what the engine's client gave up while nobody was reading it, such as a request that got lost on the way."""
+        """Close jobs that the engine's client failed while nobody was reading them, such as lost requests."""
         self._sweeper = None
         for stream in list(self._running.values()):
             if stream.subscription is None or not stream.subscription.is_finished:
@@ -284,7 +285,7 @@ class EngineGateway:
         return engine_unavailable(f"the engine {said.get(self._engine.state, 'has failed')}{reason}")
 
     def _dispatch(self) -> None:
-        """Give the engine what it has room for. Submitting may call back here."""
+        """Submit jobs while the engine has room. Submitting may call back into this object."""
         if self._is_dispatching:
             return
         self._is_dispatching = True
@@ -342,7 +343,7 @@ class EngineGateway:
             defined.queued_tokens.labels(priority).set(backlog.num_prompt_tokens)
         for engine in self._metrics.engines:
             engine.write_gauges(self._admission.num_taken_sequences if self._running else 0)
-        # Those of class "batch" wait first in the engine, too.
+        # In the engine, too, those of class "batch" have the lowest priority.
         in_engine = min(self._metrics.num_engine_waiting, self._admission.num_taken_batch_sequences)
         num_deferred = backlogs["batch"].num_requests + in_engine
         num_waiting = len(queue) + self._metrics.num_engine_waiting

@@ -40,19 +40,19 @@ class StreamOwner(Protocol):
 
 
 class JobStream:
-    """A GenerationStream. Its gateway moves it on; its reader awaits it.
+    """A GenerationStream. Its gateway changes its state; its reader awaits it.
 
-    The reader waits inside of the engine's subscription itself. To fail a stream at once, its reading task is cancelled and the
-    cancellation turned into the error where it arrives, as asyncio.timeout does: a token then costs no task and no future.
+    The reader waits directly in the engine's subscription. To fail a stream at once, its reading task is cancelled and the
+    cancellation is converted into the error, as asyncio.timeout does; so a token costs no additional task or future.
     """
 
     def __init__(self, owner: StreamOwner, ticket: Ticket, record: RequestRecord) -> None:
         self.ticket = ticket
         self.record = record
         self.timer: asyncio.TimerHandle | None = None
-        self.is_closed = False  # the gateway's books have it no more
+        self.is_closed = False  # the gateway no longer counts it
         self.is_aborted = False  # the engine was told to end it
-        self.is_read = False  # somebody is inside `async with`
+        self.is_read = False  # a reader is inside `async with`
         self.subscription: Subscription | None = None
         self._owner = owner
         self._taker: Sink | None = None
@@ -78,7 +78,7 @@ class JobStream:
         self._owner.end_early(self, reason)
 
     def attach_sink(self, take: Sink) -> None:
-        """Offer deltas to `take` while the reader waits, but neither errors nor the last one."""
+        """Offer deltas to `take` while the reader waits, except errors and the last delta."""
         self._taker = take
         if self.subscription is not None:
             self.subscription.attach_sink(self._offer)
@@ -86,14 +86,14 @@ class JobStream:
     # Called by the gateway.
 
     def start(self, subscription: Subscription) -> None:
-        """Go on with what the engine sends."""
+        """Continue with the engine's deltas."""
         self.subscription = subscription
         if self._taker is not None:
             subscription.attach_sink(self._offer)
         self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Raise an error from the iteration, at once also where it waits. The first error stays."""
+        """Raise an error from the iteration at once, even while it waits. Only the first error counts."""
         if self._is_over or self._failure is not None:
             return
         self._failure = error
@@ -103,13 +103,13 @@ class JobStream:
             self._reader.cancel()
 
     def finish_unstarted(self) -> None:
-        """End with a last delta that says "abort": the engine never had the request."""
+        """End with a last delta with "abort", for a request that was never sent to the engine."""
         choices = [ChoiceDelta(index, "", [], finish_reason="abort") for index in range(self.job.request.params.n)]
         self._last = RequestDelta(self.request_id, choices, finished=True)
         self._wake()
 
     def _offer(self, delta: RequestDelta) -> bool:
-        """Return whether the taker has taken a delta; what it raises is for the reader of this stream alone."""
+        """Return whether the sink has taken a delta; its exceptions are raised only to the reader of this stream."""
         if self._taker is None or self._failure is not None or delta.error is not None:
             return False
         try:
@@ -184,10 +184,10 @@ class JobStream:
 
 
 def error_of(delta: RequestDelta) -> ApiError | None:
-    """Return what a reader of the stream is told in place of a delta: of a request that was refused, or failed in a step."""
+    """Return the error that the reader gets instead of a delta of a request that was refused, or failed in a step."""
     if delta.error is None:
         return None
     if delta.is_refused:
         return from_quire_error(RequestError(delta.error, delta.error_param))
-    logger.warning("request %s failed in a step: %s", delta.request_id, delta.error)  # in full, not for everybody's eyes
+    logger.warning("request %s failed in a step: %s", delta.request_id, delta.error)  # the full error only goes to the log
     return ApiError(500, f"the engine failed on this request: {show_error(delta.error)}", code="engine_error")

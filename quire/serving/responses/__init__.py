@@ -1,1 +1,1 @@
-"""The Responses API: bodies and stored items to conversations, events to items, and the store of responses."""
+"""The Responses API: request bodies and stored items to conversations, events to items, and the store of responses."""

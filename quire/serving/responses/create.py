@@ -43,10 +43,10 @@ from quire.serving.responses.store import ResponseStore, StoredResponse
 
 @dataclass(slots=True)
 class ResponseRoutes:
-    """What the routes of the Responses API work with.
+    """The objects that the routes of the Responses API use.
 
     opened           None until the engine is loaded for the first time
-    keeps_responses  False: responses are never stored, and say so
+    keeps_responses  False: responses are never stored, and have "store": false
     """
 
     server: ServerContext
@@ -64,14 +64,14 @@ class ResponseRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Stores one response when it has ended; store is None where it is not to be stored."""
+    """Stores one response when it has ended; store is None if it is not stored."""
 
     store: ResponseStore | None
     owner: str
     items: bytes
 
     async def keep(self, response: Response, body: bytes) -> None:
-        """Store the response; `body` is it, encoded. Raises ApiError 503."""
+        """Store the response; `body` is the encoded response. Raises ApiError 503."""
         if self.store is None:
             return
         record = StoredResponse(id=response.id, previous_id=response.previous_response_id, items=self.items, body=body)
@@ -151,7 +151,7 @@ async def _begin_in_background(
 
 
 async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
-    """Return the responses that a request goes on from, the first one first. Raises ApiError."""
+    """Return the responses that a request continues, oldest first. Raises ApiError."""
     if body.previous_response_id is None:
         return []
     if not routes.keeps_responses:
@@ -162,12 +162,12 @@ async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: st
 
 
 async def _encode(machine: ResponseMachine, encode: Callable[[], bytes]) -> bytes:
-    """Return what a function encodes, in a thread where that takes long."""
+    """Return the result of an encoding function, in a thread if that takes long."""
     return await asyncio.to_thread(encode) if machine.is_long else encode()
 
 
 class _EventFrames(DirectFrames):
-    """Writes events past the iteration while none of them may be long."""
+    """Writes events directly to the connection while none of them can be long."""
 
     def __init__(self, bypass: DirectSink, machine: ResponseMachine) -> None:
         super().__init__(bypass, lambda events: _frame_of(machine.feed(events)))
@@ -175,7 +175,7 @@ class _EventFrames(DirectFrames):
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection takes frames now."""
+        """Whether the connection accepts frames now."""
         return super().is_open and not self._machine.is_long
 
 
@@ -186,9 +186,9 @@ def _frame_of(events: Sequence[Event]) -> bytes:
 async def _frames(
     gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: DirectSink
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a response, which is stored before the last of them: clients go on from it at once.
+    """Yield the server-sent events of a response. It is stored before the last event, because clients may continue it at once.
 
-    An error after the first of them ends the response as failed, which is stored too; one before it is raised.
+    An error after the first event ends the response as failed, which is stored too; an earlier error is raised.
     """
 
     try:

@@ -1,4 +1,4 @@
-"""The routes of the Responses API, and what is asked about stored responses."""
+"""The routes of the Responses API, and the handlers for stored responses."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def get_response(routes: ResponseRoutes, call: Call) -> Answer:
 
 
 async def delete_response(routes: ResponseRoutes, call: Call) -> Answer:
-    """Forget a stored response; conversations that went on from it cannot be continued."""
+    """Delete a stored response; conversations that continued it cannot be continued any more."""
     response_id = str(call.path_params["response_id"])
     await routes.background.cancel(call.owner.name, response_id)
     await routes.store.delete(call.owner.name, response_id)
@@ -85,7 +85,7 @@ async def cancel_response(routes: ResponseRoutes, call: Call) -> Answer:
 
 
 async def compact_response(routes: ResponseRoutes, call: Call) -> Answer:
-    """Refuse: what a conversation is shortened to would have to be told back to the model in a form that it knows."""
+    """Refuse: compaction would need a form of the conversation that the model was trained on."""
     raise not_found("compaction is not supported here; send a shorter input", "unsupported_endpoint")
 
 

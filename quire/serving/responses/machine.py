@@ -1,4 +1,4 @@
-"""ResponseMachine: the events of one generation as those of the Responses API, and the response that they add up to."""
+"""ResponseMachine: turns the events of one generation into those of the Responses API, and into the response."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ from quire.serving.openai.requests import make_id
 
 @dataclass(slots=True)
 class _OpenItem:
-    """The item that is being made; call is None but for a call, of a function or of a custom tool."""
+    """The item in progress; `call` is None except for a call of a function or custom tool."""
 
     id: str
     is_reasoning: bool = False
@@ -81,7 +81,7 @@ class _OpenItem:
         return self.call is None and not self.is_reasoning
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """Return the item as it stands, without its content while it is in progress."""
+        """Return the present item, without its content while it is in progress."""
         is_begun = status == "in_progress"
         text = "" if is_begun else "".join(self.pieces)
         if self.call is not None and self.is_custom:
@@ -93,7 +93,8 @@ class _OpenItem:
         return OutputMessage(self.id, "assistant", status, [] if is_begun else [OutputText(text, [], self.logprobs)])
 
     def custom_input(self) -> str:
-        """Return the input of a custom tool: the one string that its function has, or all arguments where they are not that."""
+        """Return the input of a custom tool: its function's single string argument, or all arguments if they have another
+        form."""
         arguments = "".join(self.pieces)
         found = read_partial(arguments)
         text = found.get(CUSTOM_INPUT) if isinstance(found, dict) else None
@@ -101,11 +102,11 @@ class _OpenItem:
 
 
 class ResponseMachine:
-    """Makes the events of one response, which is complete when `finish` has been called.
+    """Makes the events of one response, which is complete after `finish`.
 
-    response  as it is at its beginning
-    logprobs  writes those of the answer's tokens, None where they are not wanted
-    custom_tools  names of the custom ones
+    response  the response in its initial state
+    logprobs  the writer of log probabilities of the answer's tokens, None if not requested
+    custom_tools  names of the custom tools
     clock     seconds since the epoch
     """
 
@@ -130,7 +131,7 @@ class ResponseMachine:
 
     @property
     def is_long(self) -> bool:
-        """Whether there is so much of the answer that events with all of it are better encoded in a thread."""
+        """Whether the answer is so long that events with all of it should be encoded in a thread."""
         return self._num_logprobs > MANY_POSITIONS
 
     @property
@@ -139,14 +140,14 @@ class ResponseMachine:
         return self._num_events > 0
 
     def feed(self, events: Sequence[GenerationEvent]) -> list[Event]:
-        """Return what some events cause; the last event of the response comes from `finish`."""
+        """Return the API events for some events; `finish` returns the last event of the response."""
         found: list[Event] = []
         for event in events:
             self._take(event, found)
         return found
 
     def response(self) -> Response:
-        """Return the whole response. Raises ApiError where the events are not all there."""
+        """Return the whole response. Raises ApiError if events are missing."""
         if self._end is None or self._usage is None:
             raise ApiError(500, "the answer is incomplete", code="internal_error")
         is_cut = self._end.finish_reason == "length"
@@ -164,7 +165,7 @@ class ResponseMachine:
         return (Incomplete if response.status == "incomplete" else Completed)(self._next(), response)
 
     def failed_response(self, error: ApiError) -> Response:
-        """Return the response as an error leaves it, with the items that are complete."""
+        """Return the failed response, with its complete items."""
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         return msgspec.structs.replace(
             self._response, status="failed", error=ResponseError(code, error.message), output=self._output
@@ -213,14 +214,14 @@ class ResponseMachine:
         found.append(TextPiece(self._next(), item.id, item.index, 0, event.text, logprobs))
 
     def _logprobs_of(self, positions: list[Position] | None) -> list[Any]:
-        # Up to five events and the stored response have them: encoded once, they are copied into each.
+        # Encoded once, because up to five events and the stored response contain them.
         return encoded(self._logprobs.chat(positions).content) if self._logprobs is not None and positions else []
 
     def _argue(self, text: str, found: list[Event]) -> None:
         item = self._open
         if item is not None and item.call is not None:
             item.pieces.append(text)
-            if not item.is_custom:  # whose input is known when its arguments, which are JSON, are complete
+            if not item.is_custom:  # the input of a custom tool is known only when its JSON arguments are complete
                 found.append(ArgumentsPiece(self._next(), item.id, item.index, text))
 
     def _begin(self, item: _OpenItem, found: list[Event]) -> _OpenItem:
@@ -258,7 +259,7 @@ class ResponseMachine:
     def _end_choice(self, event: ChoiceEnd, found: list[Event]) -> None:
         is_cut = event.finish_reason == "length"
         if self._open is None and not self._output and not is_cut:
-            self._begin(_OpenItem(self._new_id("msg_")), found)  # an answer without a word is an answer
+            self._begin(_OpenItem(self._new_id("msg_")), found)  # an empty answer is still a message
         item = self._open
         is_whole_call = item is not None and item.call is not None and is_json("".join(item.pieces))
         self._close("incomplete" if is_cut and not is_whole_call else "completed", found)

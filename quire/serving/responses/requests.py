@@ -1,4 +1,4 @@
-"""Bodies of the Responses API, and what was stored before them, as the neutral core takes them."""
+"""Conversion of Responses request bodies, and of stored responses, to the input of the neutral core."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def items_of(body: ResponsePrompt) -> list[InputItem]:
 
 
 def ignored_by_model(served: ServedModel, body: ResponsePrompt) -> tuple[str, ...]:
-    """Return the paths of what has no effect with this model."""
+    """Return the paths of the fields that have no effect with this model."""
     effort = None if body.reasoning is None else body.reasoning.effort
     return () if effort in (None, "none") or has_effort(served.template_source) else ("reasoning.effort",)
 
@@ -73,7 +73,7 @@ def ignored_by_model(served: ServedModel, body: ResponsePrompt) -> tuple[str, ..
 def chat_input(served: ServedModel, body: ResponsePrompt, history: Sequence[StoredResponse]) -> ChatInput:
     """Return the conversation.
 
-    history  the responses that it goes on from, the first one first
+    history  the responses that it continues, oldest first
     Raises RequestError.
     """
     conversation = Conversation()
@@ -110,7 +110,7 @@ def _constraint(body: ResponsesRequest) -> Constraint | None:
 
 
 def response_options(body: ResponsesRequest) -> GenerationOptions:
-    """Return what is asked for beside the conversation."""
+    """Return the options other than the conversation."""
     sampling: dict[str, Any] = {name: getattr(body, name) for name in _SAMPLING}
     sampling["constraint"] = _constraint(body)
     sampling["stop"] = body.stop or None
@@ -128,7 +128,7 @@ def response_options(body: ResponsesRequest) -> GenerationOptions:
 
 
 def new_response(response_id: str, created_at: int, model: str, body: ResponsesRequest, params: SamplingParams) -> Response:
-    """Return the response at its beginning, which says with what it is made."""
+    """Return the initial response, with the parameters of its generation."""
     reasoning = body.reasoning
     return Response(
         id=response_id,
@@ -159,7 +159,7 @@ def new_response(response_id: str, created_at: int, model: str, body: ResponsesR
 
 
 def stored_items(items: Sequence[InputItem], new_id: Callable[[str], str] = make_id) -> list[dict[str, Any]]:
-    """Return items as they are stored and listed: each with an id, texts as parts."""
+    """Return items in the form in which they are stored and listed: each with an id, texts as parts."""
     return [_stored_item(item, new_id) for item in items]
 
 
@@ -180,7 +180,7 @@ def _stored_item(item: InputItem, new_id: Callable[[str], str]) -> dict[str, Any
 
 
 def _parts(item: InputItem) -> list[dict[str, Any]]:
-    """Return the content of a message as parts, those of an answer as the API gives them."""
+    """Return the content of a message as parts; those of an answer in the API's output format."""
     content = item.content or ""
     parts = [InputText(content)] if isinstance(content, str) else content
     if item.role != "assistant":
@@ -219,7 +219,7 @@ def _effort(served: ServedModel, body: ResponsePrompt) -> str | None:
 
 
 def _template_tool(tool: FunctionTool) -> dict[str, Any]:
-    # In the order in which the API states it: templates print it as it is.
+    # In the order of the API, since templates print it unchanged.
     stated = {"name": tool.name, "description": tool.description, "parameters": tool.schema}
     return {"type": "function", "function": {name: value for name, value in stated.items() if value is not None}}
 

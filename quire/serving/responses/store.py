@@ -1,4 +1,4 @@
-"""ResponseStore: responses in SQLite, each with the items of its input and the response that it went on from."""
+"""ResponseStore: responses in SQLite, each with its input items and the previous response."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ WITH RECURSIVE chain(id) AS (VALUES(?1) UNION SELECT r.previous_id FROM response
 class StoredResponse:
     """One response.
 
-    previous_id  of the response that it went on from, None for none
+    previous_id  of the previous response, None for none
     items        JSON: the items of its own input, with ids
-    body         JSON: the response as it was answered
+    body         JSON: the response as it was sent
     """
 
     id: str
@@ -51,11 +51,11 @@ class StoredResponse:
 
 
 class ResponseTable:
-    """The table itself. Not thread-safe: one thread calls it.
+    """The table. Not thread-safe: call it from one thread.
 
     folder     None keeps all in memory
-    max_bytes  of all owners; beyond it the oldest responses of the owner go that has most; None for no limit
-    limit_of   bytes of one owner; beyond it its own oldest responses go, but never the latest
+    max_bytes  of all owners; beyond it the oldest responses of the largest owner are removed; None for no limit
+    limit_of   bytes of one owner; beyond it the owner's oldest responses are removed, but never the latest
     """
 
     def __init__(self, folder: Path | None, max_bytes: int | None, limit_of: Callable[[str], int]) -> None:
@@ -79,7 +79,7 @@ class ResponseTable:
         self._db.close()
 
     def put(self, owner: str, record: StoredResponse, now: float) -> None:
-        """Enter a response; all that it goes on from lives as long as it does."""
+        """Insert a response; the expiry of all earlier responses of the conversation is extended to its own."""
         expires_at = now + LIFETIME_S
         with transaction(self._db):
             if record.previous_id is not None:
@@ -104,7 +104,8 @@ class ResponseTable:
                     return
 
     def _trim(self, owner: str, max_bytes: int, kept_id: str) -> bool:
-        """Drop the oldest responses of an owner, but not `kept_id`, while it has too many bytes; return whether any went."""
+        """Remove the oldest responses of an owner, except `kept_id`, while it has too many bytes; return whether any were
+        removed."""
         num_dropped = 0
         oldest = f"SELECT id, {_SIZE} FROM response WHERE owner=? AND id<>? ORDER BY expires_at, rowid LIMIT 64"
         while self._num_bytes.get(owner, 0) > max_bytes and (rows := self._db.execute(oldest, (owner, kept_id)).fetchall()):
@@ -138,7 +139,7 @@ class ResponseTable:
         return StoredResponse(id=row[0], previous_id=row[1], items=row[2], body=row[3])
 
     def history(self, owner: str, response_id: str, now: float) -> list[StoredResponse] | str:
-        """Return a response and all that it went on from, the first one first; the id of one that is gone instead."""
+        """Return a response and its predecessors, oldest first; if one is missing, return its id instead."""
         found: list[StoredResponse] = []
         next_id: str | None = response_id
         while next_id is not None and len(found) <= MAX_CHAIN:
@@ -159,11 +160,11 @@ class ResponseTable:
 
 
 class ResponseStore:
-    """Responses of all owners, for 30 days since they, or one that goes on from them, were made.
+    """Responses of all owners. Each is kept for 30 days after it, or the last response that continues it, was made.
 
-    folder    where responses.sqlite is; None keeps them in memory, and the oldest go when there are too many
+    folder    the folder of responses.sqlite; None keeps them in memory, and removes the oldest if there are too many
     clock     seconds since the epoch
-    limit_of  how many bytes an owner may have; beyond it its oldest responses go
+    limit_of  how many bytes an owner may have; beyond it its oldest responses are removed
     Raises ConfigError for a folder that cannot be used.
     """
 
@@ -180,11 +181,11 @@ class ResponseStore:
         self._call = self._thread.call
 
     async def close(self) -> None:
-        """Close the database, after what was begun; what comes later is refused."""
+        """Close the database after pending calls; later calls are refused."""
         await self._thread.close(ResponseTable.close)
 
     async def put(self, owner: str, record: StoredResponse) -> None:
-        """Store a response. Raises ApiError 503 where the disk is full or broken."""
+        """Store a response. Raises ApiError 503 if the disk is full or broken."""
         await self._call(ResponseTable.put, owner, record, self._clock())
 
     async def replace(self, owner: str, response_id: str, body: bytes) -> bool:
@@ -199,7 +200,7 @@ class ResponseStore:
         return record
 
     async def history(self, owner: str, response_id: str) -> list[StoredResponse]:
-        """Return a response and all that it went on from, the first one first. Raises ApiError 404, also for one between."""
+        """Return a response and its predecessors, oldest first. Raises ApiError 404 if any of them is missing."""
         found = await self._call(ResponseTable.history, owner, response_id, self._clock())
         if isinstance(found, str):
             if found != response_id:

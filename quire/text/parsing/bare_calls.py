@@ -1,4 +1,4 @@
-"""Calls whose arguments are an object with bare keys and words and marked strings, written as JSON while they come."""
+"""Calls whose arguments are an object with unquoted keys and words and marked strings; converted to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Write = Callable[[str], None]
 
 
 def read_bare_call(draft: CallDraft, body: BareObject) -> Steps[None]:
-    """Read the name and the object; what is cut off leaves the arguments open. Raises RefusedError where it is no call."""
+    """Read the name and the object; truncated text leaves the arguments incomplete. Raises RefusedError if it is not a call."""
     reader = draft.reader
     yield from reader.skip_space()
     yield from reader.expect(body.prefixes)
@@ -91,7 +91,7 @@ def _read_key(reader: Reader, body: BareObject) -> Steps[str]:
 
 
 def _pass_string(reader: Reader, body: BareObject, write: Write) -> Steps[None]:
-    """Write a string up to the quote that ends it, which is read."""
+    """Write a string and read the quote that ends it."""
     while True:
         at, quote = find_end(reader, body.quotes)
         write(reader.take(at))
@@ -104,7 +104,7 @@ def _pass_string(reader: Reader, body: BareObject, write: Write) -> Steps[None]:
 
 
 def _pass_word(reader: Reader, write: Write) -> Steps[None]:
-    """Write a number, a word of JSON, or else a string; it ends before a comma or bracket."""
+    """Write a number, a JSON literal, or otherwise a string; it ends before a comma or bracket."""
     pieces: list[str] = []
     while True:
         found = _WORD_END.search(reader.text, reader.position)

@@ -1,4 +1,4 @@
-"""EventSink, where events are collected, and CallDraft, a tool call that may still turn out to be none."""
+"""EventSink, which collects events, and CallDraft, a possible tool call that is not accepted yet."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_random_id(name: str, index: int) -> str:
 
 
 def make_short_id(name: str, index: int) -> str:
-    """Return 9 random letters and digits, as the templates of Mistral demand."""
+    """Return 9 random letters and digits, as Mistral's templates require."""
     return _random_text(9)
 
 
@@ -90,7 +90,7 @@ class EventSink:
 
 
 class CallDraft:
-    """A call in the making: the reader holds its text until it is accepted, which takes the name of a known tool."""
+    """A possible call: the reader holds its text until it is accepted, which needs the name of a known tool."""
 
     __slots__ = ("_accept", "_restore", "is_accepted", "is_in_list", "reader", "sink", "tools")
 
@@ -111,7 +111,7 @@ class CallDraft:
         self._restore = restore
 
     def accept(self, name: str, own_id: str | None = None) -> Tool:
-        """Begin the call for good. Raises RefusedError where no tool has that name."""
+        """Accept the call and begin it. Raises RefusedError if no tool has that name."""
         tool = self.tools.get(self._restore(name))
         if tool is None:
             raise RefusedError

@@ -1,4 +1,4 @@
-"""How a format's calls are spelled when a grammar writes them: for tool_choice and strict tools."""
+"""How grammars write the calls of each format, for tool_choice and strict tools."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class CallForm:
     """The texts around the arguments of a call.
 
-    begin      with {name} for the name of the tool, and {number} for digits where calls are numbered by the model
+    begin      with {name} for the name of the tool, and {number} for digits if the model numbers calls
     separator  between calls
     opens      before the first call, and closes after the last one
-    style      how the arguments are written, as quire/grammar/tool_call_grammar.py names it; "json": a JSON object
-    trigger    what no text but a call has, or the opening of all calls; "" where there is no such thing
-    banned     what else would begin a call, so that no free text may have it
-    content    what stands behind `opens` where text follows instead of a call; every call has `opens` before it then, as its
+    style      how the arguments are written, a name of quire/grammar/tool_call_grammar.py; "json": a JSON object
+    trigger    a text that only calls contain, or the opening of all calls; "" if there is none
+    banned     other texts that would begin a call, and so are excluded from free text
+    content    follows `opens` if text comes instead of a call; every call then has `opens` before it, as its
                separator, and the prompt may end with the first one
-    start      where there is no trigger, an expression of what calls begin with: an answer that begins otherwise has none;
+    start      without a trigger, a regular expression of how calls begin: an answer that begins otherwise has no calls;
                {names} stands for the names of the tools
     """
 
@@ -33,7 +33,7 @@ class CallForm:
     start: str = ""
 
     def begin_of(self, name: str) -> str:
-        """Return what stands before the arguments of a tool."""
+        """Return the text before the arguments of a tool."""
         return self.begin.replace("{name}", name)
 
 
@@ -81,7 +81,7 @@ _TOOL_CALLS = CallForm(
 
 
 def _deepseek(name: str, behind: str, separator: str = "") -> CallForm:
-    """Return the form with a name before the arguments, and something behind them, within the markers of a call."""
+    """Return the form with a name before the arguments, and a text after them, within the markers of a call."""
     return CallForm(
         begin=f"<｜tool▁call▁begin｜>{name}",
         end=f"{behind}<｜tool▁call▁end｜>",

@@ -1,4 +1,4 @@
-"""Which formats a model writes, by its chat template, and whether a prompt ends inside of reasoning."""
+"""Detects a model's formats from its chat template, and whether a prompt ends inside of reasoning."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from quire.text.parsing.formats import find_reasoning_format, find_tool_format
 
 @dataclass(frozen=True, slots=True)
 class ParserChoice:
-    """Names of formats, None where nothing fits."""
+    """Names of formats, None if none matches."""
 
     tool_format: str | None
     reasoning_format: str | None
 
 
-# In this order: the first row whose markers are all in the template (or among the tokens, where not one is) is taken.
+# In this order: the first row whose markers are all in the template (or, if none is, among the tokens) is used.
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>", "functions.")),
     ("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
@@ -81,7 +81,7 @@ _REASONING_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("kimi_k2", ("</think>", "<|im_middle|>")),
     ("qwen3", ("</think>",)),
 )
-# Where a turn begins or ends: what stands before the last of these is not the model's.
+# Beginnings and ends of turns: text before the last of these is not the model's.
 _BOUNDARIES = (
     "<|im_start|>",
     "<|im_end|>",
@@ -125,8 +125,8 @@ _BOUNDARIES = (
 def detect_formats(template_source: str, id_of: Callable[[str], int | None]) -> ParserChoice:
     """Return the formats whose markers are in a chat template; id_of looks a token up, as Tokenizer.id_of does.
 
-    Templates of reasoning models may leave the markers to the model: [THINK], <think> and </think> as tokens count too
-    where the template has no markers of reasoning.
+    Templates of reasoning models may leave the markers to the model: if the template has no reasoning markers, the tokens
+    [THINK], <think> and </think> count too.
     """
     tool_format = _first(_TOOL_MARKERS, template_source)
     reasoning_format = _first(_REASONING_MARKERS, template_source)
@@ -158,12 +158,12 @@ def starts_in_reasoning(prompt_tail: str, reasoning_format: str | None) -> bool:
 
 
 def starts_in_call(prompt_tail: str, tool_format: str | None) -> bool:
-    """Whether a rendered prompt ends with what opens a call, in a format whose template does that."""
+    """Whether a rendered prompt ends with the opening of a call, in a format whose template does that."""
     row = find_tool_format(tool_format)
     return row is not None and row.prompt_opens and prompt_tail.endswith(row.openers)
 
 
 def reads_without_tools(tool_format: str | None) -> bool:
-    """Whether outputs have to be read by this format although no tools are there to be called: content has marks of its own."""
+    """Whether outputs must be parsed with this format even without tools, because its content has markers."""
     row = find_tool_format(tool_format)
     return row is not None and bool(row.content_names)

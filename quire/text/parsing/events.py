@@ -1,4 +1,4 @@
-"""What the parser of model output reports, piece by piece, and the message that the pieces add up to."""
+"""The events of the parser of model output, and the message that they form."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CallStart:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments; the pieces of a call are to be joined as they are."""
+    """More of the JSON text of a call's arguments; the pieces of a call are concatenated unchanged."""
 
     index: int
     text: str
@@ -39,8 +39,8 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """A tool call is over. Every CallStart gets one, before the next CallStart; where the output broke off, the arguments
-    are as incomplete as it left them."""
+    """The end of a tool call. Every CallStart gets one, before the next CallStart; if the output was truncated, the arguments
+    are incomplete."""
 
     index: int
 
@@ -59,7 +59,7 @@ class ParsedCall:
 
 @dataclass(frozen=True, slots=True)
 class ParsedMessage:
-    """A whole message; "" where there is no content or reasoning."""
+    """A whole message; "" without content or reasoning."""
 
     content: str
     reasoning: str
@@ -67,7 +67,7 @@ class ParsedMessage:
 
 
 def fold(events: Iterable[ParserEvent]) -> ParsedMessage:
-    """Return the message that all events of one output add up to."""
+    """Return the message that all events of one output form."""
     content: list[str] = []
     reasoning: list[str] = []
     starts: list[CallStart] = []

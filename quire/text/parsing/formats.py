@@ -1,4 +1,4 @@
-"""The tables of tool call and reasoning formats: a row each, by the names that users give them."""
+"""The tables of tool call and reasoning formats, by their names in options."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.base.errors import ConfigError
 class JsonObject:
     """{"name": ..., "arguments": {...}}, alone or in a list, keys in any order.
 
-    is_strict    any other key means that this is no call
-    has_dotted   name.call(key="value") may stand in its place
+    is_strict    any other key means that this is not a call
+    has_dotted   name.call(key="value") is an alternative
     name_key     the key of the name
     """
 
@@ -32,11 +32,11 @@ class NameAsKey:
 class NamedJson:
     """The name in a header, then the arguments as a JSON object.
 
-    prefixes     what has to stand before the name, one of them
-    name_ends    what ends the name; name_stops too, but is not part of the header
-    id_marks     what may stand in the header between the name and an id of the model's own
-    fences       what may stand before the object, and closing_fences after it
-    has_list     a list of JsonObject may stand in its place
+    prefixes     one of these must precede the name
+    name_ends     end the name; name_stops do too, but are not part of the header
+    id_marks      may separate the name from the model's own id in the header
+    fences        may precede the object, and closing_fences may follow it
+    has_list      a list of JsonObject is an alternative
     has_own_id   the header is "functions.NAME:INDEX", and is the id of the call
     """
 
@@ -54,10 +54,10 @@ class NamedJson:
 class KeyedValues:
     """The name, then pairs of a key and a value in plain text, typed by the schema of the tool.
 
-    A value ends at a value_end after which, but for white space, a pair_open or an end or nothing comes.
-    text_key_ends   end a key whose value is a string, json_key_ends one whose value is JSON, whatever the schema says
+    A value ends at a value_end that is followed, after white space, by a pair_open, an end or the end of the output.
+    text_key_ends   end a key whose value is a string, json_key_ends one whose value is JSON, independent of the schema
     trims_newlines  one line break at the beginning and one at the end of a value belong to the format
-    has_json        a JSON object may stand in the place of the pairs
+    has_json        a JSON object is an alternative to the pairs
     """
 
     name_opens: tuple[str, ...]
@@ -76,7 +76,7 @@ class KeyedValues:
 
 @dataclass(frozen=True, slots=True)
 class BareObject:
-    """The name, then an object whose keys and words stand without quotes: f{key:value,other:[1,true]}.
+    """The name, then an object whose keys and words are unquoted: f{key:value,other:[1,true]}.
 
     prefixes  what has to stand before the name, one of them
     quotes    what strings stand between
@@ -105,12 +105,12 @@ Body = JsonObject | NameAsKey | NamedJson | KeyedValues | BareObject | Pythonic 
 class ToolFormat:
     """How a family writes tool calls.
 
-    openers     begin a call; of the markers, only these, sections, and what bodies begin with are looked for in text
+    openers     begin a call; in text only these, sections, and the beginnings of bodies are searched
     sections    stand before the first opener
     starts      first characters of a call without opener, at the beginning of the answer and after separators
-    separators  stand between calls that have no opener; in a list that is a comma, whatever the format
+    separators  separate calls that have no opener; in a list a comma, in every format
     trailers    may follow a call, any number of them
-    content_names  after an opener they stand for content; the format is then read where there are no tools, too
+    content_names  after an opener they mean content; the format is then also parsed without tools
     prompt_opens   the prompt may end with an opener, so that the output begins after it
     repeats     after a call the next one may follow without an opener, up to a trailer
     call_ids    "random": call_ and 24 letters or digits; "short": 9 letters or digits; "native": the model's own
@@ -132,7 +132,7 @@ class ToolFormat:
 class ReasoningFormat:
     """How a family writes reasoning; newlines around the markers that its template makes do not belong to the text.
 
-    content_opens, content_closes  stand around the answer, and are dropped
+    content_opens, content_closes  surround the answer, and are dropped
     """
 
     opens: tuple[str, ...]
@@ -409,12 +409,12 @@ def find_reasoning_format(name: str | None) -> ReasoningFormat | None:
 
 
 def is_harmony(tool_format: str | None, reasoning_format: str | None) -> bool:
-    """Whether one of the names stands for the format of messages with channels, which is read as a whole."""
+    """Whether one of the names is the format of messages with channels (harmony), which is parsed as a whole."""
     return tool_format == "openai" or reasoning_format == "openai_gptoss"
 
 
 def markers_of(tool_format: str | None, reasoning_format: str | None) -> tuple[str, ...]:
-    """Return the markers of two formats, to be looked up in a vocabulary for OutputParser's marker_token_ids."""
+    """Return the markers of two formats, for OutputParser's marker_token_ids."""
     found: dict[str, None] = {}
 
     def collect(texts: tuple[str, ...]) -> tuple[str, ...]:

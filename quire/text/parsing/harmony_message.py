@@ -1,4 +1,4 @@
-"""HarmonyMessage: reads outputs made of messages with a header, <|channel|>analysis<|message|>...<|end|>."""
+"""HarmonyMessage: parses outputs of messages with a header, <|channel|>analysis<|message|>...<|end|>."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _ROLE_RECIPIENT = " to="
 
 
 class HarmonyMessage(MessageReader):
-    """Channel analysis is reasoning, where that is wanted; a message to functions.NAME is a call; all else is content.
+    """Channel analysis is reasoning, if requested; a message to functions.NAME is a call; everything else is content.
 
-    A header in which the output ends is dropped.
+    An incomplete header at the end of the output is dropped.
     """
 
     def __init__(self, has_reasoning: bool, options: MessageOptions) -> None:
@@ -34,7 +34,7 @@ class HarmonyMessage(MessageReader):
         self._is_between = not options.starts_in_reasoning
 
     def read_part(self) -> Steps[None]:
-        """Read a text up to a marker and, where a header follows, that and the call that it begins."""
+        """Read a text up to a marker and, if a header follows, the header and its call."""
         is_between, self._is_between = self._is_between, False
         if is_between:
             options = (*self._header_opens, *(() if self.sink.has_text or self.sink.num_calls else (_ROLE_RECIPIENT,)))
@@ -51,7 +51,7 @@ class HarmonyMessage(MessageReader):
             self.write(marker)
 
     def _read_header(self, marker: str, is_between: bool) -> Steps[None]:
-        """Read a header and what it says of the message; a call is read whole."""
+        """Read a header and apply it; a call is read completely."""
         reader = self.reader
         reader.mark(len(marker), 2 * MAX_HEADER_CHARACTERS)
         draft = self.new_draft(own_ids=False)
@@ -89,7 +89,7 @@ class HarmonyMessage(MessageReader):
         return channel[0] if channel else "", None if found is None else found.group(1)
 
     def _read_arguments(self, write: Callable[[str], None]) -> Steps[None]:
-        """Write the arguments of a call, JSON or, where a tool takes it, plain text up to the end of the message."""
+        """Write the arguments of a call: JSON or, if the tool takes it, plain text up to the end of the message."""
         reader = self.reader
         yield from reader.skip_space()
         if (yield from reader.peek()) == "{":

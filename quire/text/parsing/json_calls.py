@@ -20,7 +20,7 @@ _OTHER_KEYS = ("type", "id")
 
 
 def read_object_call(draft: CallDraft, body: JsonObject) -> Steps[None]:
-    """Read {"name": ..., "arguments": ...} in any order; unknown keys are passed over, unless the body is strict."""
+    """Read {"name": ..., "arguments": ...} in any order; unknown keys are skipped, unless the body is strict."""
     reader = draft.reader
     yield from reader.skip_space()
     char = yield from reader.peek()
@@ -61,7 +61,7 @@ def read_object_call(draft: CallDraft, body: JsonObject) -> Steps[None]:
 
 
 def read_name_as_key(draft: CallDraft) -> Steps[None]:
-    """Read {"get_weather": {...}}, the first one after the bracket of a list or alone."""
+    """Read {"get_weather": {...}}, the first one in a list, or a single one."""
     reader = draft.reader
     yield from reader.skip_space()
     if not draft.is_in_list and (yield from reader.match(("[",))) is not None:
@@ -108,7 +108,7 @@ def read_named_call(draft: CallDraft, body: NamedJson) -> Steps[None]:
 def pass_value(reader: Reader, write: Callable[[str], None]) -> Steps[None]:
     """Read one JSON value and write it unchanged; its end is found by counting brackets outside of strings.
 
-    Raises RefusedError where brackets are nested deeper than MAX_NESTING, OutputEndError where the value is cut off.
+    Raises RefusedError if brackets are nested deeper than MAX_NESTING, OutputEndError if the value is truncated.
     """
     char = yield from reader.peek()
     if char not in '{["':
@@ -142,7 +142,7 @@ def pass_value(reader: Reader, write: Callable[[str], None]) -> Steps[None]:
 
 
 def _pass_scalar(reader: Reader, write: Callable[[str], None]) -> Steps[None]:
-    """Write a number or a word. Raises RefusedError where there is none."""
+    """Write a number or a literal. Raises RefusedError if there is none."""
     num_characters = 0
     while True:
         found = _SCALAR_END.search(reader.text, reader.position)
@@ -157,7 +157,7 @@ def _pass_scalar(reader: Reader, write: Callable[[str], None]) -> Steps[None]:
 
 
 def _pass_arguments(reader: Reader, write: Callable[[str], None]) -> Steps[None]:
-    """Write the value of the arguments; the JSON text that some models put into a string is taken out of it."""
+    """Write the value of the arguments; JSON text that some models put into a string is unquoted."""
     if (yield from reader.peek()) != '"':
         yield from pass_value(reader, write)
         return

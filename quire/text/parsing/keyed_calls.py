@@ -1,4 +1,4 @@
-"""Calls whose arguments are keys and values in plain text, written as JSON while they come."""
+"""Calls whose arguments are keys and values in plain text; converted to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ANY = frozenset[str]()
 
 
 def escape_piece(text: str) -> str:
-    """Return a part of a text as it stands inside a JSON string."""
+    """Return a part of a text, escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def read_keyed_call(draft: CallDraft, body: KeyedValues) -> Steps[None]:
-    """Read the name, then pairs until the call ends; what is cut off leaves the arguments open."""
+    """Read the name, then pairs until the call ends; truncated text leaves the arguments incomplete."""
     reader = draft.reader
     yield from reader.skip_space()
     if body.name_opens:
@@ -89,7 +89,7 @@ def _pass_value(reader: Reader, body: KeyedValues, write: Callable[[str], None])
 
 
 def find_end(reader: Reader, ends: tuple[str, ...]) -> tuple[int, str]:
-    """Return where a value end begins and which, or where the text ends that is surely not part of one, and ""."""
+    """Return the position and text of a value end, or the end of the text that is certainly not part of one, and ""."""
     text, start = reader.text, reader.position
     found = [(at, end) for end in ends if (at := text.find(end, start)) >= 0]
     if found:
@@ -104,7 +104,7 @@ def find_end(reader: Reader, ends: tuple[str, ...]) -> tuple[int, str]:
 
 
 def _is_end(reader: Reader, body: KeyedValues, offset: int) -> Steps[bool]:
-    """Whether what follows, `offset` characters on, can only follow a value; the end of the output does."""
+    """Whether the text after `offset` characters can only follow a value; the end of the output can."""
     options = (*body.pair_opens, *body.ends)
     longest = max(map(len, options))
     num_marker = offset

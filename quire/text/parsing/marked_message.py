@@ -1,4 +1,4 @@
-"""MarkedMessage: reads messages whose calls and reasoning stand between markers."""
+"""MarkedMessage: parses messages whose calls and reasoning are between markers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 class MarkedMessage(MessageReader):
     """Content, reasoning and calls.
 
-    What stands around an answer is dropped, an opening marker only at the beginning, a closing one only after that.
-    White space at the beginning, after reasoning and after a call is held until text follows, and dropped where a call or
-    nothing does. A call inside of reasoning ends it; what closes reasoning is plain text in content.
+    Markers around an answer are dropped: an opening marker only at the beginning, a closing one only after that.
+    White space at the beginning, after reasoning and after a call is held until text follows, and dropped if a call or
+    nothing follows. A call inside of reasoning ends the reasoning; the closing marker of reasoning is plain text in content.
     """
 
     def __init__(self, tools: ToolFormat | None, reasoning: ReasoningFormat | None, options: MessageOptions) -> None:
@@ -49,7 +49,7 @@ class MarkedMessage(MessageReader):
         self._starts_in_call = options.starts_in_call and tools is not None
 
     def read_part(self) -> Steps[None]:
-        """Read up to the end of some reasoning, of a call, or of a text that looked like a call."""
+        """Read up to the end of reasoning, of a call, or of a text that looked like a call."""
         if self._starts_in_call:
             self._starts_in_call = False
             yield from self._follow("")
@@ -62,7 +62,7 @@ class MarkedMessage(MessageReader):
             yield from self._follow(marker)
 
     def write(self, text: str) -> None:
-        """Add text, and before content the white space that was held."""
+        """Add text, preceded by held white space if it is content."""
         if text and not self.is_in_reasoning:
             self._leave_beginning()
             self._has_content = True
@@ -94,7 +94,7 @@ class MarkedMessage(MessageReader):
             yield from self.reader.match(("\n",))
 
     def _read_beginning(self) -> Steps[None]:
-        """Read what stands before content: white space, markers after a call, and the beginning of a call or reasoning."""
+        """Read the text before content: white space, markers after a call, and the beginning of a call or reasoning."""
         yield from self._hold_space()
         row, reader = self._format, self.reader
         after = () if row is None or not self._is_after_call else (*row.trailers, *(("]",) if self._is_in_list else ()))
@@ -124,7 +124,7 @@ class MarkedMessage(MessageReader):
             yield from self._follow(marker)
 
     def _write_rest(self, trailers: tuple[str, ...]) -> None:
-        """Write the white space held, now that content follows, or at the end what the output broke off in."""
+        """Write the held white space before content, or at the end the incomplete marker."""
         reader = self.reader
         if self._is_over(trailers):
             reader.take(len(reader.text))
@@ -136,7 +136,7 @@ class MarkedMessage(MessageReader):
         self.write(spaces)
 
     def _is_over(self, trailers: tuple[str, ...]) -> bool:
-        """Whether the output ends here, or in the beginning of a trailer."""
+        """Whether the output ends here, or inside a trailer."""
         reader = self.reader
         rest = reader.text[reader.position :] if reader.is_closed else ""
         return reader.is_closed and (not rest or any(trailer.startswith(rest) for trailer in trailers))
@@ -159,7 +159,7 @@ class MarkedMessage(MessageReader):
             yield from self._read_call(marker)
 
     def _read_call(self, marker: str, is_continued: bool = False) -> Steps[None]:
-        """Read a call after its first marker, or write that as text where no call follows."""
+        """Read a call after its first marker, or write the marker as text if no call follows."""
         reader, row = self.reader, self._format
         if row is None:
             raise InvariantError(f"a marker of tool calls was found, {marker!r}, and tool calls are not looked for")

@@ -1,4 +1,4 @@
-"""MarkerScan: finds the first of some markers in a text, and what may become one at its end."""
+"""MarkerScan: finds the first of several markers in a text, and possible beginnings of one at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MarkerScan:
         return self._pattern.search(text, start)
 
     def sure_end(self, text: str, start: int) -> int:
-        """Return where the text ends that cannot become part of a marker, whatever follows."""
+        """Return the end of the text that cannot become part of a marker."""
         for candidate in self.triggers.finditer(text, max(start, len(text) - self._longest + 1)):
             if text[candidate.start() :] in self._prefixes:
                 return candidate.start()

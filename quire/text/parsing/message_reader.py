@@ -1,4 +1,4 @@
-"""MessageReader: what the readers of all formats share, plain text up to a marker and calls that may be none."""
+"""MessageReader: the base of the readers of all formats: plain text up to a marker, and possible calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_HELD_CHARACTERS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class MessageOptions:
-    """What a reader needs beside its format; see OutputParser."""
+    """The options of a reader other than its format; see OutputParser."""
 
     gate: SpecialTokenGate
     tools: Mapping[str, Tool]
@@ -34,12 +34,12 @@ class MessageOptions:
 
 
 class MessageReader(ABC):
-    """Reads one message; `steps` is the generator to be resumed whenever there is more text.
+    """Reads one message; `steps` is a generator to resume whenever there is more text.
 
-    is_in_reasoning  whether what comes next is reasoning, as far as it is known
-    spaces           white space that is held until it is known what follows
-    is_complete      the rest of the output will be dropped, as only one call is allowed and it is there
-    plain_triggers   text without a character that this matches is plain now and need not be read; None: it has to be
+    is_in_reasoning  whether the next text is reasoning, as far as known
+    spaces           white space that is held until the next text is known
+    is_complete      the rest of the output will be dropped, since only one call is allowed and it is complete
+    plain_triggers   text without a match of this needs no parsing at present; None: all text must be parsed
     """
 
     def __init__(self, options: MessageOptions) -> None:
@@ -52,7 +52,7 @@ class MessageReader(ABC):
         self.plain_triggers: re.Pattern[str] | None = None
 
     def steps(self) -> Steps[None]:
-        """Read the whole message, and wait for text where there is none."""
+        """Read the whole message, waiting for text if there is none."""
         try:
             while not self.is_complete:
                 yield from self.read_part()
@@ -67,7 +67,7 @@ class MessageReader(ABC):
         """Read a part of the message. Raises OutputEndError at its end."""
 
     def write(self, text: str) -> None:
-        """Add text to the reasoning or to the content, wherever the reader is."""
+        """Add text to the reasoning or the content, by the reader's state."""
         self.sink.write(text, self.is_in_reasoning)
 
     def read_text(self, scan: MarkerScan) -> Steps[str]:
@@ -100,13 +100,13 @@ class MessageReader(ABC):
         self.spaces.clear()
 
     def end_call(self) -> None:
-        """End an accepted call, wherever its text broke off."""
+        """End an accepted call, even if its text is incomplete."""
         self.sink.end_call()
         self.is_complete = not self.options.parallel_tool_calls
 
 
 def read_body(draft: CallDraft, body: Body) -> Steps[None]:
-    """Read a call by the row of its format. Raises RefusedError where it is none, or stops being one."""
+    """Read a call in the given format. Raises RefusedError if it is not one."""
     if isinstance(body, JsonObject):
         yield from read_object_call(draft, body)
     elif isinstance(body, NameAsKey):

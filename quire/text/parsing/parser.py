@@ -1,6 +1,6 @@
-"""OutputParser: the text of an output, as it comes, into content, reasoning and tool calls.
+"""OutputParser: incrementally splits the text of an output into content, reasoning and tool calls.
 
-One whole output and its parts give events that fold to the same message, however the text is cut: there is no second parser.
+The events of an output fold to the same message however the text is split, so whole outputs need no second parser.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["OutputParser", "Tool"]
 
 
 class OutputParser:
-    """Parses one output. Text has to be decoded with special tokens written out, and without the one that ended it.
+    """Parses one output. Text must be decoded with special tokens included, and without the one that ended it.
 
     tool_format, reasoning_format  names of the tables in formats.py; None: calls or reasoning are left in the text
-    tools                what may be called; any other name makes no call but text. None at all: calls are left in the text
-    starts_in_reasoning  what the end of the prompt says, see detection.starts_in_reasoning
+    tools                the tools that may be called; calls of other names are text. Empty: all calls are left in the text
+    starts_in_reasoning  whether the prompt ends in reasoning, see detection.starts_in_reasoning
     starts_in_call       likewise, see detection.starts_in_call
-    parallel_tool_calls  False: the output is cut after its first call; what follows is dropped, see is_complete
-    make_call_id         (name, index) -> id; None: a random one as the format wants it. Ids that the model wrote are kept.
-    marker_token_ids     markers that are special tokens -> their ids. Such a marker in the text counts only where its token
-                         came, so that one spelled out in prose does not; see formats.markers_of. Others are found in text.
-    Raises ConfigError for an unknown format. Never raises for what a model wrote.
+    parallel_tool_calls  False: the output ends after its first call; later text is dropped, see is_complete
+    make_call_id         (name, index) -> id; None: a random one in the format's form. Ids that the model wrote are kept.
+    marker_token_ids     markers that are special tokens -> their ids. Such a marker in the text counts only if its token
+                         arrived, not if it is spelled out in prose; see formats.markers_of. Others are found in text.
+    Raises ConfigError for an unknown format. Never raises for a model's output.
     """
 
     def __init__(
@@ -68,27 +68,28 @@ class OutputParser:
         else:
             self._message = MarkedMessage(tool_row, reasoning_row, options)
         self._steps = self._message.steps()
-        # One that is left open would end while the interpreter does, and look for exceptions in modules that are gone.
+        # An open generator would be closed at interpreter exit, when the modules of its exceptions are gone.
         weakref.finalize(self, self._steps.close)
         next(self._steps)
 
     @property
     def is_in_reasoning(self) -> bool:
-        """Whether the output stands in its reasoning, as far as that is sure."""
+        """Whether the output is in its reasoning, as far as certain."""
         return self._message.is_in_reasoning
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that follows will be dropped, so that generating may stop: the only call allowed is there."""
+        """Whether further text will be dropped, so that generation may stop: the only allowed call is complete."""
         return self._message.is_complete
 
     @property
     def num_steps(self) -> int:
-        """How much work was done, in characters looked at; it is linear in the text."""
+        """The work done, in inspected characters; it is linear in the text."""
         return self._message.reader.num_steps
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[ParserEvent]:
-        """Return what a piece of text adds. token_ids are those that came since the last call; their text may come later."""
+        """Return the events of a piece of text. token_ids are the new tokens since the last call; their text may arrive
+        later."""
         message = self._message
         text = self._gate.feed(text, token_ids)
         if not text:
@@ -103,7 +104,7 @@ class OutputParser:
         return message.sink.take()
 
     def finish(self) -> list[ParserEvent]:
-        """Return what was held back, at the end of the output; call it once."""
+        """Return the remaining events at the end of the output. Call once."""
         reader = self._message.reader
         reader.feed(self._gate.finish())
         reader.is_closed = True

@@ -1,4 +1,4 @@
-"""Calls written as Python does, name(key=value, ...), with the values turned into JSON while they come."""
+"""Calls written as Python does, name(key=value, ...), with the values converted to JSON incrementally."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[[str], None]
 
 
 def read_pythonic_call(draft: CallDraft, suffix: str = "", *, has_list: bool = True) -> Steps[None]:
-    """Read one call, in a list or alone; `suffix` stands after its name. Raises RefusedError where it is none."""
+    """Read one call, in a list or alone; `suffix` follows its name. Raises RefusedError if it is not a call."""
     reader = draft.reader
     yield from reader.skip_space()
     if has_list and not draft.is_in_list:
@@ -148,7 +148,7 @@ def _read_escape(reader: Reader) -> Steps[str]:
 
 
 def _word_to_json(word: str) -> str:
-    """Return a number or a word as JSON; a name that means nothing becomes a string."""
+    """Return a number or a word as JSON; an unknown name becomes a string."""
     if _NUMBER.fullmatch(word):
         return word
     if word in _WORDS or len(word) > _MAX_NUMBER_CHARACTERS:

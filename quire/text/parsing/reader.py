@@ -1,6 +1,6 @@
-"""Reader: the text of an output as it comes in, read by generators that yield wherever they need more of it.
+"""Reader: the incoming text of an output, read by generators that yield whenever they need more of it.
 
-What a generator returns must not depend on how the text was cut: it waits as long as more text could change its answer.
+The result of a generator must not depend on how the text was split: it waits as long as more text could change the result.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class RefusedError(Exception):
-    """The text at hand is not what its beginning promised, a tool call."""
+    """The text is not a tool call, although it began like one."""
 
 
 class LimitError(RefusedError):
-    """More text was marked than may be held."""
+    """The held text exceeds the limit."""
 
 
 class OutputEndError(RefusedError):
-    """The output is over."""
+    """The output has ended."""
 
 
 class Reader:
-    """The text that is not read yet, and where reading stands.
+    """The unread text and the reading position.
 
     text, position  the next character is text[position]; both move when text is fed, so keep only distances across a yield
-    num_steps       the characters that were looked at so far, repetitions counted, and the waits; it grows linearly
+    num_steps       the number of inspected characters (with repetitions) and waits; it grows linearly
     """
 
     __slots__ = ("_limit", "_mark", "is_closed", "num_steps", "position", "text")
@@ -60,16 +60,16 @@ class Reader:
         self._limit = limit
 
     def unmark(self) -> None:
-        """Forget the mark. Raises LimitError where more was read since than may be held."""
+        """Remove the mark. Raises LimitError if more was read since than may be held."""
         mark, self._mark = self._mark, None
         if mark is not None and self.position - mark > self._limit:
             self._mark = mark
             raise LimitError
 
     def go_back(self, num_kept: int, error: RefusedError) -> str:
-        """Give up what was read since the mark, because of `error`; return the part of it that is read for good.
+        """Go back to the mark because of `error`; return the part of the text that will not be read again.
 
-        num_kept  characters after the mark that are not read again; all are kept where reading again would take long
+        num_kept  characters after the mark that are not read again; all of them if reading again would take long
         """
         mark = self.position if self._mark is None else self._mark
         end = mark + self._limit if isinstance(error, LimitError) else self.position
@@ -81,7 +81,7 @@ class Reader:
         return self.text[mark:end]
 
     def wait(self) -> Steps[None]:
-        """Wait for more text. Raises OutputEndError where none will come, LimitError where too much is held."""
+        """Wait for more text. Raises OutputEndError if the output has ended, LimitError if too much is held."""
         self.num_steps += 1
         if self._mark is not None and len(self.text) - self._mark > self._limit:
             raise LimitError
@@ -103,7 +103,7 @@ class Reader:
         return self.text[self.position]
 
     def skip_space(self) -> Steps[None]:
-        """Read white space. Raises OutputEndError where nothing follows."""
+        """Read white space. Raises OutputEndError if nothing follows."""
         while True:
             found = _SPACE.match(self.text, self.position)
             self.take(self.position if found is None else found.end())
@@ -112,7 +112,7 @@ class Reader:
             yield from self.wait()
 
     def expect(self, options: tuple[str, ...]) -> Steps[str]:
-        """Read one of the options. Raises RefusedError where none is next."""
+        """Read one of the options. Raises RefusedError if none is next."""
         found = yield from self.match(options)
         if found is None:
             if self.position + max(map(len, options)) > len(self.text) and self.is_closed:
@@ -140,7 +140,7 @@ class Reader:
     def read_until(self, ends: tuple[str, ...], stops: tuple[str, ...] = ()) -> Steps[str]:
         """Return the text before the first of ends or stops, none of which contains another; an end is read too.
 
-        Raises RefusedError where none comes within MAX_HEADER_CHARACTERS.
+        Raises RefusedError if there is none within MAX_HEADER_CHARACTERS.
         """
         options = (*ends, *stops)
         longest = max(map(len, options))

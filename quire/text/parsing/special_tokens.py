@@ -1,17 +1,17 @@
-"""SpecialTokenGate: tells markers that are special tokens from the same text written out by the model."""
+"""SpecialTokenGate: distinguishes markers that are special tokens from the same text in other tokens."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-# Lone surrogates cannot be in decoded text, so one of them can stand for a marker.
+# Decoded text has no lone surrogates, so one of them can represent a marker.
 _FIRST_STAND_IN = 0xD800
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class SpecialTokenGate:
-    """Replaces every marker whose token has arrived by one character that stands for it, and leaves other text alone.
+    """Replaces every marker whose token has arrived by a single character, and leaves other text unchanged.
 
     marker_token_ids  marker -> id of its special token
     A marker in the text counts only while more of its tokens have arrived than were consumed: text may lag behind its
@@ -27,11 +27,11 @@ class SpecialTokenGate:
         self._held = ""
 
     def strict(self, markers: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what markers have to look like where only special tokens count, if they are."""
+        """Return the form of markers where only special tokens count, if they are special tokens."""
         return tuple(self._stand_ins.get(marker, marker) for marker in markers)
 
     def lenient(self, markers: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what markers may look like where their text counts too."""
+        """Return the forms of markers where their text counts too."""
         return (*markers, *(self._stand_ins[marker] for marker in markers if marker in self._stand_ins))
 
     def restore(self, text: str) -> str:
@@ -39,7 +39,7 @@ class SpecialTokenGate:
         return text if text.isascii() or not self._stand_ins else text.translate(self._restored)
 
     def feed(self, text: str, token_ids: Sequence[int]) -> str:
-        """Return the text that is sure now, with the markers replaced."""
+        """Return the text that is now certain, with the markers replaced."""
         if not self._stand_ins:
             return text
         for token_id in token_ids:

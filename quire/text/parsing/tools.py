@@ -1,4 +1,4 @@
-"""Tool: what the parser has to know of a tool, and how the text of an argument becomes a value of its schema."""
+"""Tool: the description of a tool for the parser, and the conversion of an argument's text by its schema."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Tool:
 
 
 def types_of(tool: Tool, argument: str) -> frozenset[str]:
-    """Return the JSON types that the schema allows for an argument, {"string"} where it says nothing."""
+    """Return the JSON types that the schema allows for an argument, {"string"} if it does not say."""
     return argument_types.types_of(tool.parameters, argument)
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """Return the JSON text of an argument that the model wrote as plain text; what fits no other type is a string."""
+    """Return the JSON text of an argument that the model wrote as plain text; text that matches no other type is a string."""
     stripped = text.strip()
     if stripped in _WORDS:
         word = json.dumps(_WORDS[stripped])

@@ -1,4 +1,4 @@
-"""`quire bench overhead`: a real server beside LLM.generate, with a model that takes no time."""
+"""`quire bench overhead`: a real server compared with LLM.generate, with a model that takes no time."""
 
 import json
 import sys

@@ -48,7 +48,7 @@ class HeldGrammar:
 
 
 class HeldMatcher(WrappingMatcher):
-    """Fills its masks by itself, behind the gate, and notes whoever touches it meanwhile."""
+    """Fills its masks after the gate opens, and records concurrent accesses."""
 
     first_mask_s = float("inf")
 

@@ -57,7 +57,7 @@ def random_params(rng):
 
 
 def describe(output):
-    """Return what a request has come to."""
+    """Return the results of a request."""
     if hasattr(output.outputs, "embedding"):
         return output.outputs.embedding
     logprobs = [choice.logprobs and [list(entry) for entry in choice.logprobs] for choice in output.outputs]
@@ -66,7 +66,7 @@ def describe(output):
 
 
 def outputs_of(engine, seed):
-    """Run random requests that come a few at a time; return what each has come to."""
+    """Run random requests that arrive a few at a time; return the results of each."""
     rng = random.Random(seed)
     shared = [rng.randrange(200) for _ in range(40)]
     left = [

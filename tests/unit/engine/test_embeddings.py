@@ -47,7 +47,7 @@ def embed(llm, indices=range(6)):
 
 
 def run_beside_strangers(engine):
-    """Embed every prompt while others generate; return the vectors in order, and the tokens of the others."""
+    """Embed every prompt while other requests generate; return the vectors in order, and the others' tokens."""
     ends = {}
     for index, (prompt, params) in enumerate(STRANGERS):
         engine.add_request(f"g{index}", prompt, SamplingParams(max_tokens=30, ignore_eos=True, **params), "final")

@@ -1,4 +1,4 @@
-"""Slow grammars: whoever waits for a mask delays nobody else, and gets the tokens that it would have got."""
+"""Slow grammars: a sequence that waits for a mask delays no other, and gets the same tokens."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""JSON behind reasoning and in calls of tools that comes to an end within its tokens."""
+"""JSON after reasoning and in tool calls that is completed within max_tokens."""
 
 import json
 import random
@@ -86,7 +86,7 @@ def draw(matcher, rng, max_tokens):
 
 
 def value_of(vocabulary, name, tokens):
-    """Return the value that stands behind the reasoning, or in the first call."""
+    """Return the value after the reasoning, or in the first call."""
     text = b"".join(vocabulary.tokens[token_id] for token_id in tokens).decode(errors="replace")
     if name != "calls" and not (name == "maybe" and text.startswith("{")):
         text = text.split(SPECIAL if name == "special" else "</think>", maxsplit=1)[1].strip()

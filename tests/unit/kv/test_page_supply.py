@@ -1,4 +1,4 @@
-"""Pages of a pool are taken before its blocks are used: some at the start, more as blocks are used, none beside a step."""
+"""Pages of a pool are allocated before its blocks are used: some at start, more as blocks are used, none during a step."""
 
 import ctypes
 import threading

@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 
 class LateBuffer:
-    """A buffer whose copies are made when somebody waits for them, and not before."""
+    """A buffer whose copies are made only when they are awaited."""
 
     def __init__(self, num_bytes):
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8)

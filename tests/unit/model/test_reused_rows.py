@@ -1,4 +1,4 @@
-"""Rows that are handed out again: never those that somebody still holds."""
+"""Rows are reused, but never while they are referenced."""
 
 import pytest
 import torch

@@ -59,7 +59,7 @@ class Batch:
         self.tables = [np.arange(per_sequence) + index * per_sequence for index in range(num_sequences)]
 
     def best(self, first, tokens, screens, needs_logits=False):
-        """Compute tokens [S][T] from position `first` on; return logits behind each last one, and the best tokens."""
+        """Compute tokens [S][T] from position `first` on; return the logits after each last one, and the best tokens."""
         self.decoder.plan.screens = screens
         count = len(tokens[0])
         starts = [index * count for index in range(len(tokens) + 1)]

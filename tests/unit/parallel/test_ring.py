@@ -1,4 +1,4 @@
-"""MessageRing: every message reaches every reader once, in order, whoever is slow."""
+"""MessageRing: every message reaches every reader once, in order, also with slow readers."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Shards: every thing has one rank, sizes follow shares, nobody is empty who need not be."""
+"""Shards: every item belongs to one rank, sizes follow the shares, and no rank is empty without need."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""SharedMemoryFile: areas that processes share, which leave nothing behind."""
+"""SharedMemoryFile: areas that processes share, without leaks."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What of an exception may be told to whoever asks."""
+"""The part of an exception that clients may see."""
 
 import random
 import string

@@ -47,7 +47,7 @@ class Oracle(Fake):
 
 
 class Adversary(Oracle):
-    """Never right: every token is one beside the true one."""
+    """Never right: every token differs from the true one."""
 
     def draft(self, sequence):
         return [(token_id + 1) % 300 for token_id in super().draft(sequence)]
@@ -88,7 +88,7 @@ class RandomTree(Oracle):
 
 
 class OracleTree(RandomTree):
-    """The true continuation, every token of it beside wrong siblings, which have wrong descendants."""
+    """The true continuation, with wrong siblings of every token, which have wrong descendants."""
 
     def tree(self, sequence):
         return self.hide(sequence, self.count)

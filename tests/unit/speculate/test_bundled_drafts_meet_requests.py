@@ -1,4 +1,4 @@
-"""What a request may ask for beside tokens, where runs of drafts are accepted: the answers are those of plain decoding."""
+"""Options of requests other than tokens, with accepted runs of drafts: the answers equal those of plain decoding."""
 
 import asyncio
 import functools

@@ -76,7 +76,7 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(tiny_model, tmp
 
 
 def expect_same_behind_other_tokens(fresh, llm, by_prompt):
-    """What was published can be found: full blocks of verified tokens, whatever was drafted behind them meanwhile."""
+    """Published blocks can be found: full blocks of verified tokens, independent of drafts after them."""
     request = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     for (prompt, _), known in by_prompt.items():
         for count in (9, 33):

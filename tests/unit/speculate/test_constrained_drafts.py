@@ -1,4 +1,4 @@
-"""Drafts and constraints together: the outputs are those of constrained decoding without drafts, whoever drafts."""
+"""Drafts and constraints together: with every method the outputs equal those of constrained decoding without drafts."""
 
 import json
 from importlib.util import find_spec

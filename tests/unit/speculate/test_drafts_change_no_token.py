@@ -1,4 +1,4 @@
-"""Speculation changes no token: whoever drafts, however it samples, and whatever happens to the sequences meanwhile."""
+"""Speculation changes no token, with any method, any sampling, and any scheduling of the sequences."""
 
 from pathlib import Path
 
@@ -295,7 +295,7 @@ def test_beam_search_says_that_methods_draft_nothing_there(tiny_model, caplog):
             outputs = [output for _ in range(2) for output in llm.beam_search(PROMPTS[4:6], asked)]
         found.append([[(beam.tokens, beam.cumulative_logprob) for beam in output.sequences] for output in outputs])
         assert llm.llm_engine.stats.num_drafts == 0
-        assert caplog.text.count("beam search drafts what constraints force alone") == 2 * bool(drafting)
+        assert caplog.text.count("beam search only drafts tokens that constraints force") == 2 * bool(drafting)
         llm.close()
     assert found[0] == found[1]
 

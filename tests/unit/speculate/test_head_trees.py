@@ -27,7 +27,7 @@ def sequence(tokens, **params):
 
 
 class Case:
-    """A head beside a model, over random features of one sequence."""
+    """A draft head next to a model, over random features of one sequence."""
 
     def __init__(self, target, folder, kind):
         self.head = read_layer_head(folder, kind.split()[0], target.spec)
@@ -45,7 +45,7 @@ class Case:
         return HeadTrees(self.model, kv, None if self.head.vocabulary is None else self.ids, top_k, depth)
 
     def behind(self, path):
-        """Return the logits behind a path, computed as a chain."""
+        """Return the logits after a path, computed as a chain."""
         kv, first = self.first()
         logits = self.model.enter(*self.args(first), kv, first.features, [LENGTH - 1])
         for place, token_id in enumerate(path):

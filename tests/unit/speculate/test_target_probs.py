@@ -52,7 +52,7 @@ def p_value(counts, shares):
 
 
 def law(logits, output, sampler):
-    """Return the shares of tokens [V] behind an output, written from what the parameters mean."""
+    """Return the probabilities of tokens [V] after an output, computed from the definition of the parameters."""
     x = logits.double().clone()
     for token_id, bias in sampler.get("logit_bias", {}).items():
         x[token_id] += bias
@@ -73,14 +73,14 @@ def law(logits, output, sampler):
 
 
 def joint_law(world, sampler):
-    """Return the shares of two tokens [V, V], one behind the other."""
+    """Return the probabilities of two consecutive tokens [V, V]."""
     first = law(world[0], [], sampler)
     return torch.stack([first[token] * law(world[1 + token], [token], sampler) for token in range(VOCAB)])
 
 
 @pytest.fixture(scope="module")
 def world():
-    """Logits behind the prompt, and behind every token (row 1 + token)."""
+    """Logits after the prompt, and after every token (row 1 + token)."""
     return torch.randn(1 + VOCAB, VOCAB, generator=torch.Generator().manual_seed(0)) * 1.5
 
 

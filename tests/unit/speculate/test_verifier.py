@@ -131,7 +131,7 @@ class Forced:
         return sample(part, rows, draw)
 
     def verify(self, num_forced, num_unasked=0):
-        """Verify a draft, of which so many first tokens are known to be forced, and so many have no logits behind them."""
+        """Verify a draft with the given number of forced first tokens, and of tokens without logits."""
         request = Request(
             request_id="a",
             prompt_token_ids=(1, 2),

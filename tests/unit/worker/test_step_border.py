@@ -54,7 +54,7 @@ def calls(monkeypatch):
 
 
 def run_everything(llm):
-    """Run requests of all kinds, more than fit; return what each has come to, and the tokens by prompt and choice."""
+    """Run requests of all kinds, more than fit; return the results of each, and the tokens by prompt and choice."""
     common = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
     asked = [
         SamplingParams(temperature=0.0, **common),

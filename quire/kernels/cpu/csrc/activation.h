@@ -30,7 +30,7 @@ QUIRE_INLINE F32 gelu_tanh(F32 x) {
     return x / (set1(1.0f) + exp_unflushed(u * set1(-2.0f)));
 }
 
-// The second operand of max is what stays where x is NaN.
+// max returns its second operand if x is NaN.
 QUIRE_INLINE F32 relu(F32 x) { return max(zero(), x); }
 
 QUIRE_INLINE F32 relu2(F32 x) {
@@ -44,7 +44,7 @@ QUIRE_INLINE F32 xielu(F32 x, float positive, float negative) {
     return half + select(x > zero(), set1(positive) * x * x, set1(negative) * bent);
 }
 
-// (u + 1) g / (1 + e^(-slope g)), g = min(x, limit), u = y between -limit and limit. NaN stays, as the second operand.
+// (u + 1) g / (1 + e^(-slope g)), g = min(x, limit), u = y between -limit and limit. NaN is kept, as the second operand.
 QUIRE_INLINE F32 clamped_gate(F32 x, F32 y, float limit, float slope) {
     const F32 g = min(set1(limit), x), u = max(set1(-limit), min(set1(limit), y));
     return (u + set1(1.0f)) * (g / (set1(1.0f) + exp_unflushed(g * set1(-slope))));

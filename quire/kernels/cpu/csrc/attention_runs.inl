@@ -1,4 +1,4 @@
-// Reading and writing the cache's layout: runs brought into the layout that the products read, and a token's store. Included by
+// Reading and writing the cache's layout: runs are converted to the layout of the products, and tokens are stored. Included by
 // attention.inl.
 #pragma once
 #include "attention_tile.inl"
@@ -11,7 +11,7 @@ QUIRE_INLINE i64 scale_element(const KvLayer& kv, i64 block, i32 head, i32 offse
     return (block * kv.kv_heads + head) * kv.block_size + offset;
 }
 
-// The bits of x rounded to bf16, in the upper half of each lane; the lower half is left over.
+// The bits of x rounded to bf16, in the upper half of each lane; the lower half is undefined.
 QUIRE_INLINE I32 round_bits(F32 x) {
     const I32 u = as_i32(x);
     return select(is_nan(x), u | set1(0x400000), u + (shift_right<16>(u) & set1(1)) + set1(0x7fff));
@@ -24,7 +24,7 @@ QUIRE_INLINE void split_pair(I32 pair, F32& low, F32& high) {
     high = as_f32(upper_half(pair));
 }
 
-// Two numbers a lane as Kind holds them: one vector of pairs, or two vectors `stride` bytes apart.
+// Two numbers per lane in the form of Kind: one vector of pairs, or two vectors `stride` bytes apart.
 template <class Kind, KvFormat FORMAT>
 QUIRE_INLINE void put_two(u8* to, i64 stride, F32 low, F32 high) {
     if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {  // eight bits need no rounding
@@ -49,7 +49,7 @@ QUIRE_INLINE void get_two(const u8* from, i64 at, i64 apart, Mask lanes, F32& lo
     }
 }
 
-// What is fetched while run `run` of a group is converted: its part of the group that is read next.
+// Prefetch, while run `run` of a group is converted, its part of the next group.
 struct AheadOfRun {
     Ahead ahead;
     int run;
@@ -82,7 +82,7 @@ static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u
     }
 }
 
-// Values of a run into those of Kind, with whole vectors a step: what lies past head_dim is 0.
+// Values of a run into those of Kind, in whole vectors per step: values past head_dim are 0.
 template <class Kind, KvFormat FORMAT>
 static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
     const i64 stride = round_up(head_dim, 16) * 4;
@@ -127,7 +127,7 @@ static void convert_values(KvFormat format, const u8* from, const AheadOfRun& ne
     convert_values<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
-// Whether the values of a run, as Kind holds them, are neither infinite nor NaN.
+// Whether the values of a run, in the form of Kind, are finite.
 template <class Kind>
 static bool is_finite_run(const u8* values, i64 stride) {
     const I32 exponent = set1(0x7f800000);
@@ -177,7 +177,7 @@ static void store_f32_head(i32 dim, int token, float* keys, float* values, const
     }
 }
 
-// Write x as codes, `step` apart, and return their scale: 0 for zeros, NaN where x has one.
+// Write x as codes, `step` apart, and return their scale: 0 for zeros, NaN if x has a NaN.
 static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
     F32 highest = zero();
     u32 nans = 0;

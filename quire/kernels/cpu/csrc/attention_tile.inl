@@ -1,7 +1,7 @@
 // One tile of attention: some rows of q against one chunk of cached tokens. Included by attention.inl.
 //
-// A row is (token, query head). What is computed for one row never depends on the other rows of its tile: products are one chain of
-// sums a result, and what a row does not see adds exact zeros.
+// A row is (token, query head). The result of a row never depends on the other rows of its tile: each product is one chain of
+// sums, and tokens that a row does not attend to add exact zeros.
 #pragma once
 #include "attention.h"
 #include "simd.h"
@@ -9,14 +9,14 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-constexpr int CHUNK_RUNS = 16;   // runs of a chunk, whose softmax is taken at once
+constexpr int CHUNK_RUNS = 16;   // runs of a chunk, the block of the softmax
 constexpr int CHUNK = RUN * CHUNK_RUNS;
-constexpr int GROUP = 4;         // runs whose keys, or values, are held in the first cache while all rows pass
+constexpr int GROUP = 4;         // runs whose keys or values stay in the L1 cache for all rows
 constexpr int MAX_ROWS = 48;     // rows of a tile
 constexpr float LOWEST = -3.40282347e38f;
-// Scaled scores that softmax_row_roughly takes, in size: what lies between two of them must be finite.
+// The largest magnitude of scaled scores for softmax_row_roughly: differences between two of them must be finite.
 constexpr float MAX_ROUGH = 1e30f;
-// In units of 16 lanes, one row of weights or scores, and a line more, so that rows do not fall into the same cache sets.
+// In units of 16 lanes, one row of weights or scores, plus one line, so that rows do not map to the same cache sets.
 constexpr i64 SCORE_STRIDE = CHUNK + 16;
 // Rows and vectors of a register tile.
 constexpr int TILE_ROWS = QUIRE_LEVEL == 2 ? 6 : QUIRE_LEVEL == 1 ? 4 : 2;
@@ -43,7 +43,7 @@ QUIRE_INLINE F32 exp_negative(F32 x) {
     return zero_below(set1(-86.0f), x, as_f32(as_i32(p) + shift_left<23>(as_i32(shifted))));
 }
 
-// How a number type is multiplied: a unit is 4 bytes, one f32 or a pair of bf16, and a step takes one unit of every row.
+// Products of a number type: a unit is 4 bytes, one f32 or a pair of bf16, and a step uses one unit of every row.
 struct KindBf16 {
     static constexpr bool is_bf16 = true;
     static constexpr int units = 2;                // numbers of a unit
@@ -71,8 +71,8 @@ struct KindF32 {
 
 #define QUIRE_UNROLL _Pragma("GCC unroll 32")
 
-// The runs of the group that is read next, fetched line by line from all of them in turn: runs lie anywhere in memory, and
-// several streams together come in faster than one.
+// The runs of the next group, prefetched line by line, alternating between them: runs are scattered in memory, and
+// several streams together are faster than one.
 struct Ahead {
     const u8* runs[GROUP];
 };
@@ -166,7 +166,7 @@ static void sum_dims(const Product& product, i64 offset) {
         if (offset < product.run_stride) sum_dims<Kind, R, N - 1>(product, offset);
 }
 
-// What products of fewer runs than a group leave of the next group, as they fetch some lines a step.
+// Prefetch the lines of the next group that products of fewer runs than a group have not prefetched.
 static void fetch_rest_of_scores(const Product& product) { fetch_lines(product.ahead, product.num_runs * product.steps, GROUP * product.steps); }
 
 template <class Kind>
@@ -193,7 +193,7 @@ static void sum_rows(const Product& product, int num_rows) {
     sum_dims<Kind, R, tile_vectors(R)>(product, 0);
 }
 
-// The tokens [begin, end) that something sees.
+// The tokens [begin, end) that something attends to.
 struct Span {
     i32 begin, end;
 };
@@ -208,13 +208,13 @@ QUIRE_INLINE F32 hide(F32 x, Span seen, i32 token, F32 hidden) {
 
 // One row of a chunk's softmax. Tokens count from the chunk's start.
 struct SoftmaxRow {
-    float* scores;  // in: dot products; out: the weights, as Kind holds them
-    Span seen;      // tokens that the row sees
+    float* scores;  // in: dot products; out: the weights, in the form of Kind
+    Span seen;      // tokens that the row attends to
     Span runs;      // runs whose weights are read
     float max, sum;
 };
 
-// Set to zero the weights of runs that are read, but not seen.
+// Set to zero the weights of runs that are read but not attended to.
 template <class Kind>
 QUIRE_INLINE void clear_unseen(SoftmaxRow& row, int begin, int end) {
     u8* weights = reinterpret_cast<u8*>(row.scores);
@@ -223,7 +223,7 @@ QUIRE_INLINE void clear_unseen(SoftmaxRow& row, int begin, int end) {
     for (int run = larger(end, row.runs.begin); run < row.runs.end; ++run) Kind::put(weights + run * bytes, zero());
 }
 
-// 2^x for x <= 0 to 3e-6, a thousandth of what is lost when it is rounded to bf16, and 2^0 is 1; 0 or a denormal below -126; NaN stays.
+// 2^x for x <= 0 to 3e-6, a thousandth of the rounding error of bf16, and 2^0 is 1; 0 or a denormal below -126; NaN stays.
 QUIRE_INLINE F32 power_roughly(F32 x) {
     const F32 bounded = max(set1(-200.0f), x);
     const F32 n = round(bounded), f = bounded - n;
@@ -235,9 +235,9 @@ QUIRE_INLINE F32 power_roughly(F32 x) {
     return times_power(p, n);
 }
 
-// As softmax_row where weights are rounded to bf16 and scores are dot products alone: the scale is a part of the exponent. Returns
-// false, and has changed nothing that is seen, where scores are too large. The highest is taken off before scores are scaled: of two
-// rounded products what is left would be off by as much as large ones are.
+// As softmax_row, if weights are rounded to bf16 and scores are plain dot products: the scale is part of the exponent. Returns
+// false, without changing scores that are attended to, if scores are too large. The maximum is subtracted before scaling: the
+// difference of two rounded products would have the rounding error of the large ones.
 static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     const int begin = row.seen.begin / RUN, end = (row.seen.end + RUN - 1) / RUN;
     F32 highest = set1(LOWEST);
@@ -268,7 +268,7 @@ static bool softmax_row_roughly(const AttentionJob& job, SoftmaxRow& row) {
     return true;
 }
 
-// Turn a row's dot products into weights e^(s - max) and set max and sum. What is not seen gets weight 0.
+// Turn a row's dot products into weights e^(s - max) and set max and sum. Tokens that are not attended to get weight 0.
 template <class Kind, bool IS_SCALED>
 static void softmax_row(const AttentionJob& job, SoftmaxRow& row, const float* const* key_scales,
                         const float* const* value_scales) {

@@ -1,7 +1,6 @@
 // Rows of a draft tree against one chunk. Included by attention.inl.
-//
-// A draft sees what it would see in a chain of its ancestors: in the runs from draft 0 on, its keys and values are gathered so that
-// they stand as in that chain. Its row is then the chain's, bit for bit. The runs before are shared by all rows.
+// A draft attends to the same tokens as in a chain of its ancestors: in the runs from draft 0 on, its keys and values are gathered
+// into the order of that chain. Its row is then the chain's, bit for bit. All rows share the earlier runs.
 #pragma once
 #include "attention_chunk.inl"
 
@@ -34,7 +33,7 @@ static Path path_of(const Shape& shape, const Tile& tile, const Chunk& chunk, co
     return path;
 }
 
-// Where the runs of a path are in the cache, and where they are put together if its tokens lie elsewhere.
+// The runs of a path in the cache, and the buffer in which they are gathered if its tokens are elsewhere.
 struct PathRun {
     const u8* run;
     const float *key_scales, *value_scales;
@@ -90,7 +89,7 @@ static void gather_path(const AttentionJob& job, Path& path, bool is_keys) {
         }
         runs[run] = place.run;
         if (!is_keys) continue;
-        chunk.values[run] = place.run;  // to be fetched, which does no harm
+        chunk.values[run] = place.run;  // only prefetched, which is harmless
         chunk.key_scales[run] = place.key_scales;
         chunk.value_scales[run] = place.value_scales;
     }

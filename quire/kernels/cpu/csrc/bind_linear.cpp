@@ -26,10 +26,10 @@ namespace {
 
 constexpr i32 ROWS_PER_SHARE = 64;
 constexpr i64 SLAB_BYTES = 64 << 20;
-// Of bf12, a line behind the last panel is read, though not used.
+// For bf12, one line after the last panel is read but not used.
 constexpr i64 PAST_PANELS = 64;
 
-// The first exception of a team: none may leave its region.
+// The first exception of a team: exceptions must not leave the OpenMP region.
 struct Failure {
     std::mutex guard;
     std::exception_ptr first;
@@ -78,7 +78,7 @@ void pack_shares(const Packing& job, Worker& worker) {
     }
 }
 
-// No barrier is inside: a thread may end alone.
+// There is no barrier inside, so a thread may end early.
 void try_to_pack(void* argument, Worker& worker) {
     Packing& job = *static_cast<Packing*>(argument);
     try {
@@ -107,7 +107,7 @@ struct LinearCall {
     LinearJob job;
     Packed packed;
     LinearJob following;  // of what the job packs, where it does
-    int num_threads;  // that came, perhaps fewer than asked for
+    int num_threads;  // the actual number, possibly fewer than requested
 };
 
 void pack_call(void* argument, Worker& worker) {
@@ -261,7 +261,7 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
     if (weight.format == Format::bf12) take_exceptions(static_cast<size_t>(first) / 16, found);
 }
 
-// One stream, so that what a panel needs is there when it comes. Where there is no memory for it, all stays as it was.
+// Joined to one stream, so that a panel's data is prefetched. Without memory for it, nothing changes.
 void NativeWeight::take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found) {
     std::vector<Exception> all;
     std::vector<i64> starts;
@@ -303,7 +303,7 @@ void NativeWeight::set_extras(uintptr_t group_scales, uintptr_t group_offsets, u
     copy(column_order, columns, weight.columns, weight.k);
 }
 
-// The slab that takes weights now. It lives as long as they do.
+// The slab for new weights. It lives as long as its weights.
 Part Part::of(i64 size) {
     static std::mutex guard;
     static std::weak_ptr<Memory> current;

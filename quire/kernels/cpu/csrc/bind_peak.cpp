@@ -1,4 +1,4 @@
-// What the machine can do, measured by loops of its own: the other side of a benchmark's share.
+// The machine's peaks, measured by dedicated loops: the reference of a benchmark's share.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -13,7 +13,7 @@ using namespace quire;
 
 namespace {
 
-// What a thread reads at once: large enough to stream, small enough that a slow thread does not hold up the others.
+// Bytes that a thread reads at once: large enough to stream, small enough that a slow thread does not delay the others.
 constexpr i64 SHARE_BYTES = 512 << 10;
 
 const PeakTable& peak_of(const std::string& isa) {

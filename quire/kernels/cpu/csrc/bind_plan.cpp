@@ -20,7 +20,7 @@ using namespace nb::literals;
 namespace {
 using namespace quire;
 
-// What every call describes of its tokens, by the addresses of the arrays.
+// The description of a call's tokens, by the addresses of arrays.
 StepInput describe_tokens(uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                           uintptr_t context_lens, uintptr_t block_tables, i64 table_stride) {
     StepInput in;
@@ -212,7 +212,7 @@ void bind_drafts(PlanClass& plan) {
         }, nb::call_guard<nb::gil_scoped_release>(), "A step of a plan whose entry is not token.");
 }
 
-// What a step leaves behind.
+// The results of a step.
 void bind_results(PlanClass& plan) {
     plan.def("recycled", [](Plan& p, i32 count, uintptr_t out) {
             p.recycled(count, reinterpret_cast<float*>(out));
@@ -233,7 +233,7 @@ void bind_results(PlanClass& plan) {
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a);
 }
 
-// Screening by itself, for its tests.
+// The argmax prefilter, for its tests.
 i32 screened_best(const Screen& screen, const NativeWeight& head, uintptr_t x, i64 stride, i32 m, uintptr_t best_index, int num_threads, const std::string& isa) {
     struct Call {
         Screening screening;

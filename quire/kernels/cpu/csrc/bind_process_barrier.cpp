@@ -16,7 +16,7 @@ using namespace quire;
 
 namespace {
 
-// How long a wait goes on before it lets Python look at signals, so that Ctrl-C works.
+// The time between checks of Python's signals in a wait, so that Ctrl-C works.
 constexpr i64 SIGNAL_CHECK_NS = 100 * 1000 * 1000;
 
 BarrierState* state_at(uintptr_t address) { return reinterpret_cast<BarrierState*>(address); }

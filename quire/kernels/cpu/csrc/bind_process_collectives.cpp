@@ -15,7 +15,7 @@ using namespace quire;
 
 namespace {
 
-// How long a wait goes on before Python may look at signals, so that Ctrl-C works in a collective.
+// The time between checks of Python's signals in a wait, so that Ctrl-C works in a collective.
 constexpr i64 SIGNAL_CHECK_NS = 100 * 1000 * 1000;
 constexpr int CHECKS_PER_WARNING = 50;
 
@@ -32,7 +32,7 @@ struct NativeCollectives {
     i64 mailbox_bytes;
     uintptr_t mailboxes;  // [from, to], each sizeof(Mailbox) + mailbox_bytes
 
-    // Wait in pieces, between which Python sees signals. Throws what a signal's handler raised.
+    // Wait in intervals, with checks of Python's signals in between. Throws the exception of a signal handler.
     template <class Wait, class Missing>
     bool wait(Wait wait_ns, Missing missing) {
         for (int checks = 1;; ++checks) {

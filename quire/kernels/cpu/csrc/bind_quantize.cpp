@@ -26,7 +26,7 @@ struct Quantizing {
     bool is_mapped;
 };
 
-// The results are those of torch, which keeps denormals; run_team puts the callers' setting back.
+// The results equal torch's, which keeps denormals; run_team restores the callers' setting.
 void keep_denormals() {
 #if defined(__x86_64__)
     _mm_setcsr(_mm_getcsr() & ~0x8040u);
@@ -57,7 +57,7 @@ void encode_shares(void* argument, Worker& worker) {
     }
 }
 
-// Rows of a weight, and how they are quantised: what both steps are given.
+// Rows of a weight and their quantisation: the arguments of both steps.
 struct Rows {
     QuantizeJob job = {};
 

@@ -25,7 +25,7 @@ const SamplerTable& table_of(const Isa& isa) {
     return *kernels_for(isa.value_or("")).sampler;
 }
 
-// Kept from call to call: fresh pages cost as much as a row. One per calling thread.
+// Reused across calls, because fresh pages cost as much as a row. One per calling thread.
 u8* scratch_of(i64 num_bytes) {
     thread_local std::vector<u8> scratch;
     if (static_cast<i64>(scratch.size()) < num_bytes) scratch.resize(num_bytes);

@@ -1,4 +1,4 @@
-// The Python module. Pointers cross as integers (Tensor.data_ptr()); whoever calls has checked shapes and types.
+// The Python module. Pointers are passed as integers (Tensor.data_ptr()); the caller has checked shapes and types.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -23,7 +23,7 @@ void bind_process_collectives(nb::module_& m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Native CPU kernels of quire.";
-    // What an interpreter leaves behind when it ends is no leak of ours: objects that were frozen out of the collector stay.
+    // Objects that remain at interpreter exit are not leaks: objects that were frozen out of the garbage collector stay alive.
     nb::set_leak_warnings(false);
     m.def("isa", [] { return std::string(quire::kernels().name); }, "The instruction set whose kernels are used.");
     m.def(

@@ -22,7 +22,7 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
     return r;
 }
 
-// XCR0: which registers the system saves at a switch of threads. A processor can have AVX-512 that the system does not support.
+// XCR0: which registers the system saves at a switch of threads. A CPU can have AVX-512 without support by the operating system.
 u64 saved_registers() {
     unsigned low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
@@ -45,7 +45,7 @@ Level find_best_level() {
 Level find_best_level() { return PORTABLE; }
 #endif
 
-// Asked once: in a virtual machine each cpuid is a call of the host.
+// Cached: in a virtual machine each cpuid traps to the hypervisor.
 Level best_level() {
     static const Level best = find_best_level();
     return best;

@@ -1,4 +1,4 @@
-// Drafting by a plan: a step, and then as many as there are drafts, each behind what the last one said.
+// Drafting with a plan: a step, then one step per draft, each after the token of the previous one.
 #include <string.h>
 
 #include <algorithm>
@@ -18,14 +18,15 @@ struct BestCall {
     u8* scratch;
 };
 
-// Logits are multiplied with it: where two tokens are nearly as likely the greedy one may be either, but where one is twice as
-// likely as the other it seldom is that one. Plain probabilities would say little; DRAFT_SHARPNESS in reference_head.py.
+// Logits are multiplied by it to estimate whether the target's greedy token is the same: of two tokens with similar probabilities
+// it may be either, but rarely one that is half as likely. Plain probabilities would be too low; DRAFT_SHARPNESS in
+// reference_head.py.
 constexpr float SHARPNESS = 4.0f;
 
 }  // namespace
 
 void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 num_rows, i32 vocab, int num_threads, i32* tokens) {
-    // Kept from call to call: fresh pages cost as much as a row. One per calling thread.
+    // Reused across calls, because fresh pages cost as much as a row. One per calling thread.
     thread_local std::vector<SampleRow> rows;
     thread_local std::vector<SampleResult> results;
     thread_local std::vector<u8> scratch;
@@ -66,14 +67,14 @@ void Plan::draft(const StepInput& first, const DraftRun& drafts) {
     in.wanted_rows = rows.data();
     std::vector<float> shares(count, 1.0f);
     std::vector<i32> num_kept(drafts.counts, drafts.counts + count);
-    i32 num_rows = count;  // of the sequences that go on, in their order; one that has its drafts writes nothing more
+    i32 num_rows = count;  // of the sequences that continue, in order; one with all its drafts writes nothing more
     for (i32 i = 0;; ++i) {
         step(in);
         if (needs_logits) best_tokens(*kernels_used, draft_logits_.data(), vocab_, num_rows, vocab_, num_threads, best.data());
         i32 num_left = 0;
         for (i32 row = 0; row < num_rows; ++row) {
             const i32 s = sequences[row];
-            // A model that drafts may fail without harm: any token does as a draft.
+            // A draft model may fail without harm: any token is a valid draft.
             const i32 token = std::max(best[row], 0);
             const i64 said = drafts.vocabulary == nullptr ? token : drafts.vocabulary[token];
             drafts.tokens[static_cast<i64>(s) * total + i] = said;

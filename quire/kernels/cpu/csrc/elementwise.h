@@ -15,8 +15,8 @@ struct NormJob {
     const float* bias = nullptr;    // or null
 };
 
-// How the scores of experts are made of the router's logits. sparse: each of the top_k is the best that is left, and its weight its share
-// among those that are left and not further below it than `threshold` says (SparseMixer, https://arxiv.org/abs/2310.00811).
+// How scores of experts are computed from the router's logits. sparse: each of the top_k is the best remaining one, and its weight
+// is its share among the remaining ones within `threshold` of it (SparseMixer, https://arxiv.org/abs/2310.00811).
 enum class Scoring : i32 { softmax = 0, sigmoid = 1, sparse = 2 };
 
 // The routing of one layer. Experts are chosen by their scores, plus `correction` where that is given; the weights are the scores.
@@ -26,15 +26,15 @@ struct RouteJob {
     bool is_renormalized = true;
     // Only experts of the best top_groups of num_groups equal groups are chosen; a group counts by the sum of its group_best best scores.
     i32 num_groups = 1, top_groups = 1, group_best = 1;
-    float least_sum = 0.0f;  // of the weights that renormalised ones are divided by
+    float least_sum = 0.0f;  // lower bound of the sum by which weights are renormalised
     float scale = 1.0f;      // multiplies the weights in the end
     float threshold = 0.0f;
     const float* correction = nullptr;  // [num_experts] or null
 };
-// Of what the kernels keep on the stack.
+// Limits of the kernels' stack arrays.
 constexpr i32 MAX_EXPERTS = 4096, MAX_EXPERT_GROUPS = 64, MAX_GROUP_BEST = 2, MAX_HEAD_DIM = 4096;
 
-// A RouteJob that owns its correction. set throws std::invalid_argument for what no layer can have.
+// A RouteJob that owns its correction. set throws std::invalid_argument for impossible values.
 struct Routing {
     RouteJob job;
     std::vector<float> correction;
@@ -51,7 +51,7 @@ struct ElementwiseTable {
     void (*norm)(const NormJob& job, const float* x, float* out);
     // Rotate pairs (i, i + dim / 2) of one head in place; cosine and sine [dim / 2].
     void (*rotate)(float* head, i32 dim, const float* cosine, const float* sine);
-    // Norm heads of `dim` values that follow one another, where `job` is not null, and rotate the first 2 * half values of each as above.
+    // Norm consecutive heads of `dim` values, if `job` is not null, and rotate the first 2 * half values of each as above.
     // The same bits as norm and rotate, head by head.
     void (*turn_heads)(const NormJob* job, float* heads, i32 count, i32 dim, const float* cosine, const float* sine, i32 half);
     // y += factor * x, n values.
@@ -60,19 +60,19 @@ struct ElementwiseTable {
     void (*scale_and_cap)(float* y, i64 n, float factor, float cap);
     // y = activation(y), then, where up is not null, y *= up; n values.
     void (*activate)(Activation kind, float* y, const float* up, i64 n);
-    // The top_k experts of a row, in falling order of what they are chosen by (ties: lower index first), and their weights; logits
+    // The top_k experts of a row, in descending order of the selection scores (ties: lower index first), and their weights; logits
     // [num_experts] are overwritten. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
     void (*route)(const RouteJob& job, float* logits, i32* chosen, float* weights);
     // Put the first `size` values of `count` heads of `dim` values in another order: those with even places, then the others.
     void (*split_pairs)(float* heads, i32 count, i32 dim, i32 size);
     // 1 / (the sum of e^((x - largest) * factor)), n values of which `largest` is that; NaN where one is.
     float (*share_of_largest)(const float* x, i32 n, float largest, float factor);
-    // The functions of simd.h one by one, for their tests: what they promise must hold on every instruction set.
+    // The functions of simd.h, individually, for tests on every instruction set.
     const SimdOperation* simd;
     i32 num_simd;
 };
 
-// One step of an operation: sixteen lanes or 64 bytes in, as many bytes out as said here.
+// One step of an operation: sixteen lanes or 64 bytes in, and this many bytes out.
 struct SimdOperation {
     const char* name;
     i32 a_bytes, b_bytes, c_bytes, out_bytes;

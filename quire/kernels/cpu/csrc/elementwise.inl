@@ -1,4 +1,4 @@
-// Row-wise kernels, one row, head or run of values a call. Each output depends on its own row alone.
+// Row-wise kernels, one row, head or run of values per call. Each output depends only on its own row.
 #include "simd.h"
 
 #include "activation.h"
@@ -8,7 +8,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Says at compile time that no lane is left out: masked stores are slow on some machines with AVX2.
+// A compile-time tag for full vectors: masked stores are slow on some machines with AVX2.
 struct AllLanes {};
 QUIRE_INLINE F32 load(const float* p, AllLanes) { return load(p); }
 QUIRE_INLINE void store(float* p, F32 x, AllLanes) { store(p, x); }
@@ -22,7 +22,7 @@ QUIRE_INLINE void each_sixteen(i64 n, Body body) {
     if (j < n) body(j, first_lanes(static_cast<int>(n - j)));
 }
 
-// Sum of term(x[j]) in one order, whatever the machine: lane l of accumulator c takes the values with j / 16 % 4 == c, j % 16 == l.
+// Sum of term(x[j]) in the same order on every machine: lane l of accumulator c takes the values with j / 16 % 4 == c, j % 16 == l.
 template <class Term>
 QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
     F32 acc[4];
@@ -33,7 +33,7 @@ QUIRE_INLINE float sum_terms(const float* x, i32 size, Term term) {
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c) acc[c] = term(acc[c], load(x + j + 16 * c));
     if (j == size) return sum_lanes((acc[0] + acc[1]) + (acc[2] + acc[3]));
-    // No branch for each accumulator: it would send them to the stack. Without lanes nothing is read.
+    // No branch per accumulator: it would spill them to the stack. With zero lanes nothing is read.
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
         const Mask lanes = first_lanes(size - j - 16 * c);
@@ -73,7 +73,7 @@ void rotate(float* head, i32 dim, const float* cosine, const float* sine) {
     });
 }
 
-// The inverse root mean squares of up to sixteen heads: roots and quotients of all at once, as each takes as long as those of one.
+// The inverse root mean squares of up to sixteen heads: vectorised, since a root or quotient of one takes as long as of sixteen.
 QUIRE_INLINE void inverse_roots(const NormJob& job, const float* heads, i32 count, float* inverses) {
     float squares[16] = {};
     for (i32 h = 0; h < count; ++h)
@@ -143,8 +143,8 @@ void activate(Activation kind, float* y, const float* up, i64 n) {
     }
 }
 
-// Keep the top_k largest so far in falling order. Only a larger logit passes an earlier one, so equal ones stay in order; NaN counts
-// as the least, so that every comparison decides.
+// Keep the top_k largest so far in descending order. Only a larger logit overtakes an earlier one, so equal ones stay in order; NaN
+// counts as the smallest, so that comparisons are total.
 void choose(const float* logits, i32 num_experts, i32 top_k, i32* chosen, float* values) {
     const float least = -__builtin_inff();
     i32 count = 0;
@@ -189,7 +189,7 @@ void route_softmax(const RouteJob& job, const float* logits, i32* chosen, float*
     });
 }
 
-// Keep the values of experts in the best groups, and make the others the least.
+// Keep the values of experts in the best groups, and set the others to the minimum.
 void keep_best_groups(const RouteJob& job, float* values) {
     const float least = -__builtin_inff();
     const i32 size = job.num_experts / job.num_groups;
@@ -207,7 +207,7 @@ void keep_best_groups(const RouteJob& job, float* values) {
         if ((kept >> (i / size) & 1) == 0) values[i] = least;
 }
 
-// Choose by what is made of the scores, which are the weights of those that are chosen.
+// Choose by selection scores; the scores themselves are the weights of the chosen experts.
 void route_scores(const RouteJob& job, float* logits, i32* chosen, float* weights) {
     if (job.scoring == Scoring::softmax)
         softmax(logits, job.num_experts);
@@ -274,7 +274,7 @@ void split_pairs(float* heads, i32 count, i32 dim, i32 size) {
     }
 }
 
-// What is so much smaller than the largest adds nothing that f32 would show, however many there are.
+// Terms this much smaller than the largest do not change an f32 sum, for any number of them.
 constexpr float LEAST_SHARE_EXPONENT = -32.0f;
 
 float share_of_largest(const float* x, i32 n, float largest, float factor) {

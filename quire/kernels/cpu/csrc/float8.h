@@ -4,8 +4,8 @@
 
 namespace quire {
 
-// Codes of f8 are read as their values divided by this, as every instruction set can make them without a multiplication: the scales
-// are multiplied by it when the weight is packed. Not NaN, which no weight holds.
+// Codes of f8 are read as their values divided by this, which every instruction set can do without a multiplication; the scales
+// are multiplied by it when the weight is packed. NaN is not supported; weights have none.
 constexpr float FLOAT8_DIVISOR = 256.0f;
 
 // The bits as bf16, exact, of a code of f8 divided so.
@@ -17,8 +17,8 @@ static constexpr u16 bf16_of_float8(u8 code) {
     return static_cast<u16>(sign | (127 - 9 - 8 + power) << 7 | ((magnitude << (7 - power)) & 0x7f));
 }
 
-// Where in a line of 32 codes, 16 columns by two inputs, one of them lies: so that unpacking halves of 16-byte lanes of 32 bytes leaves
-// the results in order.
+// The position of a code in a line of 32 codes (16 columns by two inputs), such that unpacking halves of 16-byte lanes of 32 bytes
+// gives the results in order.
 static constexpr i32 float8_place(i32 column, i32 input) { return (column >> 3 & 1) * 8 + (column >> 2 & 1) * 16 + (column & 3) * 2 + (input & 1); }
 
 }  // namespace quire

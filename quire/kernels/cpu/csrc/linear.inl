@@ -1,13 +1,13 @@
 // Linear layers over packed weights: one accumulation order per output, whatever the number of rows.
 //
-// A tile is R rows by P panels of 16 outputs; its accumulators stay in registers while it walks the inputs. Which tile computes an
-// output decides only how often weights are read, never the order of its sum. Few rows take more panels at once (more streams from
-// memory), many rows take two, so that a broadcast input is used twice.
+// A tile is R rows by P panels of 16 outputs; its accumulators stay in registers while it walks the inputs. The tile shape
+// decides only how often weights are read, never the order of a sum. Few rows use more panels at once (more memory
+// streams); many rows use two, so that a broadcast input is used twice.
 #include "simd.h"
 
 #include "activation.h"
 #include "tables.h"
-// The parts, each after those that it uses.
+// The included parts, each after those that it uses.
 #include "linear_tile.inl"
 #include "linear_bf12.inl"
 #if QUIRE_LEVEL == 1
@@ -29,18 +29,18 @@ struct Unit {
     const Worker& worker;
     const LinearJob& job;
     i32 first, count;
-    u8* expanded;  // a short format with many rows: where the panels of a step are kept as bf16; else null
+    u8* expanded;  // buffer for the panels of a step as bf16, for a short format with many rows; otherwise null
     i64 groups;    // of a panel, or blocks
     i32 num_passes, pass_shift;  // over a panel, by tiles of rows, and how many bits that has
     bool is_near, is_direct;
-    i32 first_row = 0, last_row = 0;  // of those that are computed now
+    i32 first_row = 0, last_row = 0;  // the rows that are computed now
     u32* wide = nullptr;              // their inputs widened (Tile), or null
 
     i64 expanded_bytes() const { return static_cast<i64>(job.weight->k) * 32; }
 };
 
 // The panels that a unit computes side by side: slot i of step s. Each slot walks panels that follow one another in memory, so that
-// what is prefetched past the end of one is the beginning of the next.
+// a prefetch past the end of one is the beginning of the next.
 struct Walk {
     i32 first, count, steps;
 
@@ -72,7 +72,7 @@ QUIRE_INLINE void set_panel(const Unit& unit, Tile& tile, int slot, int num_slot
 
 QUIRE_INLINE TileKind tile_kind(const Unit& unit) { return {unit.job.weight->format, unit.is_near, unit.expanded != nullptr}; }
 
-// Let a tile write [P][rows][16].
+// Make a tile write [P][rows][16].
 QUIRE_INLINE void set_dense(Tile& tile, float* out, i32 rows) {
     tile.out = out;
     tile.panel_stride = static_cast<i64>(rows) * 16;
@@ -101,7 +101,7 @@ QUIRE_INLINE void expand(const Weight& w, i32 panel, u8* lines) {
         expand_panel(w, panel, lines);
 }
 
-// Bring the panels of a step to bf16.
+// Convert the panels of a step to bf16.
 void expand_step(const Unit& unit, const Walk& walk, i32 step, int width) {
     for (int i = 0; i < width; ++i) {
         expand(*unit.job.weight, walk.panel(i, step), unit.expanded + i * unit.expanded_bytes());
@@ -109,7 +109,7 @@ void expand_step(const Unit& unit, const Walk& walk, i32 step, int width) {
     }
 }
 
-// Ask for what the end of a step reads: a panel has a line of it, which no stream brings in, and its first rows of the result,
+// Prefetch the data for the end of a step: one line per panel, which no stream fetches, and the first rows of the result,
 // which another thread may have written.
 QUIRE_INLINE void prefetch_finish(const Worker& worker, const LinearJob& job, const Weight& w, i32 panel) {
     if (w.column_scale != nullptr) prefetch(w.column_scale + panel * 16);
@@ -192,7 +192,7 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
         if (scratch != nullptr && expanded_bytes > 0) unit.expanded = scratch;
         if (scratch != nullptr && wide_bytes > 0) unit.wide = reinterpret_cast<u32*>(scratch + expanded_bytes);
     }
-    // Without memory every pass does it anew.
+    // Without memory every pass repeats the conversion.
     if (unit.expanded == nullptr) width = width_of(job, false);
     if (unit.expanded != nullptr && job.weight->format == Format::bf12) tile.steps = job.weight->k / 2;
     for (; unit.first_row < x.m; unit.first_row = unit.last_row) {
@@ -207,7 +207,7 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
 
 QUIRE_INLINE i64 num_units(const LinearJob& job) { return job.input->m > 0 ? ceil_div(panels_of(*job.weight), unit_panels(job)) : 0; }
 
-// Panels that a thread takes at once: long streams while there is much to do.
+// Panels that a thread takes at once: long streams while much work is left.
 constexpr i32 MAX_UNIT_PANELS = 16;
 
 void linear(Worker& worker, const LinearJob* jobs, i32 num_jobs) {

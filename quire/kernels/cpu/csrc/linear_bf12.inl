@@ -1,8 +1,8 @@
-// bf16 in twelve bits (Window in weight.h): tiles that put lines together on the way, and whole panels and rows as bf16.
+// bf16 in twelve bits (Window in weight.h): tiles that expand lines during the product, and whole panels and rows as bf16.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Line `line` of a unit of bf12 as bf16 pairs: see Window. May read a line behind the unit it points into.
+// Line `line` of a unit of bf12 as bf16 pairs: see Window. May read one line past the unit.
 template <int LINE>
 QUIRE_INLINE Bytes unit_line(const u8* unit) {
     const Bytes high = set1_bytes(0x38003800);  // the upper bits of exponents from WINDOW_START on
@@ -12,7 +12,7 @@ QUIRE_INLINE Bytes unit_line(const u8* unit) {
     return keep_or(load_bytes(unit + 65), 0x00780078, keep_or(rotate_words(parts), 0x87878787, high));
 }
 
-// A whole unit, wherever it is kept.
+// A whole unit.
 QUIRE_INLINE void expand_unit(const u8* unit, u8* lines) {
     store_bytes(lines, unit_line<0>(unit));
     store_bytes(lines + 64, unit_line<1>(unit));
@@ -20,14 +20,14 @@ QUIRE_INLINE void expand_unit(const u8* unit, u8* lines) {
     store_bytes(lines + 192, unit_line<3>(unit));
 }
 
-// Put the exceptions of a unit where they belong, from number `met` on; return the number of the next.
+// Insert the exceptions of a unit, from number `met` on; return the number of the next.
 QUIRE_INLINE i32 put_exceptions(const Window& window, i32 met, i64 unit, u8* lines) {
     for (; met < window.count && window.exceptions[met].unit == unit; ++met)
         __builtin_memcpy(lines + 2 * window.exceptions[met].place, &window.exceptions[met].value, 2);
     return met;
 }
 
-// Products with one line of a unit, while the line after it is put together: else products wait for that.
+// Products with one line of a unit while the next line is expanded, to hide the latency.
 template <int R, int P, int LINE>
 QUIRE_INLINE void dot_unit_line(const Tile& t, i64 unit, Bytes (&next)[P], const u32* x, F32 (&acc)[P][R]) {
     Bytes w[P];
@@ -88,7 +88,7 @@ void tile_bf12(const Tile& t) {
             dot_unit_line<R, P, 3>(t, unit, next, x, acc);
         }
         if (unit == t.steps) break;
-        // In registers for few rows; for many, that makes the loop above slower, by more than it saves.
+        // In registers for few rows; for many rows this would slow the loop above more than it saves.
         if constexpr (R <= 4) {
             dot_broken_line<R, P, 0>(t, unit, met, x, acc);
             dot_broken_line<R, P, 1>(t, unit, met, x, acc);

@@ -1,10 +1,10 @@
 // Products with sixteen registers of 256 bits and no products of bf16 or of four bytes. Integers: eight outputs at a time, for all rows
-// of the tile. bf16: floats, those of the input made beforehand where they are read often.
+// of the tile. bf16: as floats, with the input converted in advance if it is read often.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Tiles of so many accumulators at most read their panels line by line, as memory gives them. Larger ones walk BLOCK_LINES of one half
-// of their panel, which stay in the first-level cache, before the other half.
+// Tiles of at most this many accumulators read their panels line by line, in memory order. Larger ones walk BLOCK_LINES of one half
+// of their panel, which stay in the L1 cache, before the other half.
 constexpr int MAX_STREAMED = 4;
 constexpr i64 BLOCK_LINES = 16;
 // Lines of nibbles whose products are summed in 16 bits: eight products of pairs, each at most 2 * 15 * 127.
@@ -12,8 +12,8 @@ constexpr i64 NIBBLE_LINES = 4;
 
 enum class Codes { bytes, levels, nibbles };
 
-// How the codes of a tile are read: eight bits, nibbles that a table says the levels of, or nibbles that are the levels but for a
-// constant, which start_group takes in.
+// How the codes of a tile are read: eight bits, nibbles with a table of levels, or nibbles that are the levels up to a
+// constant, which start_group adds.
 template <int R, Codes CODES>
 struct Dots {
     static constexpr int WORDS = CODES == Codes::bytes ? 1 : 2;  // of the input of a row, for a line
@@ -42,13 +42,13 @@ struct Dots {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     }
 
-    // Keep the order of rows: else GCC has more of them under way than there are registers.
+    // Keep the order of rows: otherwise GCC interleaves more of them than there are registers.
     QUIRE_INLINE void in_order(const u32*& x, __m256i& sum) {
         if constexpr (R > MAX_STREAMED) asm("" : "+r"(x), "+x"(sum));
     }
 
-    // |w| <= 128 and |x| <= 127, so that two products stay below 2^15. To sum them in 32 bits at once, each input in 16, would be one
-    // instruction less and two more of the kind that is scarce.
+    // |w| <= 128 and |x| <= 127, so that two products stay below 2^15. Summing them in 32 bits at once, with inputs in 16 bits,
+    // would take one instruction less, but two more on the limiting port.
     QUIRE_INLINE void add_signed(__m256i w, const u32* x, __m256i (&sums)[R]) {
         const __m256i size = _mm256_abs_epi8(w);
 #pragma GCC unroll 32
@@ -121,8 +121,8 @@ QUIRE_INLINE void dot_lines(const Tile& t, __m256i table, i64 begin, i64 end, co
     }
 }
 
-// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: beside the sums
-// of the tile there are no registers.
+// Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin. Not inlined: no registers
+// are free next to the sums of the tile.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
 __attribute__((noinline)) void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes&, I32 (&acc)[P][R]) {
     static_assert(P == 1 || R * P <= MAX_STREAMED);
@@ -167,7 +167,8 @@ void widen_input(const u32* x, i64 words, u32* wide) {
     for (; i < words; ++i) wide[2 * i] = x[i] & 0xffff0000u, wide[2 * i + 1] = x[i] << 16;
 }
 
-// What a group's integers begin with: starts is -128 times the sum of the inputs. Weights are signed here; but for nibbles as they are.
+// The initial integers of a group: starts is -128 times the sum of the inputs. Weights are signed here, except nibbles used
+// directly.
 template <int R, int P>
 QUIRE_INLINE void start_group(const Tile& t, i64 g, I32 (&acc)[P][R]) {
 #pragma GCC unroll 32

@@ -1,8 +1,8 @@
-// What becomes of a tile's sums: scales, biases, gates, residuals, the best of a head, or the input of the next layer.
+// The epilogue of a tile: scales, biases, gates, residuals, the argmax of a head, or the input of the next layer.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// What a panel's results are multiplied with and added to.
+// Scales and offsets of a panel's results.
 struct Scaling {
     bool has_scale, has_bias;
     F32 scale, bias;
@@ -27,7 +27,7 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     store(values, y);
     float best = job.best_value[at];
     i32 index = job.best_index[at];
-    // NaN beats all, so that whoever looks at the value sees it; of equal values the lower index, whichever came first.
+    // NaN is larger than all values, so that it is noticed; of equal values the lower index is chosen, in any order.
     for (int i = 0; i < 16; ++i) {
         if (!(bits(lanes) >> i & 1)) continue;
         const i32 n = panel * 16 + i;
@@ -38,14 +38,14 @@ void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     job.best_index[at] = index;
 }
 
-// Take in a panel of one row. Almost every panel holds nothing better.
+// Update with a panel of one row. Almost no panel has a better value.
 QUIRE_INLINE void note_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 value) {
     const Mask better = (value > set1(job.best_value[at])) | is_nan(value);
     if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16) keep_best(job, at, panel, lanes, value);
 }
 
-// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias. A loop for each activation:
-// asked for row by row, which one it is takes as long as a part of it.
+// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias. One loop per activation:
+// selecting it for each row would take a significant part of the time.
 void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const float* y2) {
     const bool is_gate = job.finish == Finish::gate;
     const Scaling first = scaling_of(*job.weight, panel), second = is_gate ? scaling_of(*job.second, panel) : Scaling();
@@ -73,7 +73,7 @@ void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const fl
     }
 }
 
-// Write a panel of results, which is the input of the next layer, as pack_rows would from `out`.
+// Write a panel of results as the packed input of the next layer, as pack_rows would from `out`.
 void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y) {
     const Packed& to = *job.packed;
     const i32 word = panel * 8, num_words = smaller(steps_of(to.kind, to.k) - word, 8);
@@ -120,7 +120,7 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
     }
 }
 
-// Whether tiles write the results of a job where they belong.
+// Whether tiles write the results of a job directly to their destination.
 QUIRE_INLINE bool is_direct(const LinearJob& job) {
     const Weight& w = *job.weight;
     return job.finish == Finish::store && !is_integer(w.format) && w.column_scale == nullptr && w.bias == nullptr && w.n % 16 == 0;

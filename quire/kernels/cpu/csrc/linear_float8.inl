@@ -1,4 +1,4 @@
-// Weights of float8: pairs of values are made on the way, exactly; for many rows whole panels are brought to bf16 first.
+// Weights of float8: converted exactly, in pairs, during the product; for many rows whole panels are first converted to bf16.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -20,7 +20,8 @@ template <int R, int P, bool IS_EXPANDED, bool IS_WIDE>
 QUIRE_INLINE void dot_four_inputs(const Tile& t, i64 s, const Float8Table& table, const u32* x, F32 (&acc)[P][R]) {
     const u32* next = x + (IS_WIDE ? 2 : 1) * R;
     if constexpr (QUIRE_LEVEL == 2 && !IS_WIDE) {
-        // An input after the other: panel after panel GCC keeps all inputs of a line in registers, and half of the sums in memory.
+        // Inputs in the outer loop: with panels outside, GCC keeps all inputs of a line in registers, and half of the sums in
+        // memory.
         Bytes first[P], second[P];
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) {
@@ -48,7 +49,7 @@ QUIRE_INLINE void dot_four_inputs(const Tile& t, i64 s, const Float8Table& table
     }
 }
 
-// Add the sums of block g, scaled, to those of the blocks before, which rest in t.out.
+// Add the scaled sums of block g to those of the earlier blocks, which are kept in t.out.
 template <int R, int P>
 QUIRE_INLINE void add_block(const Tile& t, i64 g, const F32 (&acc)[P][R]) {
 #pragma GCC unroll 32

@@ -1,4 +1,4 @@
-// Tiles of integers: products of a group are summed exactly, and joined to an f32 sum with the scales of weight and input.
+// Tiles of integers: products of a group are summed exactly, and added to an f32 sum with the scales of weight and input.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -12,7 +12,7 @@ QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, con
             prefetch_near<P>(t, s);
         else
             prefetch_ahead<P>(t, s);
-        // A long panel and its inputs do not fit into the first-level cache together.
+        // A long panel and its inputs do not fit into the L1 cache together.
         if (R > 2) prefetch(x + INPUT_WORDS_AHEAD);
         if constexpr (IS_NIBBLES) {
 #pragma GCC unroll 32
@@ -72,7 +72,7 @@ QUIRE_INLINE void tile_rowwise(const Tile& t) {
     store_tile<R, P>(t, sum);
 }
 
-// The same with the sums in t.out. A group's is a function of its own: beside another loop GCC 12 finds no registers for the integers.
+// The same with the sums in t.out. Each group is a separate function: next to another loop GCC 12 spills the integers.
 template <int R, int P, bool IS_NEAR>
 __attribute__((noinline)) void add_long_group(const Tile& t, i64 g) {
     const i64 begin = g * t.group_steps, end = begin + t.group_steps < t.steps ? begin + t.group_steps : t.steps;
@@ -100,8 +100,8 @@ void tile_long(const Tile& t) {
     for (i64 g = 0; g < num_groups; ++g) add_long_group<R, P, IS_NEAR>(t, g);
 }
 
-// Scales (and offsets) per group of the weight; groups_per_scale groups share a scale of the input, and their sum rests in registers
-// before it joins the result in t.out.
+// Scales (and offsets) per group of the weight; groups_per_scale groups share a scale of the input, and their sum stays in
+// registers before it is added to the result in t.out.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR>
 QUIRE_INLINE void tile_grouped(const Tile& t) {
     const Bytes table = IS_NIBBLES ? load_table(t.table) : set1_bytes(0);

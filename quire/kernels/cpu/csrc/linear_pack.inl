@@ -1,4 +1,4 @@
-// Rows of inputs, packed as the tiles read them: rounded to bf16, or quantised to bytes.
+// Rows of inputs, packed in the order of the tiles: rounded to bf16, or quantised to bytes.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -18,7 +18,7 @@ i32 pack_group(const Packed& x, const float* values, u32* data, i64 apart, i32 b
     for (i32 j = 4 * begin; j < 4 * end; j += 16) {
         i8 codes[16];
         const F32 v = select(first_lanes(4 * end - j), inputs_at(x, values, j), zero());
-        // NaN becomes the least integer: its group has no scale, but sums must not overflow.
+        // NaN becomes the smallest integer: its group has no valid scale, but sums must not overflow.
         const I32 code = max(set1(-128), to_i32(max(set1(-127.0f), min(set1(127.0f), v * set1(inverse)))));
         sum = sum + code;
         store_s8(codes, code);
@@ -46,7 +46,7 @@ void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* d
     i32* starts = x.starts + first * groups_of(x.k, x.group) + first_group * rows + r;
     float* sums = x.sums + first * groups_of(x.k, x.group) + first_group * rows + r;
     for (i32 b = first_block; b < num_blocks && b * x.input_group < end_input; ++b, scales += rows) {
-        // The last group takes the padding of K, however long that makes it.
+        // The last group includes the padding of K.
         const i32 block = b * block_words, stop = b + 1 < num_blocks ? block + block_words : words;
         const i32 used = (b + 1 < num_blocks ? stop * 4 : x.k) - block * 4, num_groups = ceil_div(used, x.group);
         F32 peak = zero();
@@ -74,7 +74,7 @@ QUIRE_INLINE I32 words_at(const Packed& x, const float* values, i32 j) {
     return dot_words(inputs_at(x, values, j), j + 16 < x.k ? inputs_at(x, values, j + 16) : zero());
 }
 
-// Up to sixteen rows of a tile: their words are turned in registers, so that those of one step are written together.
+// Up to sixteen rows of a tile: their words are transposed in registers, so that those of one step are written together.
 void pack_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
     const i32 per_word = x.kind == Format::bf16 ? 2 : 1, stop = ceil_div(end, per_word);
     I32 words[16] = {};
@@ -87,7 +87,7 @@ void pack_together(const Packed& x, RowPlace place, i32 count, const float* valu
 // The same for inputs that are quantised, through memory for PIECE inputs of each row, of whole input groups.
 constexpr i32 PIECE = 1024;
 void pack_quantized_together(const Packed& x, RowPlace place, i32 count, const float* values, i64 stride, i32 begin, i32 end) {
-    alignas(64) i32 codes[16][PIECE / 4 + 32];  // and the padding of K, and what is read past the end
+    alignas(64) i32 codes[16][PIECE / 4 + 32];  // with the padding of K, and room for reads past the end
     const i32 piece = PIECE / x.input_group * x.input_group;
     for (; begin < end; begin += piece) {
         const i32 last = end - begin < piece ? end : begin + piece;

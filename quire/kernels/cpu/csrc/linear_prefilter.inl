@@ -1,12 +1,13 @@
-// Screening a head (argmax_prefilter.h): its copy in bytes, what a row is off from its bytes, and which panels may hold a row's best output.
+// The argmax prefilter (argmax_prefilter.h): the int8 copy of a head, the error of a quantised row, and the candidate panels of a
+// row.
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Sums of squares lose what is smaller than this, of each value.
+// Values smaller than this are lost in sums of squares.
 constexpr float LOST = 1e-18f;
 constexpr float HALF_ULP = 1.0f / (1 << 24);
 
-// Times that a length may be longer than it was computed to be.
+// Relative bound of the rounding error of a computed length.
 QUIRE_INLINE float length_slack(i32 k) { return 1.0f + 1.0f / 1024 + static_cast<float>(k) / (1 << 22); }
 QUIRE_INLINE float lost_length(i32 k) { return LOST * __builtin_sqrtf(static_cast<float>(k)); }
 
@@ -25,7 +26,7 @@ void copy_panel(const Weight& head, const u8* lines, i32 panel, const ScreenCopy
     const i32 k = head.k;
     F32 largest = zero();
     for (i32 j = 0; j < k; ++j) largest = max(largest, abs(outputs_at<FORMAT>(lines, j) * factor));
-    // No code for what is so small that its scale would not be a normal number.
+    // Values so small that their scale would be denormal get the code 0.
     const Mask is_small = largest < set1(1e-30f);
     const F32 scale = select(is_small, zero(), largest / set1(127.0f)), inverse = select(is_small, zero(), set1(127.0f) / largest), minus = zero() - scale;
     F32 off = zero(), size = zero();
@@ -64,7 +65,7 @@ void copy_panels(const Weight& head, i32 first, i32 last, const ScreenCopy& to) 
     }
 }
 
-// The length of a row as the head reads it, and of what it is off from its bytes.
+// The length of a row as the head reads it, and the length of its quantisation error.
 void measure_row(const Packed& bytes, i32 row, const float* values, Format kind, float* size, float* error) {
     const RowPlace place = place_of(bytes, row);
     const i32 k = bytes.k, num_words = steps_of(Format::u8, k), num_scales = groups_of(k, bytes.input_group);
@@ -89,7 +90,7 @@ void measure_row(const Packed& bytes, i32 row, const float* values, Format kind,
     *error = (__builtin_sqrtf(distance) + static_cast<float>(num_scales + 16) * HALF_ULP * (*size)) * slack + lost;
 }
 
-// Forget the candidates that cannot be the best; return whether there is room again.
+// Remove the candidates that cannot be the best; return whether there is room again.
 bool drop_candidates(Candidate* kept, i32 room, i32& count, float least) {
     i32 left = 0;
     for (i32 i = 0; i < count; ++i)
@@ -98,7 +99,7 @@ bool drop_candidates(Candidate* kept, i32 room, i32& count, float least) {
     return left <= room / 2;
 }
 
-// Take in a panel of what the copy gives, [R][16].
+// Process a panel of the copy's outputs, [R][16].
 void screen_panel(const Worker& worker, const LinearJob& job, i32 panel, i32 first_row, i32 rows, const Mask& lanes, const F32& scale, const float* y) {
     const ScreenRows& screen = *job.screen;
     const F32 error = load(screen.error + panel * 16), size = load(screen.size + panel * 16);

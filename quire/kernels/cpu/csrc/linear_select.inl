@@ -1,4 +1,4 @@
-// Which tile computes what: tiles of floats, the tables of all tiles, and what one is told of inputs and weights.
+// Selection of tiles: tiles of floats, the tables of all tiles, and their descriptions of inputs and weights.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -85,7 +85,7 @@ constexpr void fill(Functions<P>& functions) {
     }
 }
 
-// Constant expressions: nothing of an instruction set may run when the library is loaded.
+// Constant expressions: no code of an instruction set may run when the library is loaded.
 template <int P>
 constexpr Functions<P> make_functions() {
     Functions<P> functions = {};
@@ -104,7 +104,7 @@ QUIRE_INLINE int max_accumulators(const Weight& w) {
     return is_long ? MAX_LONG_INTEGERS : max_rows(w.format);
 }
 
-// Formats that become bf16 on the way, a line after the other, or whole panels at once.
+// Formats that are converted to bf16, line by line or in whole panels.
 QUIRE_INLINE bool is_short(Format format) { return format == Format::bf12 || is_float8(format); }
 
 QUIRE_INLINE bool is_tile(const Weight& w, i32 rows, int panels, bool is_expanded) {
@@ -112,21 +112,21 @@ QUIRE_INLINE bool is_tile(const Weight& w, i32 rows, int panels, bool is_expande
     return is_integer(w.format) ? is_integer_tile(rows, panels, max_accumulators(w)) : rows * panels <= max_accumulators(w);
 }
 
-// is_expanded: the panels were brought to bf16.
+// is_expanded: the panels were converted to bf16.
 QUIRE_INLINE int panels_for(const Weight& w, i32 rows, bool is_expanded) {
     return is_tile(w, rows, 4, is_expanded) ? 4 : is_tile(w, rows, 2, is_expanded) ? 2 : 1;
 }
 
 i32 tile_rows(Format kind, i32 m) {
-    // Up to all accumulators one pass over the weights is worth more than reusing inputs; beyond, f32 tiles are two panels wide where
-    // registers hold them.
+    // Up to all accumulators, one pass over the weights is better than reusing inputs; beyond, f32 tiles are two panels wide if
+    // they fit into registers.
     const i32 most = max_rows(kind);
     if (m <= most) return m;
     const i32 wide = is_integer(kind) || QUIRE_LEVEL == 1 ? most : most / 2;
     return ceil_div(m, ceil_div(m, wide));
 }
 
-// What the panels of a unit of work are: of a format, and perhaps near, or expanded to bf16.
+// The panels of a unit of work: their format, and whether they are near or expanded to bf16.
 struct TileKind {
     Format format;
     bool is_near, is_expanded;
@@ -169,7 +169,7 @@ QUIRE_INLINE void set_input(Tile& tile, const Packed& x, TilePlace place) {
 // Widened inputs of a thread at once.
 constexpr i64 MAX_WIDE_BYTES = 8 << 20;
 
-// How many rows of a job have their inputs widened at once: 0 where tiles take them as they are. One panel at a time reads them.
+// How many rows of a job have their inputs widened at once: 0 if tiles read them unconverted. One panel at a time reads them.
 QUIRE_INLINE i32 wide_rows(const LinearJob& job) {
     const Packed& x = *job.input;
     const i64 tile_bytes = static_cast<i64>(steps_of(x.kind, x.k)) * 8 * x.tile_rows;

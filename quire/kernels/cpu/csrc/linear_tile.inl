@@ -1,4 +1,4 @@
-// A tile of a linear layer: what its functions are given, and how many rows and panels the machine's registers hold.
+// A tile of a linear layer: the arguments of its functions, and the rows and panels that fit into the registers.
 namespace quire::QUIRE_ISA {
 namespace {
 
@@ -14,22 +14,23 @@ constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 #endif
 constexpr int MAX_ACCUMULATORS = MAX_FLOATS > MAX_INTEGERS ? MAX_FLOATS : MAX_INTEGERS;
 constexpr int MAX_PANELS = 4;
-// Whether a tile of integers is there; most: MAX_INTEGERS or MAX_LONG_INTEGERS.
+// Whether a tile of integers exists; most: MAX_INTEGERS or MAX_LONG_INTEGERS.
 constexpr bool is_integer_tile(int rows, int panels, int most) { return rows * panels <= (QUIRE_LEVEL == 1 && panels > 1 ? 4 : most); }
 // Rows of a tile of bf12 or float8, which holds two lines of every panel.
 constexpr int max_unit_rows(int panels) {
     const int rows = MAX_FLOATS / panels;
     return QUIRE_LEVEL < 2 || panels == 1 ? rows : rows - 2;
 }
-// How far ahead of use weights are asked for, in bytes of all panels that are read side by side: as many as are on their way while
-// memory answers. With many rows a line lasts longer and fewer would do, but an early line does not hurt in the second cache.
+// The prefetch distance of weights, in bytes of all panels that are read side by side: the bytes in flight during the memory
+// latency.
+// With many rows a line lasts longer and less would be enough, but early lines do no harm in the L2 cache.
 constexpr i64 PREFETCH_BYTES = 4096;
-// The same where weights come from a cache, into the first one, of which that is a quarter or less, and up to how many rows: with
-// more a line lasts longer than it takes.
+// The same for weights in a cache, prefetched into L1, of which this is at most a quarter, and the maximum number of rows: with
+// more rows a line lasts longer than its latency.
 constexpr i64 NEAR_PREFETCH_BYTES = 8192;
 constexpr int MAX_NEAR_ROWS = 16;
 
-// How far ahead inputs are asked for, in 32-bit words.
+// The prefetch distance of inputs, in 32-bit words.
 constexpr i64 INPUT_WORDS_AHEAD = 128;
 
 struct Tile {
@@ -72,8 +73,8 @@ QUIRE_INLINE void prefetch_near(const Tile& t, i64 s) {
 }
 
 #if QUIRE_LEVEL == 1
-// Add the products of sixteen weights with an input of every row, one row after the other: GCC would have more of them under way than
-// there are registers. value: a row's input, given where it lies.
+// Add the products of sixteen weights with an input of every row, one row after the other: GCC would interleave more of them than
+// there are registers. value: a row's input, given its address.
 template <int R, class T, class Value>
 QUIRE_INLINE void add_rows(F32 w, const T*& x, Value value, F32 (&acc)[R]) {
 #pragma GCC unroll 32
@@ -89,7 +90,7 @@ template <int R, int P>
 QUIRE_INLINE void dot_line(const Bytes (&w)[P], const u32* x, F32 (&acc)[P][R]) {
 #if QUIRE_LEVEL == 1
     if constexpr (R * P > 4) {
-        // First the one inputs of all pairs, then the other, read again: else GCC wants more than the sixteen registers.
+        // First one input of all pairs, then the other, read again: otherwise GCC needs more than the sixteen registers.
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) {
             Bytes line = w[p];
@@ -130,7 +131,7 @@ QUIRE_INLINE RowPlace place_of(const Packed& x, i32 row) {
     return {first, x.tile_rows < x.m - first ? x.tile_rows : x.m - first, row - first};
 }
 
-// Where a word of a row goes.
+// The destination of a word of a row.
 QUIRE_INLINE u32* word_at(const Packed& x, RowPlace place, i32 word) {
     return x.data + static_cast<i64>(place.first) * steps_of(x.kind, x.k) + static_cast<i64>(word) * place.rows + place.r;
 }

@@ -29,8 +29,8 @@ struct Memory {
     ~Memory() { release(data, bytes); }
 };
 
-// Memory of a weight: a part of a slab of huge pages that several weights share, so that small ones have huge pages too. A slab goes
-// when its last weight does.
+// Memory of a weight: a part of a slab of huge pages that several weights share, so that small ones have huge pages too. A slab is
+// freed with its last weight.
 struct Part {
     std::shared_ptr<Memory> slab;
     u8* data = nullptr;
@@ -49,12 +49,12 @@ struct NativeWeight {
     NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
     void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
     void set_extras(uintptr_t group_scales, uintptr_t group_offsets, uintptr_t column_scale, uintptr_t bias, uintptr_t columns, uintptr_t block_scales);
-    // Take the exceptions of some panels, in place of those that they had.
+    // Replace the exceptions of some panels.
     void take_exceptions(size_t first_panel, const std::vector<std::vector<Exception>>& found);
     i64 num_bytes() const;
 };
 
-// The rows of an input with memory of their own.
+// The rows of an input with their memory.
 struct PackedMemory {
     Packed packed;
     std::vector<u32> words;
@@ -63,7 +63,7 @@ struct PackedMemory {
 
     PackedMemory() = default;
     PackedMemory(const LinearTable& table, const Weight& weight, i32 m) { prepare(table, weight, m); }
-    // Take m rows of the input of a weight; what is there of others is lost.
+    // Allocate m rows of the input of a weight; earlier rows are lost.
     void prepare(const LinearTable& table, const Weight& weight, i32 m);
 };
 

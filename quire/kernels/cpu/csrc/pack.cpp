@@ -41,7 +41,7 @@ constexpr u32 twice(u32 half) { return half << 16 | half; }
 constexpr u32 EXPONENT = twice(0x7f80), LOW_EXPONENT = twice(0x0780), REST = twice(0x807f);
 constexpr i32 UNIT_WORDS = UNIT_LINES * 16;
 
-// The least exponent of the window that holds most values of a panel's lines; from 1 on: 0 has no leading one.
+// The smallest exponent of the window that contains most values of a panel's lines; at least 1, since 0 has no leading one.
 i32 window_of(const u32* lines, i64 words) {
     i32 counts[256] = {};
     for (i64 i = 0; i < words; i += 64)
@@ -52,18 +52,18 @@ i32 window_of(const u32* lines, i64 words) {
     i32 sum = 0, best = 0, start = 1;
     for (i32 last = 1; last < 255; ++last) {
         sum += counts[last] - (last > WINDOW_SIZE ? counts[last - WINDOW_SIZE] : 0);
-        // Of equal ones the middle would do best; the first is the one with more room above.
+        // Of equal windows the middle one would be best; the first has more room above.
         if (sum > best) best = sum, start = last >= WINDOW_SIZE ? last - WINDOW_SIZE + 1 : 1;
     }
     return start;
 }
 
-// Write a unit; return whether all its exponents lie in the window that begins at `start`. Others become something else.
+// Write a unit; return whether all its exponents lie in the window that begins at `start`. Other values are written wrongly.
 bool encode_unit(const u32* lines, i32 start, u8* unit) {
     const u32 least = twice(static_cast<u32>(start) << 7);
     u32 outside = 0, kept[UNIT_WORDS], words[3][16];
     for (i32 i = 0; i < UNIT_WORDS; ++i) {
-        // A bit above keeps the lower half from borrowing; where it is lent, it counts as outside.
+        // A bit above prevents a borrow from the lower half; if it is used, the value is outside.
         const u32 exponents = (((lines[i] & EXPONENT) | twice(0x8000)) - least) ^ twice(0x8000);
         outside |= exponents & ~LOW_EXPONENT;
         kept[i] = (lines[i] & REST) | (exponents & LOW_EXPONENT);
@@ -88,7 +88,7 @@ bool divide_half(u32 half, i32 start, u32& result) {
     return true;
 }
 
-// Note the values of a unit that are outside of the window; false where one cannot be divided.
+// Record the values of a unit that are outside of the window; false if one cannot be divided.
 bool note_exceptions(const u32* lines, i32 unit, i32 start, std::vector<Exception>& exceptions) {
     for (i32 place = 0; place < 2 * UNIT_WORDS; ++place) {
         const u32 half = lines[place / 2] >> 16 * (place % 2) & 0xffff;
@@ -101,7 +101,7 @@ bool note_exceptions(const u32* lines, i32 unit, i32 start, std::vector<Exceptio
     return true;
 }
 
-// Up to 16 rows as lines of bf16 pairs. Rows past the end repeat the first: nobody reads what they give.
+// Up to 16 rows as lines of bf16 pairs. Rows past the end repeat the first: their results are unused.
 void lines_of(const u16* rows, i64 stride, i32 used, i32 k, std::vector<u32>& lines) {
     lines.resize(static_cast<size_t>(k) / 2 * 16);
     interleave<2>(reinterpret_cast<const u8*>(rows), stride * 2, used, k, k / 2, reinterpret_cast<u8*>(lines.data()));
@@ -124,7 +124,7 @@ bool encode_panel(const std::vector<u32>& lines, i32 start, u8* panel, std::vect
 }  // namespace
 
 u8* allocate(i64 bytes) {
-    // Mapped with a page more than asked for, so that it can start on a huge page; what is too much goes back.
+    // Mapped with an additional page, so that it can start on a huge page; the rest is unmapped.
     const i64 size = rounded(bytes > 0 ? bytes : 1);
     void* mapped = mmap(nullptr, size + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
@@ -175,7 +175,7 @@ void pack_bf12(const u16* source, i64 stride, i32 n, i32 k, i32 first, i32 count
         lines_of(source + row * stride, stride, n - first - row < 16 ? n - first - row : 16, k, lines);
         i32 start = window_of(lines.data(), static_cast<i64>(lines.size()));
         if (!encode_panel(lines, start, to, exceptions[row / 16])) {
-            // Not divided at all; whatever lies outside is kept as it is.
+            // Without a division; values outside are stored unchanged.
             start = WINDOW_START;
             encode_panel(lines, start, to, exceptions[row / 16]);
         }
@@ -225,7 +225,7 @@ void pack_codes(Format format, const i8* source, i64 stride, i32 n, i32 k, i32 f
 }
 
 void pack_float8(const u8* source, i64 stride, i32 n, i32 k, i32 first, i32 count, u8* panels) {
-    constexpr i32 TOGETHER = 32;  // pairs of inputs: of sixteen rows a kilobyte, which stays in the first cache
+    constexpr i32 TOGETHER = 32;  // pairs of inputs: one kilobyte for sixteen rows, which stays in the L1 cache
     for (i32 row = 0; row < count; row += 16) {
         u8* panel = panels + (first + row) / 16 * panel_lines(Format::f8, k) * 64;
         const i32 used = n - first - row < 16 ? n - first - row : 16, pairs = k / 2;

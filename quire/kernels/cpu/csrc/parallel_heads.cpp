@@ -1,4 +1,4 @@
-// Heads that all read one hidden state, one after the other in one call.
+// Heads that all read the same hidden state, run in one call.
 #include "parallel_heads.h"
 
 #include <string.h>
@@ -31,7 +31,7 @@ struct Call {
     i64 stride;
     i32 num_rows;
     std::vector<float>&x, &added;
-    int num_threads = 0;  // that came, perhaps fewer than asked for
+    int num_threads = 0;  // the actual number, possibly fewer than requested
 };
 
 void run(const Call& call, Worker& worker, Linear& linear, const float* values, i64 stride) {

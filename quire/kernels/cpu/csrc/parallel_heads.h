@@ -1,4 +1,4 @@
-// Output heads that all read one hidden state, each with residual blocks of its own before it (Medusa).
+// Output heads that all read the same hidden state, each after its own residual blocks (Medusa).
 #pragma once
 #include <memory>
 #include <vector>
@@ -12,9 +12,9 @@ class ParallelHeads {
 public:
     // blocks: x += silu(block(x)), one after the other; all weights read rows of `hidden` values.
     void add(std::vector<std::shared_ptr<NativeWeight>> blocks, std::shared_ptr<NativeWeight> output);
-    // What the first `count` heads say of rows of hidden values: [count][num_rows][vocab].
+    // The logits of the first `count` heads for rows of hidden values: [count][num_rows][vocab].
     void speak(const float* hidden, i64 stride, i32 num_rows, i32 count, float* logits, int num_threads) const;
-    // The best token that each of them says behind every row: [num_rows][count]. Where there is none, token 0. vocabulary: of each of
+    // The best token of each head for every row: [num_rows][count]; token 0 if there is none. vocabulary: of each of
     // the heads' tokens the model's, or null.
     std::vector<std::vector<i32>> best(const float* hidden, i64 stride, i32 num_rows, i32 count, const i32* vocabulary, int num_threads) const;
 
@@ -23,7 +23,7 @@ public:
     bool is_near = false;  // the weights are expected in a cache
 
 private:
-    // Run the first `count` heads; finish(head, job) says what becomes of what one says. Return how many threads came.
+    // Run the first `count` heads; finish(head, job) sets the destination of a head's results. Return the number of threads.
     template <class Finishing>
     int run(const float* hidden, i64 stride, i32 num_rows, i32 count, int num_threads, Finishing finish) const;
 

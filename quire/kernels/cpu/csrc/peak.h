@@ -1,4 +1,4 @@
-// How fast the machine can go: products in registers and reads from memory, the two sides of a roofline.
+// The machine's peaks: products in registers and reads from memory, the two sides of a roofline.
 #pragma once
 #include "weight.h"
 

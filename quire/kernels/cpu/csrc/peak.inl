@@ -1,4 +1,4 @@
-// Loops that do nothing but what limits a kernel. See peak.h.
+// Loops with only the operation that limits a kernel. See peak.h.
 #include "simd.h"
 
 #include "peak.h"
@@ -18,7 +18,7 @@ constexpr int CHAINS = 3;
 constexpr int STREAMS = 4;
 constexpr int PREFETCH_BYTES = 2048;
 
-// Inputs come from memory that a compiler cannot know, so that every round is done.
+// Inputs come from memory that the compiler cannot know, so that no round is removed.
 #define QUIRE_KEEP __asm__ volatile("" ::: "memory")
 
 i64 compute_f32(i64 rounds, const u32* x, float* sink) {

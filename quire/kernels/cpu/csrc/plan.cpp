@@ -96,7 +96,7 @@ void Plan::set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_resi
 void Plan::keep_inputs(std::vector<i32> layers) {
     const std::lock_guard<std::mutex> lock(guard_);
     kept_layers_ = std::move(layers);
-    capacity_ = 0;  // the memory of the next step is made anew
+    capacity_ = 0;  // the memory of the next step is reallocated
 }
 
 void Plan::set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
@@ -189,7 +189,7 @@ void Plan::finish_attention(PlanLayer& l) {
 void Plan::finish_mixture(PlanLayer& l) {
     l.router_form = l.mlp_site.add(l.router->weight);
     l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);  // which throws
-    // Experts read rows that are gathered for each of them, all in one form.
+    // Experts read rows that are gathered for each of them, all in the same form.
     for (const Expert& e : l.experts) {
         l.expert_site.add(e.gate->weight);
         l.expert_site.add(e.up->weight);
@@ -255,7 +255,7 @@ void Plan::finish() {
     packs_.resize(std::max(max_experts_, max_jobs_));
 }
 
-// In a step without drafts, whose wanted rows are few and the last ones of their sequences, in order.
+// In a step without drafts, with few wanted rows, which are the last ones of their sequences, in order.
 void Plan::find_last_ask(const StepInput& input) {
     const Batch& batch = input.batch;
     has_last_ask_ = !input.keeps_all && batch.num_drafts == nullptr && input.num_wanted_rows <= batch.num_tokens / 2;
@@ -296,10 +296,10 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     if (num_tokens <= capacity_ && num_threads <= row_threads_) return;
     const i64 rows = std::max(num_tokens, num_tokens <= capacity_ ? capacity_ : std::min(2 * capacity_, 4096));
     const i64 pairs = rows * max_top_k_;
-    // Until all addresses are new none is valid: an allocation that fails leaves a plan that makes them again.
+    // No address is valid until all are new: after a failed allocation the plan makes them again.
     capacity_ = 0;
     row_threads_ = 0;
-    // Twice: first to add up sizes, then to hand out addresses.
+    // Twice: first to add up sizes, then to assign addresses.
     for (int pass = 0; pass < 2; ++pass) {
         i64 used = 0;
         u8* base = arena_.data;

@@ -1,4 +1,4 @@
-// A decoder as data: everything that a step needs to run all layers in one call.
+// A decoder as a list of layers, to run all layers of a step in one call.
 #pragma once
 #include <memory>
 #include <mutex>
@@ -23,18 +23,18 @@ struct Norm {
     NormJob job;
     std::vector<float> weight, bias;
 
-    // num_heads: norms of `size` values with weights of their own, one after the other.
+    // num_heads: consecutive norms of `size` values, each with its own weight.
     void set(bool is_layer_norm, i32 size, float eps, uintptr_t weight_address, uintptr_t bias_address, i32 num_heads);
 };
 
-// One form of packed input; weights that read the same rows in the same form share it.
+// One form of packed input, shared by weights that read the same rows in the same form.
 struct InputForm {
     Format kind;
     i32 k, group, input_group;
     const i32* columns;
 };
 
-// Where rows are packed for one or more weights.
+// A place where rows are packed for one or more weights.
 struct Site {
     std::vector<InputForm> forms;
 
@@ -46,9 +46,9 @@ struct Expert {
     std::shared_ptr<NativeWeight> gate, up, down;
 };
 
-// What a step's rows begin with. token: embeddings. joined: fuse(embedding beside features), both normed. beside: the features
-// themselves, made narrow by fuse where they are wider than the model; the first attention then reads the normed embedding
-// beside them. Multi-token prediction and EAGLE-1 are joined, EAGLE-3 is beside.
+// The initial rows of a step. token: embeddings. joined: fuse(concat(embedding, features)), both normed. beside: the features,
+// projected by fuse if they are wider than the model; the first attention then reads the normed embedding
+// concatenated with them. Multi-token prediction and EAGLE-1 are joined, EAGLE-3 is beside.
 enum class Entry : i32 { token, joined, beside };
 
 // Multi-head latent attention (https://arxiv.org/abs/2405.04434), absorbed: all heads read one cached row of `rope` rotated values and
@@ -58,7 +58,7 @@ struct LatentHead {
 };
 struct Latent {
     i32 rank = 0, nope = 0, rope = 0, value = 0;  // rank 0: the layer has none
-    bool is_interleaved = false;                  // rotated pairs stand side by side: they are split first
+    bool is_interleaved = false;                  // rotated pairs are adjacent: they are split first
     std::shared_ptr<NativeWeight> q_a;            // before q, or null
     Norm q_norm, kv_norm;
     std::vector<LatentHead> heads;
@@ -68,7 +68,8 @@ struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
     std::vector<Expert> experts;
-    // What every token is given beside the experts that are chosen, times the sigmoid of shared_scale's output where there is one.
+    // The shared expert, which every token gets in addition to the chosen ones, times the sigmoid of shared_scale's output if there
+    // is one.
     std::shared_ptr<NativeWeight> shared_gate, shared_up, shared_down, shared_scale;
     // What the per-layer inputs go through after the feed-forward block, see PerLayerGate; null: there are none.
     std::shared_ptr<NativeWeight> per_layer_gate, per_layer_up;
@@ -90,7 +91,7 @@ struct PlanLayer {
     i32 top_k = 0;
     bool is_renormalized = true;
     Routing routing;
-    bool weighs_inputs = false;  // the weights of experts multiply what they read, not what they give
+    bool weighs_inputs = false;  // the weights of experts multiply their inputs, not their outputs
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
     // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
     i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
@@ -108,13 +109,13 @@ struct StepInput {
     const i64* positions = nullptr;
     const i64* slots = nullptr;
     Batch batch;
-    // Rows whose results are wanted, first those that get logits. Unless keeps_all, only these are computed past the last
-    // attention: no later block mixes rows. Where they are few and end their sequences, they alone have queries there.
+    // Rows with results, first those that get logits. Unless keeps_all, only these are computed past the last
+    // attention: no later block mixes rows. If they are few and end their sequences, only they have queries there.
     const i32* wanted_rows = nullptr;
     i32 num_wanted_rows = 0, num_logit_rows = 0;
     bool keeps_all = false;
     float* logits = nullptr;  // [num_logit_rows][vocab], or null with `best`
-    // [num_logit_rows], instead of logits: as best_tokens says. Only where has_plain_logits.
+    // [num_logit_rows], instead of logits, see best_tokens. Only with has_plain_logits.
     i32* best = nullptr;
     // The layers to run, in order; null: all. Keys and values of the others are not written.
     const i32* layers = nullptr;
@@ -122,12 +123,12 @@ struct StepInput {
     // Of a plan whose entry is not token: [num_tokens][feature_size].
     const float* features = nullptr;
     i32 feature_size = 0;
-    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes the
-    // embeddings there, every other one finds what the stage before has left; all work in place.
+    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
+    // the embeddings there, and every other stage continues with the rows of the previous one, in place.
     float* rows = nullptr;
 };
 
-// Tokens that follow a step, each the most likely one after those before it, whose rows get what the row before it gave.
+// Tokens that follow a step, each the most likely one after the earlier ones, with the features of the previous row.
 // Sequence s gets counts[s] of them, at least one; what stands behind these is of no use. Its block table has room for
 // counts[s] - 1 tokens more. They end before the first with which all of them together are less likely than least_share, as is said
 // here; all that are computed of a sequence behind that are of no use either.
@@ -140,7 +141,7 @@ struct DraftRun {
     i32* num_kept = nullptr;  // [num_sequences] out: tokens before the end
 };
 
-// The best token of each of some rows of logits, the lowest of equal ones; -1 where a row has none (NaN, or infinite).
+// The best token of each of some rows of logits, the lowest of equal ones; -1 if a row has none (NaN, or infinite).
 void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 num_rows, i32 vocab, int num_threads, i32* tokens);
 
 class Plan {
@@ -153,19 +154,19 @@ public:
     void set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
                               float sum_scale);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
-    // Keep a copy of the head, where that can be, which tells most outputs that are not the best (argmax_prefilter.h); return what it takes.
+    // Keep an int8 copy of the head, if possible, to exclude most outputs from the argmax (argmax_prefilter.h); return its bytes.
     // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
     i64 screen_head();
     void add_layer(std::shared_ptr<PlanLayer> layer);
     // Cosine and sine of rope `index` for positions [0, count): [count][dim / 2] f32 each. The addresses must stay valid.
     void set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half);
-    // How rows begin: see Entry. is_residual_normed: what attention reads of the features is also what layers add to;
-    // recycles_normed: a row gives the next one what is behind the final norm.
+    // The initial rows: see Entry. is_residual_normed: the residual stream begins with the normed features that attention reads;
+    // recycles_normed: the features for the next row are taken after the final norm.
     void set_entry(i32 entry, std::shared_ptr<NativeWeight> fuse, bool is_residual_normed, bool recycles_normed);
-    // Make the plan that of one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
+    // Make the plan for one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
     // the barrier and the open file of shared rows must live as long as the plan.
     void set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file);
-    // Where the ranks do not share memory: what each barrier does, see RankGroup::exchange.
+    // For ranks without shared memory: the exchange at each barrier, see RankGroup::exchange.
     void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) { group_.exchange = std::move(exchange); }
     bool is_sharded() const { return group_.barrier != nullptr; }
     bool gives_results() const { return group_.rank == 0; }
@@ -174,21 +175,22 @@ public:
     // Make the plan that of a pipeline stage, before finish: a range of layers, and the embedding or the head only where it is the first
     // or the last stage. Every step needs `rows`; one of a stage that is not the last keeps all of them and has no wanted rows.
     void set_stage(bool is_first, bool is_last);
-    // Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.
+    // Use the rows of an earlier step of a pipeline stage in the next calls of logits and hidden_states.
     void use_rows(float* rows);
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
     void finish();
     void step(const StepInput& input);
-    // A step, then drafts behind the last token of every sequence. Its wanted rows and logits are set here.
+    // A step, then drafts after the last token of every sequence. Its wanted rows and logits are set here.
     void draft(const StepInput& input, const DraftRun& run);
-    // What the first `count` wanted rows of the last step give to rows that follow: [count][hidden].
+    // The features of the first `count` wanted rows of the last step for the next rows: [count][hidden].
     void recycled(i32 count, float* out);
     // The kept inputs of rows of the last step's tokens: [count][layers][hidden].
     void layer_inputs(const i32* rows, i32 count, float* out);
     // Logits of rows of the last step, which must have kept all.
     void logits(const i32* rows, i32 count, float* out);
-    // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, or else places in wanted_rows.
+    // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, otherwise indices into
+    // wanted_rows.
     void hidden_states(const i32* rows, i32 count, float* out);
     // Copy keys and values of tokens to other slots in every layer, one after the other.
     void move_tokens(const i64* from, const i64* to, i32 count);
@@ -196,7 +198,7 @@ public:
     // Slots of a block of the caches, which are those of the last step.
     i32 block_size() const { return layers_[0]->kv.block_size; }
     i32 vocab() const { return vocab_; }
-    // Whether the head's results are the logits: what is done to them behind it can make different ones equal.
+    // Whether the head's results are the logits: further operations on them could make different ones equal.
     bool has_plain_logits() const { return logit_scale_ == 1.0f && softcap_ == 0.0f; }
 
     Norm final_norm, embed_norm, feature_norm, per_layer_norm;
@@ -216,21 +218,21 @@ private:
     void finish_attention(PlanLayer& layer);
     void finish_mixture(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
-    // Give out the memory that ranks share; its layout is a function of the steps so far, the same in every rank.
+    // Assign the memory that ranks share; its layout depends only on the steps so far, and is the same in every rank.
     void reserve_shared(i32 num_tokens, i32 num_logit_rows);
     // End a step of a rank: wait until all ranks have written their results. Throws std::runtime_error where the group is aborted.
     void meet_ranks();
-    // Put a rank's best outputs where the others find them, before meet_ranks.
+    // Write a rank's best outputs to shared memory, before meet_ranks.
     void share_best(const StepInput& input, int num_threads_used);
-    // Give rank 0, after meet_ranks, what all ranks have found: logits [num_rows][vocab], or the best outputs [num_rows].
+    // Return on rank 0, after meet_ranks, the results of all ranks: logits [num_rows][vocab], or the best outputs [num_rows].
     void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
-    // Make ready for the best tokens of so many rows.
+    // Prepare for the best tokens of this many rows.
     void begin_best(i32 num_rows);
     // Set last_ask_ for a step.
     void find_last_ask(const StepInput& input);
 
-    std::mutex guard_;  // one step at a time: its memory is the plan's
+    std::mutex guard_;  // one step at a time, since its memory belongs to the plan
     RankGroup group_;
     // Shared by ranks: rows of q and k of all heads (only where these are normed as a whole), logits, and the best output of each rank.
     float *whole_qk_ = nullptr, *shared_logits_ = nullptr, *rank_best_values_ = nullptr;
@@ -260,7 +262,7 @@ private:
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
     i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_jobs_ = 0;
     i32 latent_size_ = 0, question_size_ = 0, question_rank_ = 0, answer_size_ = 0;
-    i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the most of any site; one row is packed by every thread for itself
+    i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the maximum of all sites; every thread packs a single row for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.
     i32 capacity_ = 0;
     int row_threads_ = 0;  // that row_ has room for
@@ -269,7 +271,7 @@ private:
     float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;
     float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_weight_ = nullptr, *pair_out_ = nullptr;
     float *shared_out_ = nullptr, *shared_scales_ = nullptr;
-    // Of multi-head latent attention: cached rows, questions before they are in the latent space, and answers after it.
+    // Of multi-head latent attention: cached rows, queries before the projection to the latent space, and outputs after it.
     float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
     bool has_shared_ = false;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
@@ -282,7 +284,7 @@ private:
     std::unique_ptr<Screen> screen_;
     Screening screening_;
     bool is_screening_ = false;  // in this step
-    // Of the last layer, where only rows that are wanted ask what the others have said, as if these were cached already.
+    // Of the last layer, where only wanted rows have queries; the other tokens count as cached.
     Batch last_ask_;
     bool has_last_ask_ = false;
     std::vector<i32> last_starts_;

@@ -75,7 +75,7 @@ WaitResult sleep_for_counter(BarrierState* state, int rank, SharedCounter* count
     const i64 end_ns = timeout_ns < 0 ? 0 : monotonic_ns() + timeout_ns;
     for (;;) {
         raise_heartbeat(state, rank);
-        // Announce the sleeper before the last look: advance_counter stores the value before it looks for sleepers.
+        // Announce the sleeper before the last check: advance_counter stores the value before it checks for sleepers.
         __atomic_fetch_add(&counter->num_sleepers, 1, __ATOMIC_SEQ_CST);
         const u32 value = __atomic_load_n(&counter->value, __ATOMIC_SEQ_CST);
         const bool is_done = has_reached(value, least), is_aborted = read_abort_word(state) != 0;

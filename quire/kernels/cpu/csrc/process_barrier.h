@@ -1,7 +1,7 @@
 // A barrier between ranks, in memory that all of them map: processes of one host, or threads of one process.
 //
 // Every rank counts the barriers it has arrived at. A rank has passed its n-th barrier when every rank has arrived at n or more, so
-// nothing is ever reset and a missing rank is known by name. A wait spins, then yields its core, then sleeps on a futex for at most
+// nothing is ever reset and a missing rank is identified. A wait spins, then yields its core, then sleeps on a futex for at most
 // 50 ms at a time; between these it looks at the abort word and raises the heartbeat of its rank.
 //
 // The types hold plain numbers, changed only by the functions below; all zeros is a valid state before initialise_barrier. Every
@@ -14,7 +14,7 @@ namespace quire {
 constexpr int MAX_RANKS = 64;
 constexpr i64 FUTEX_SLEEP_NS = 50 * 1000 * 1000;
 
-// A number that one rank raises and others wait for. Compared as signed differences, so it may wrap.
+// A counter that one rank increases and others wait for. Compared as signed differences, so it may wrap.
 struct SharedCounter {
     u32 value;
     u32 num_sleepers;
@@ -22,13 +22,13 @@ struct SharedCounter {
 
 struct alignas(128) RankState {
     SharedCounter arrived;  // barriers that this rank has arrived at
-    // On a line of their own: written in waits, and by the loop of a worker, while others read `arrived`.
+    // On a separate cache line: written in waits, and by the loop of a worker, while others read `arrived`.
     alignas(64) u32 heartbeat;
-    u32 location;      // where the rank is, for messages: a layer's number + 1, 0 for nowhere. Set by whoever computes
-    u32 process_beat;  // raised by a thread of the rank's process, whatever the rank does: stands still in a stopped process
+    u32 location;      // where the rank is, for messages: a layer's number + 1, 0 for none. Set by the computing thread
+    u32 process_beat;  // increased by a thread of the rank's process, independent of the rank's work; constant in a stopped process
     i32 pid;
     // Written by the rank's thread that waits, read by the leader for metrics.
-    u64 num_waits;  // barriers at which another rank was missing when this one came
+    u64 num_waits;  // barriers at which another rank was missing when this one arrived
     u64 wait_ns;    // of these; a barrier that all have reached reads no clock
     u64 num_bytes;  // of rows that this rank wrote for the others
 };
@@ -47,12 +47,12 @@ struct alignas(128) BarrierState {
 
 enum class WaitResult { done = 0, aborted = 1, timed_out = 2 };
 
-// Set up a state before any rank uses it. More ranks than cores should spin little: the rank that is waited for needs the core.
+// Set up a state before any rank uses it. With more ranks than cores spin little: the missing rank needs the core.
 void initialise_barrier(BarrierState* state, int num_ranks, u32 num_spins, u32 num_yields, u32 message_yield_ns = 0);
 
 // Arrive at the next barrier and wait until all ranks have. False: the group was aborted (see abort_word) while a rank is missing,
-// and nothing may be assumed of what other ranks have written. A barrier that all have reached is passed even in an aborted group,
-// so that the ranks do not differ in it; the next one that lacks a rank ends. All that a rank wrote before is visible to the others
+// and the writes of other ranks are undefined. A barrier that all have reached is passed even in an aborted group,
+// so that all ranks agree; the next barrier with a missing rank ends. All that a rank wrote before is visible to the others
 // after.
 bool process_barrier_wait(BarrierState* state, int rank, int size);
 
@@ -60,15 +60,15 @@ bool process_barrier_wait(BarrierState* state, int rank, int size);
 void arrive_at_barrier(BarrierState* state, int rank);
 WaitResult wait_for_barrier(BarrierState* state, int rank, int size, i64 timeout_ns, bool spins = true);
 
-// The first rank that has arrived at fewer barriers than `rank`; -1 where there is none.
+// The first rank that has arrived at fewer barriers than `rank`; -1 if there is none.
 int find_missing_rank(const BarrierState* state, int rank, int size);
 
-// Wait until a counter has reached `least`; done even in an aborted group where it has.
+// Wait until a counter has reached `least`; succeeds even in an aborted group if it has.
 WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
-// The same for a message, which comes after time in which another rank does something else: it yields for message_yield_ns before it
-// sleeps, so that a message soon after the last one wakes nobody.
+// The same for a message, which may arrive later, since another rank does other work: yields for message_yield_ns before it
+// sleeps, so that a message soon after the previous one needs no wake-up.
 WaitResult wait_for_message(BarrierState* state, int rank, SharedCounter* counter, u32 least, i64 timeout_ns, bool spins = true);
-// Set a counter of this rank's own, after all that it wrote before, and wake those who sleep on it.
+// Set this rank's counter, after all its earlier writes, and wake the sleepers on it.
 void advance_counter(SharedCounter* counter, u32 value);
 
 // End the group: every wait for something that has not come returns `aborted`, those that sleep at once or after 50 ms. Only the first call counts; returns whether
@@ -77,12 +77,12 @@ bool abort_group(BarrierState* state, int rank, AbortReason reason);
 
 static inline u32 read_abort_word(const BarrierState* state) { return __atomic_load_n(&state->abort_word, __ATOMIC_ACQUIRE); }
 
-// Say that the rank is alive. Called by waits, and by loops that compute for long without one.
+// Signal that the rank is alive. Called by waits, and by loops that compute for long without one.
 static inline void raise_heartbeat(BarrierState* state, int rank) { __atomic_fetch_add(&state->ranks[rank].heartbeat, 1, __ATOMIC_RELAXED); }
 
 static inline void add_count(u64* count, u64 more) { __atomic_store_n(count, __atomic_load_n(count, __ATOMIC_RELAXED) + more, __ATOMIC_RELAXED); }
 
-// Count a wait of a rank for others, by its own thread; count 0: one that goes on.
+// Count a wait of a rank for others, by its own thread; count 0: one that continues.
 static inline void count_wait(BarrierState* state, int rank, i64 ns, u64 count = 1) {
     add_count(&state->ranks[rank].num_waits, count);
     add_count(&state->ranks[rank].wait_ns, static_cast<u64>(ns));

@@ -63,7 +63,7 @@ void sum_parts(const u8* parts, i64 stride_bytes, int num_parts, u8* out, i64 fi
         sum_bf16(parts, stride_bytes, num_parts, reinterpret_cast<u16*>(out), first, last);
 }
 
-// A rank's slice of count elements, whole cache lines where there are enough.
+// A rank's slice of count elements, in whole cache lines if there are enough.
 i64 slice_start(i64 count, int rank, int size) {
     const i64 lines = (count + 31) / 32;
     return least(lines * rank / size * 32, count);
@@ -111,7 +111,7 @@ bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type) {
         if (!group.wait_barrier(group)) return false;
         sum_parts(group.slots, group.slot_bytes, group.size, result, slice_start(n, group.rank, group.size), slice_start(n, group.rank + 1, group.size), type);
         if (!group.wait_barrier(group)) return false;
-        // The next write to `result` comes after the next barrier, which this rank reaches after the copy.
+        // The next write to `result` happens after the next barrier, which this rank reaches after the copy.
         copy(piece, result, n * width);
     }
     return true;
@@ -148,7 +148,7 @@ bool all_gather(CollectiveGroup& group, void* out, const void* part, const i64* 
 }
 
 bool all_to_all(CollectiveGroup& group, void* out, const i64* out_bytes, const void* x, const i64* in_bytes, int* mismatch) {
-    // All sizes are exchanged first: every rank must make the same number of rounds, and finds the same rank at fault.
+    // All sizes are exchanged first: every rank must run the same number of rounds, and report the same faulty rank.
     copy(slot(group, group.rank), in_bytes, group.size * 8);
     copy(slot(group, group.rank) + MAX_RANKS * 8, out_bytes, group.size * 8);
     if (!group.wait_barrier(group)) return false;

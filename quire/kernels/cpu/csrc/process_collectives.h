@@ -1,8 +1,8 @@
 // Collectives of ranks that share memory. Every rank of a group makes the same calls in the same order, with sizes that agree.
 //
-// Shared memory of a group: `size` slots of slot_bytes, one written by each rank, and one more for results. What is larger than a
-// slot goes in rounds. Each round is: write the own slot, barrier, read the others' slots, barrier; so a slot is never written while
-// somebody reads it, in whatever order calls follow each other.
+// Shared memory of a group: `size` slots of slot_bytes, one written by each rank, and one more for results. Data larger than a
+// slot is processed in rounds. Each round is: write the own slot, barrier, read the others' slots, barrier; so a slot is never
+// written while another rank reads it, in any order of calls.
 #pragma once
 #include "process_barrier.h"
 
@@ -21,13 +21,13 @@ struct CollectiveGroup {
     int rank, size;
     u8* slots;        // (size + 1) * slot_bytes, at a multiple of 64
     i64 slot_bytes;   // a multiple of 64 * size
-    // How this group waits, so that a caller may look after signals meanwhile; false: aborted.
+    // How this group waits, so that a caller can check signals in between; false: aborted.
     bool (*wait_barrier)(CollectiveGroup& group);
     bool (*wait_counter)(CollectiveGroup& group, SharedCounter* counter, u32 least, int peer);
     void* context;
 };
 
-// All return false in a group that was aborted; the outputs mean nothing then.
+// All return false in a group that was aborted; the outputs are then undefined.
 
 // Replace x by the sum of the ranks' x, added in f32 in the order of ranks, rounded once at the end. The same bits on every rank.
 bool all_reduce(CollectiveGroup& group, void* x, i64 count, SumType type);

@@ -1,5 +1,5 @@
-// Quantising float weights by rows or groups of columns; what is computed is said in quire/quant/quantize.py, whose torch version gives
-// the same bits. That takes denormals: whoever calls must not have them flushed.
+// Quantising float weights by rows or groups of columns; the formulas are in quire/quant/quantize.py, whose torch version gives
+// the same bits. This needs denormals: the caller must not flush them.
 #pragma once
 #include "simd_types.h"
 

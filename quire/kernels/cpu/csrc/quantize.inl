@@ -1,4 +1,4 @@
-// Scales: a group a lane, sixteen groups at once. Codes: sixteen columns of a row at once.
+// Scales: one group per lane, sixteen groups at once. Codes: sixteen columns of a row at once.
 #include <string.h>
 
 #include "simd.h"
@@ -22,7 +22,7 @@ QUIRE_INLINE F32 unit_power(I32 exponent) { return as_f32(shift_left<23>(set1(25
 QUIRE_INLINE F32 inverse_power(I32 exponent) { return as_f32(shift_left<23>(exponent)); }
 
 // Sum of term(j) over a group, with room for size / 8 parts. The halves are added, then the halves of that, and so on.
-// The terms are said to be inlined: else each is a call, with its captures in memory.
+// The terms are forced inline: otherwise each is a call, with its captures in memory.
 #define QUIRE_TERM __attribute__((always_inline))
 template <class Term>
 QUIRE_INLINE F32 sum_group(i32 size, float* parts, Term term) {
@@ -157,7 +157,7 @@ void search_groups(const QuantizeJob& job, const Steps& steps, i64 first, i32 co
     } else {
         scale = search_scale(job, x, parts, extreme * power, [steps](F32 doubled) QUIRE_TERM { return table_level(steps, doubled); });
     }
-    // A weight that is not finite must be seen in the result: its group has no scale.
+    // A non-finite weight must be visible in the result: its group has no valid scale.
     const F32 none = set1(__builtin_nanf(""));
     const Mask finite = is_finite(largest), lanes = first_lanes(count);
     store(job.scale + first, select(finite, scale * back, none), lanes);

@@ -27,7 +27,7 @@ u8* SharedRows::reserve(i64 num_bytes) {
     if (num_bytes <= num_bytes_) return data_;
     struct stat status;
     if (fstat(file_, &status) != 0) fail("looking up the file", num_bytes);
-    // Another rank may have made it larger already; all ask for the same size.
+    // Another rank may already have enlarged it; all request the same size.
     if (status.st_size < num_bytes && ftruncate(file_, num_bytes) != 0) fail("making a file", num_bytes);
     void* mapped = mmap(nullptr, static_cast<size_t>(num_bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file_, 0);
     if (mapped == MAP_FAILED) fail("mapping a file", num_bytes);

@@ -1,8 +1,8 @@
 // The ranks that hold shards of one model (tensor parallelism), and the rows that they share.
 //
-// Every weight is sharded by its outputs: a rank forms the whole sum of each of its outputs, in the order that one rank alone takes, and
-// writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is summed
-// across ranks, and logits have the same bits at any number of ranks.
+// Every weight is sharded by its outputs: a rank computes the whole sum of each of its outputs, in the same order as a single rank,
+// and writes it to its columns of rows in memory that all ranks map. After a barrier every rank reads whole rows. So nothing is
+// summed across ranks, and logits have the same bits for any number of ranks.
 #pragma once
 #include <functional>
 #include <vector>
@@ -21,7 +21,7 @@ public:
 
     // The file, which the caller keeps open.
     void set_file(int file) { file_ = file; }
-    // Map at least so many bytes. What was in them is still there. Throws std::runtime_error where the system has no memory.
+    // Map at least this many bytes, keeping the content. Throws std::runtime_error if the system has no memory.
     u8* reserve(i64 num_bytes);
     i64 num_bytes() const { return num_bytes_; }
     u8* data() const { return data_; }
@@ -46,16 +46,16 @@ struct RankGroup {
     u64 num_barriers = 0;
     bool is_aborted = false;
     std::vector<WrittenBlock> written;
-    // Where ranks do not share memory (other hosts): gives the other ranks what this one has written and takes what they have, at the
-    // same places after `base`, which every rank lays out alike. False: the group has ended. Empty: the memory is shared.
+    // For ranks without shared memory (on other hosts): exchanges the written data with the other ranks, at the
+    // same offsets from `base`, whose layout is the same on every rank. False: the group has ended. Empty: the memory is shared.
     std::function<bool(u8* base, const std::vector<WrittenBlock>& written)> exchange;
 
-    // Say what the rank has written before it comes to the next barrier.
+    // Record what the rank has written before the next barrier.
     void wrote(float* first, i64 count, i64 stride, i64 width) {
         if (barrier != nullptr && count > 0 && width > 0)
             written.push_back({reinterpret_cast<u8*>(first), count, stride * 4, width * 4});
     }
-    // Wait until all ranks have come here and what they wrote can be read.
+    // Wait until all ranks have arrived and their writes are visible.
     void meet();
 };
 

@@ -1,4 +1,4 @@
-// Where the tokens of runs stand.
+// The positions of the tokens of runs.
 #include "runs.h"
 
 #include <algorithm>

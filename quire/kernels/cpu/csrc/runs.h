@@ -6,8 +6,8 @@
 
 namespace quire {
 
-// Sequence s owns tokens [starts[s], starts[s + 1]), which stand at the positions up to ends[s]. Its block table is an i64 array at the
-// address tables[s], of max_blocks blocks; of it, attention sees what begins at the position origins[s], a multiple of the block size.
+// Sequence s owns tokens [starts[s], starts[s + 1]), whose positions end before ends[s]. Its block table is an i64 array at the
+// address tables[s], of max_blocks blocks; attention reads it from the position origins[s] on, a multiple of the block size.
 struct TokenRuns {
     std::vector<i64> token_ids;
     std::vector<i32> starts, ends, origins;
@@ -17,15 +17,15 @@ struct TokenRuns {
     i32 count() const { return static_cast<i32>(ends.size()); }
 };
 
-// The arrays of a StepInput. Throws invalid_argument where runs contradict each other or leave their tables.
+// The arrays of a StepInput. Throws invalid_argument if runs are inconsistent or exceed their tables.
 struct Placement {
     std::vector<i64> positions, slots;
     std::vector<i32> lengths, tables;
     i64 stride = 0;
 
-    // room: positions behind the end of each run that its table must have, or empty: none.
+    // room: positions after the end of each run that its table must have, or empty: none.
     Placement(const TokenRuns& runs, i32 block_size, const std::vector<i32>& room);
-    // Set what is known of the tokens.
+    // Set the fields of the tokens.
     void fill(StepInput& input, const TokenRuns& runs) const;
 };
 

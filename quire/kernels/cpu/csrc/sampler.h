@@ -33,7 +33,7 @@ struct SampleResult {
     i32 status = SAMPLE_FINE;
 };
 
-// What log probabilities are made of: log p(i) = (logits[i] - peak) - log_sum.
+// The terms of log probabilities: log p(i) = (logits[i] - peak) - log_sum.
 struct LogprobRow {
     const float* logits = nullptr;  // [vocab], not changed
     i32 token = 0;
@@ -48,7 +48,7 @@ struct LogprobRow {
 struct SamplerTable {
     i64 (*scratch_bytes)(i32 vocab);
     // Called by every thread, after a barrier: rows are shared out by `next`. scratch: scratch_bytes(vocab) for each thread, one
-    // after the other. A row's result depends on nothing but the row. Denormals count here, whatever the caller has set.
+    // after the other. A row's result depends only on the row. Denormals are kept here, independent of the caller's setting.
     void (*sample)(Worker& worker, const SampleRow* rows, i32 num_rows, i32 vocab, SampleResult* results, u8* scratch);
     void (*logprobs)(Worker& worker, LogprobRow* rows, i32 num_rows, i32 vocab, u8* scratch);
     // Write the noise of tokens 0, 1, ... vocab - 1 (tests).

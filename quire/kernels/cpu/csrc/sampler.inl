@@ -13,7 +13,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// run_team flushes denormals, which would tie logits that differ. Returns what `set_float_mode` takes to have that back.
+// run_team flushes denormals, which would make different logits equal. Returns the argument for `set_float_mode` to restore that.
 unsigned keep_denormals() {
 #if defined(__x86_64__)
     const unsigned before = _mm_getcsr();

@@ -15,7 +15,7 @@
 //   zero_below(limit, x, y)  y, or 0 in lanes where x < limit; y where x is NaN
 //   load_bf16, store_bf16  16 values; the store rounds to nearest even and keeps denormals
 //   store_bf16_flushed     the same and faster; denormals may become 0
-//   dot_words(a, b)        a and then b as pairs of bf16 for dot_bf16: what that takes for 0 may be 0
+//   dot_words(a, b)        a and then b as pairs of bf16 for dot_bf16: values that it flushes may be 0
 //   dot_bf16(acc, a, b)    per lane acc + a[2i + 1] * b[2i + 1], then + a[2i] * b[2i]. AVX-512 flushes denormals
 //   dot_u8s8(acc, w, x)    per lane acc + sum of w[4i + j] * x[4i + j], j < 4, w unsigned, x signed, |x| <= 127. Exact
 //   keep_or, select_bits   (a & mask) | b, (a & mask) | (b & ~mask), of every 32-bit word; rotate_words: right by four bits
@@ -59,7 +59,7 @@
 #include "simd_portable.h"
 #endif
 
-// Of lambdas that are the bodies of loops, which the compiler would otherwise call once for each sixteen values.
+// For lambdas that are loop bodies, which the compiler would otherwise call for each sixteen values.
 #define QUIRE_BODY __attribute__((always_inline))
 
 namespace quire::QUIRE_ISA {

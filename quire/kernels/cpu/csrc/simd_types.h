@@ -1,4 +1,4 @@
-// Names of the machine's numbers. bf16 and f16 travel as their 16 bits.
+// Names of number types. bf16 and f16 are passed as their 16 bits.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-// Runs a plan: every thread of the team walks the layers and meets the others where a result is needed.
+// Runs a plan: every thread of the team executes all layers, with barriers where results of other threads are needed.
 #include <string.h>
 
 #include <algorithm>
@@ -12,14 +12,14 @@ namespace quire {
 
 namespace {
 
-// Tokens of a step whose places in the cache are fetched ahead: their lines should stay in the caches until they are written.
+// Tokens of a step whose cache slots are prefetched: their lines should stay in the CPU caches until they are written.
 constexpr i32 MAX_FETCHED_TOKENS = 64;
 
 }  // namespace
 
-// One thread's walk through a step. All threads take the same way; what they share lies in the plan.
+// One thread's execution of a step. All threads execute the same code; shared data is in the plan.
 struct Stepper : StepLatent {
-    // The rank that has a token's row of the vocabulary gives it to all.
+    // The rank with a token's row of the embedding writes it for all.
     void embed_sharded() {
         const Weight& embed = plan.embed_->weight;
         each(in.batch.num_tokens, [&](i64 row) {
@@ -58,7 +58,7 @@ struct Stepper : StepLatent {
 
     float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
 
-    // Rows of a head that drafts: see Entry.
+    // Rows of a draft head: see Entry.
     void enter() {
         const i64 hidden = plan.hidden_;
         const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
@@ -86,7 +86,7 @@ struct Stepper : StepLatent {
     }
 
     void enter_or_embed() {
-        if (!plan.is_first_stage_) return;  // the stage before has left the rows
+        if (!plan.is_first_stage_) return;  // the rows come from the previous stage
         if (plan.entry_ == Entry::token)
             embed();
         else
@@ -130,7 +130,7 @@ struct Stepper : StepLatent {
         run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm);
     }
 
-    // What the first attention of an EAGLE-3 head reads: the normed embedding, and beside it the normed features.
+    // The input of the first attention of an EAGLE-3 head: the normed embedding, concatenated with the normed features.
     void pack_beside(const PlanLayer& l) {
         const i64 hidden = plan.hidden_;
         each(num_rows, [&](i64 row) {
@@ -140,7 +140,7 @@ struct Stepper : StepLatent {
         pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
     }
 
-    // Ask for the cache lines that a new token goes to, of some heads: they are many.
+    // Prefetch the cache lines that a new token is written to, of some heads, as there are many.
     void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
         const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width, slot = in.slots[row];
         for (i32 head = first_head; head < first_head + num_heads; ++head) {
@@ -194,7 +194,7 @@ struct Stepper : StepLatent {
                 if (l.k) kernels.elementwise->norm(l.k_norm.job, q + q_size, q + q_size);
             });
         }
-        // Fewer rows than threads could share are cut by heads.
+        // With too few rows for all threads, the work is divided by heads.
         const i32 parts = in.batch.num_tokens < 4 * worker.size ? l.num_kv_heads : 1;
         const i32 kv_heads = l.num_kv_heads / parts, heads = l.num_heads / parts;
         each(static_cast<i64>(l.k ? in.batch.num_tokens : num_rows) * parts, [&](i64 item) {
@@ -243,7 +243,7 @@ struct Stepper : StepLatent {
         const i64 q_size = static_cast<i64>(l.num_heads) * l.head_dim;
         each(in.batch.num_tokens, [&](i64 row) {
             float* const values = plan.qkv_ + row * row_stride(qkv_size(l));
-            // NaN stays: no comparison with it is true.
+            // NaN is kept: no comparison with it is true.
             for (i64 i = row < num_rows ? 0 : q_size; i < qkv_size(l); ++i) {
                 if (values[i] > l.clip) values[i] = l.clip;
                 if (values[i] < -l.clip) values[i] = -l.clip;
@@ -251,14 +251,14 @@ struct Stepper : StepLatent {
         });
     }
 
-    // The norm of heads that follow one another, of which `first` is the first in the whole layer.
+    // The norm of consecutive heads, of which `first` is the first one's index in the whole layer.
     struct HeadNorm {
         const Norm* norm;
         bool is_used;
         i32 first;
     };
 
-    // Norm, where heads have one of their own, and rotate heads that follow one another.
+    // Norm (if heads have norms) and rotate consecutive heads.
     void turn_heads(const PlanLayer& l, const HeadNorm& norm, float* heads, i32 count, i64 position) const {
         const ElementwiseTable& table = *kernels.elementwise;
         const NormJob* const job = norm.norm->is_present && norm.is_used ? &norm.norm->job : nullptr;
@@ -302,10 +302,11 @@ struct Stepper : StepLatent {
         rank_barrier();
     }
 
-    // Rows as wide as x_ that hold nothing at the last attention; a rank's own.
+    // Rows as wide as x_ that are unused at the last attention; private to a rank.
     float* free_rows() const { return plan.is_sharded() ? plan.spare_ : plan.extra_; }
 
-    // No later block mixes rows: those of x_ that are wanted, and of `beside`, move to the front (of `target`) and go on alone.
+    // No later block mixes rows: the wanted rows of x_, and of `beside`, move to the front (of `target`) and continue without the
+    // others.
     void keep_wanted_rows(const float* beside, float* target, float* free, i64 width) {
         if (worker.rank == 0) {
             const auto gather = [&](const float* values, float* to, float* between, i64 size) {
@@ -344,7 +345,7 @@ struct Stepper : StepLatent {
         run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
     }
 
-    // Whether the activation can be written as the input of the last layer of the block: no scale of a group has to be found first.
+    // Whether the activation can be written as the input of the last layer of the block: no group scale must be computed first.
     bool is_packed_at_once(const PlanLayer& l, bool is_joint) const {
         const InputForm& form = l.down_site.forms[0];
         return !plan.is_sharded() && (!l.gate || is_joint) && l.down_site.forms.size() == 1 && form.kind == Format::bf16 && form.columns == nullptr && form.k == l.up->weight.n;
@@ -365,7 +366,7 @@ struct Stepper : StepLatent {
         first.negative = l.negative;
         Packed result = packed(l.down_site, l.down_form, num_rows);
         if (is_packed_at_once(l, is_joint)) {
-            // Not where the rows are that the layer reads.
+            // Not in place of the rows that the layer reads.
             result.data = reinterpret_cast<u32*>(plan.inner_);
             first.packed = &result;
             run(&first, 1);
@@ -434,7 +435,7 @@ struct Stepper : StepLatent {
         return packed(plan.head_site_, 0, count);
     }
 
-    // The best token of `count` rows: every thread's own.
+    // The best token of `count` rows for each thread.
     void best(const i32* rows, i32 count) {
         if (plan.is_screening_) {
             each(count, [&](i64 i) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], plan.normed_ + i * hidden_stride()); });
@@ -467,7 +468,7 @@ struct Call {
     const i32* rows;
     i32 count;
     float* out;
-    int num_threads = 0;  // that came, perhaps fewer than asked for
+    int num_threads = 0;  // the actual number, possibly fewer than requested
 };
 
 void step_body(void* argument, Worker& worker) {

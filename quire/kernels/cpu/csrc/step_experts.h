@@ -1,4 +1,4 @@
-// A mixture of experts within a step: rows go to the experts that a router chooses, and what these say is summed.
+// A mixture of experts within a step: rows are sent to the experts that the router chooses, and their outputs are summed.
 #pragma once
 #include <string.h>
 
@@ -55,7 +55,7 @@ struct StepExperts : StepRows {
         run(plan.jobs_.data(), num_experts);
     }
 
-    // What every token is given beside its experts: into shared_out_, and the logits of its factors into shared_scales_.
+    // The shared expert, into shared_out_, and the logits of its factors into shared_scales_.
     void shared_expert(const PlanLayer& l) {
         const i64 inner = row_stride(l.total_shared_inner);
         float* const own = plan.inner_ + l.first_shared_inner;
@@ -81,7 +81,7 @@ struct StepExperts : StepRows {
         const LinearJob down = job(*l.shared_down, down_input, Finish::store, plan.shared_out_ + l.first_output, hidden_stride());
         run(&down, 1);
         wrote(plan.shared_out_ + l.first_output, num_rows, hidden_stride(), l.shared_down->weight.n);
-        rank_barrier();  // the experts write to inner_, too
+        rank_barrier();  // the experts also write to inner_
     }
 
     void mixture(const PlanLayer& l) {
@@ -120,7 +120,7 @@ struct StepExperts : StepRows {
         each(num_rows, [&](i64 row) { add_experts(l, row); });
     }
 
-    // What the expert of a pair reads.
+    // The input of a pair's expert.
     const float* expert_row(const PlanLayer& l, i64 place) const {
         const float* row = plan.normed_ + static_cast<i64>(plan.pair_row_[place]) * hidden_stride();
         if (!l.weighs_inputs) return row;

@@ -7,8 +7,8 @@
 namespace quire {
 
 struct StepLatent : StepExperts {
-    // Multi-head latent attention: cached rows into latent_, and questions in the space of these into qkv_.
-    // scale(heads, position) multiplies a row's questions by what their position has.
+    // Multi-head latent attention: cached rows into latent_, and queries in the latent space into qkv_.
+    // scale(heads, position) multiplies a row's queries by the factor of their position.
     template <class Scale>
     void project_latent(const PlanLayer& l, Scale scale) {
         const Latent& latent = l.latent;
@@ -78,7 +78,7 @@ struct StepLatent : StepExperts {
         run(plan.jobs_.data(), l.num_heads);
     }
 
-    // Bring what heads have found in the latent space out of it, into answer_. attended: of the rank's own heads.
+    // Project the attention outputs out of the latent space, into answer_. attended: of the rank's heads.
     void leave_latent(const PlanLayer& l, const float* attended, i64 width) {
         const i64 to_width = row_stride(plan.answer_size_);
         float* const own = plan.answer_ + static_cast<i64>(l.first_head) * l.latent.value;

@@ -1,4 +1,4 @@
-// What all parts of a step stand on: rows that threads share, packed inputs, norms and linear layers.
+// The base of all parts of a step: rows that threads share, packed inputs, norms and linear layers.
 #pragma once
 #include <string.h>
 
@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// Up to so many rows are packed in parts of so many inputs.
+// Up to this many rows are packed in parts of this many inputs.
 constexpr i32 MAX_CUT_ROWS = 64, CUT_INPUTS = 512;
 
 // Whether the panels of two weights can be computed side by side: one tile reads them with one table and one kind of scales.
@@ -18,7 +18,7 @@ static inline bool are_alike(const Weight& a, const Weight& b) {
            memcmp(a.table, b.table, sizeof(a.table)) == 0;
 }
 
-// What one thread knows of a step, which the others walk with it: see Stepper.
+// One thread's state of a step: see Stepper.
 struct StepRows {
     Plan& plan;
     const StepInput& in;
@@ -32,7 +32,7 @@ struct StepRows {
         each_item(worker, count, body);
     }
 
-    // Rows that one thread packs: those of a tile, whose words lie side by side, where there are tiles enough.
+    // Rows that one thread packs: those of a tile, whose words are adjacent, if there are enough tiles.
     i64 pack_grain(const Site& site) const { return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1; }
 
     i64 hidden_stride() const { return row_stride(plan.hidden_); }
@@ -40,21 +40,21 @@ struct StepRows {
     float* extra(i64 row) const { return plan.extra_ + row * hidden_stride(); }
     float* own_row() const { return plan.row_ + worker.rank * row_stride(plan.own_row_size_); }
 
-    // Wait until all ranks have come here; nothing with one rank. In an aborted group it returns at once: `layers` ends the step.
+    // Wait until all ranks have arrived; no effect with one rank. In an aborted group it returns at once: `layers` ends the step.
     void rank_barrier() {
         if (plan.group_.barrier == nullptr) return;
         if (worker.rank == 0) plan.group_.meet();
         barrier(worker);
     }
 
-    // Say which shared rows this rank has written since the last barrier: `count` times `width` values, `stride` apart.
+    // Record the shared rows that this rank has written since the last barrier: `count` times `width` values, `stride` apart.
     void wrote(float* first, i64 count, i64 stride, i64 width) const {
         if (worker.rank == 0) plan.group_.wrote(first, count, stride, width);
     }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
-    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. One row is packed by every
-    // thread for itself: that takes less than to wait for another and to fetch what it wrote.
+    // Where `rows` rows of one form of a site are packed: the forms of a site lie one after the other. Every thread packs a single
+    // row for itself: that is faster than waiting for another thread and reading its result.
     Packed packed(const Site& site, i32 form_index, i32 rows) const {
         i64 words = rows == 1 ? worker.rank * own_stride(plan.packed_words_) : 0;
         i64 groups = rows == 1 ? worker.rank * own_stride(plan.packed_groups_) : 0;
@@ -86,7 +86,8 @@ struct StepRows {
             kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
     }
 
-    // Pack all rows, and wait for them. The words of a tile's rows lie side by side: few rows are cut by inputs, so that no two threads write to one line.
+    // Pack all rows, with a barrier. The words of a tile's rows are adjacent: few rows are divided by inputs, so that no two
+    // threads write to one line.
     void pack_all(const Site& site, const float* values, i64 stride) {
         if (num_rows == 1) return pack(site, 0, values);
         bool is_cut = num_rows <= MAX_CUT_ROWS;
@@ -153,7 +154,7 @@ struct StepRows {
         barrier(worker);
     }
 
-    // Keep a row of what layer i reads, if that is wanted.
+    // Keep a row of the input of layer i, if requested.
     void keep_input(i32 layer, i64 row) const {
         const std::vector<i32>& kept = plan.kept_layers_;
         const i64 count = static_cast<i64>(kept.size());

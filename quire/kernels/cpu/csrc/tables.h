@@ -25,7 +25,8 @@ struct LinearTable {
     void (*unpack_row)(const Weight& weight, i32 n, float* out);
     // Copy panels [first, last) of a head in bytes.
     void (*copy_panels)(const Weight& head, i32 first, i32 last, const ScreenCopy& to);
-    // The size and the error of a row that was packed as bytes from `values`; kind: in which form the head reads it. See argmax_prefilter.h.
+    // The length and the error of a row that was packed as bytes from `values`; kind: the form in which the head reads it. See
+    // argmax_prefilter.h.
     void (*measure_row)(const Packed& bytes, i32 row, const float* values, Format kind, float* size, float* error);
     // Take the best output of some panels into best_value[at], best_index[at] of a job of one row.
     void (*best_of_panels)(const Worker& worker, const LinearJob& job, const i32* panels, i32 count, i64 at);
@@ -44,7 +45,7 @@ struct Kernels {
 
 // The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
 const Kernels& kernels();
-// A set by name, or null where the machine cannot run it.
+// A set by name, or null if the machine cannot run it.
 const Kernels* kernels_named(const char* name);
 
 #define QUIRE_DECLARE(isa)                       \

@@ -12,12 +12,12 @@
 
 namespace quire {
 
-// What is taken of a thread's share: from the front, from the back, and in which phase; what another phase wrote counts as nothing.
+// The taken part of a thread's share: from the front, from the back, and the phase; entries of another phase count as empty.
 struct alignas(128) Taken {
     u64 word;
 };
 
-// Each counter on lines of its own: false sharing would cost more than the barrier.
+// Each counter on its own cache lines: false sharing would cost more than the barrier.
 struct Team {
     alignas(128) i32 arrived;
     alignas(128) u32 phase;
@@ -55,7 +55,7 @@ void barrier(Worker& worker) {
         __atomic_store_n(&team.phase, phase + 1, __ATOMIC_RELEASE);
         return;
     }
-    // A thread that shares its core with another process must not burn the time that the others wait for.
+    // A thread that shares its core with another process must not spin for long.
     for (int spins = 0; __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE) == phase; ++spins) {
         if (spins < SPINS_BEFORE_YIELD)
             pause();
@@ -71,14 +71,14 @@ i64 next(Worker& worker, i64 count, i64 grain) {
         team.taken += grain;
         return first;
     }
-    // The load keeps the counter from running away when threads ask again after the end.
+    // The load prevents the counter from overflowing when threads call again after the end.
     if (__atomic_load_n(&team.taken, __ATOMIC_RELAXED) >= count) return count;
     return __atomic_fetch_add(&team.taken, grain, __ATOMIC_RELAXED);
 }
 
 namespace {
 
-// Take up to half of what is left of a thread's share, from one of its ends.
+// Take up to half of the rest of a thread's share, from one of its ends.
 Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) {
     const i64 start = share_start(count, rank, team.size), end = share_start(count, rank + 1, team.size);
     u64* shared = &team.shares[rank].word;
@@ -101,12 +101,12 @@ Range take(Team& team, u64 phase, int rank, i64 count, i64 most, bool is_front) 
 Range next_of_share(Worker& worker, i64 count, i64 most) {
     Team& team = *worker.team;
     if (team.size == 1) {
-        // Nobody to leave anything to: one run, without atomic operations.
+        // A single thread: one run, without atomic operations.
         const i64 first = team.taken;
         team.taken = count;
         return {first, count};
     }
-    // From 1: no word has phase 0 but those that nothing was taken from.
+    // From 1: only words from which nothing was taken have phase 0.
     const u64 phase = (__atomic_load_n(&team.phase, __ATOMIC_RELAXED) + u64{1}) & ((u64{1} << (64 - 2 * COUNT_BITS)) - 1);
     Range range = take(team, phase, worker.rank, count, most, true);
     for (int i = 1; i < team.size && range.first == range.last; ++i) range = take(team, phase, (worker.rank + i) % team.size, count, most, false);
@@ -149,7 +149,7 @@ void run_flushed(void (*body)(void*, Worker&), void* argument, Worker worker) {
 
 void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
     Team team = {};
-    if (num_threads <= 1) {  // to begin a parallel region takes as long as a tenth of a small head's layer
+    if (num_threads <= 1) {  // starting a parallel region takes a tenth of a small head's layer
         team.size = 1;
         run_flushed(body, argument, {0, 1, &team});
         return;

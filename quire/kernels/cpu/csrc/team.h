@@ -6,7 +6,7 @@ namespace quire {
 
 struct Team;
 
-// What one thread of a team knows. Kernels are called by all threads of the team with the same arguments and split the work by
+// One thread's view of a team. Kernels are called by all threads of the team with the same arguments and split the work by
 // rank, or by `next`.
 struct Worker {
     int rank;
@@ -14,10 +14,10 @@ struct Worker {
     Team* team;
 };
 
-// Wait until every thread of the team has come here. Resets the counter of `next`.
+// Wait until every thread of the team has arrived. Resets the counter of `next`.
 void barrier(Worker& worker);
 
-// Return the first of `grain` items that this thread shall do, or a value >= count when none are left. Items are handed out in
+// Return the first of `grain` items for this thread, or a value >= count if none are left. Items are handed out in
 // order, each once, between two barriers; a thread that is slow or descheduled takes fewer.
 i64 next(Worker& worker, i64 count, i64 grain);
 
@@ -27,11 +27,11 @@ struct Range {
 
 // Return some of `count` items for this thread, none when all are taken: each item once between two barriers. Every thread has a
 // contiguous share, which it takes from the front, and then what is left of others' from their ends. At most `most` at a time, and
-// fewer where little is left, so that all come to the end together; a thread on its own gets all. A share has less than 2^22 items.
+// fewer if little is left, so that all threads end together; a single thread gets all. A share has less than 2^22 items.
 Range next_of_share(Worker& worker, i64 count, i64 most);
 
-// Call body(item) for every item, shared by the threads of a team, and wait for all. A thread has the same share every time: what it
-// wrote is in its caches.
+// Call body(item) for every item, shared by the threads of a team, and wait for all. A thread has the same share every time, so its
+// earlier writes are in its caches.
 template <class Body>
 static inline void each_item(Worker& worker, i64 count, Body body) {
     for (Range range = next_of_share(worker, count, count); range.first < range.last; range = next_of_share(worker, count, count))
@@ -40,10 +40,11 @@ static inline void each_item(Worker& worker, i64 count, Body body) {
 }
 
 // Call body(argument, worker) on num_threads threads and return when all have returned. Denormals are flushed inside (FTZ, DAZ);
-// the callers' own setting comes back.
+// the callers' setting is restored.
 void run_team(int num_threads, void (*body)(void* argument, Worker& worker), void* argument);
 
-// Memory of the calling thread, of at least so many bytes, kept until it ends; what was in it is lost when it grows. Null when there is none.
+// Memory of the calling thread, of at least this many bytes, kept until the thread ends; its content is lost when it grows. Null if
+// there is none.
 u8* thread_scratch(i64 bytes);
 
 // The contiguous share of thread `rank` of `count` items: [share_start, share_start of rank + 1).

@@ -5,12 +5,12 @@
 
 namespace quire {
 
-// Weights lie in panels of 16 columns of the output, so that one 64-byte line holds the weights of 16 outputs:
-//   bf16  [N / 16][K / 2][16][2]   pairs of inputs, as dot_bf16 takes them
+// Weights are stored in panels of 16 outputs, so that one 64-byte line holds the weights of 16 outputs:
+//   bf16  [N / 16][K / 2][16][2]   pairs of inputs, for dot_bf16
 //   bf12  [N / 16][K / 8][192 bytes]: bf16 without loss in 12 bits, see Window; K is a multiple of 8
 //   f32   [N / 16][K][16]
 //   f16   [N / 16][K][16], read as f32; a line holds two inputs
-//   u8    [N / 16][K / 4][16][4]   code + 128, as dot_u8s8 takes them
+//   u8    [N / 16][K / 4][16][4]   code + 128, for dot_u8s8
 //   f8    [N / 16][K / 2][32]      codes of float8 e4m3fn, pairs of inputs, see float8_place; K is a multiple of 4. f8_wide: the same
 //                                  beside f32 inputs
 //   u4    [N / 16][K / 8][16][4]   a byte holds inputs 8j + i (low nibble) and 8j + 4 + i (high); table[nibble] = level + 128
@@ -18,14 +18,15 @@ namespace quire {
 enum class Format : i32 { bf16 = 0, f32 = 1, u8 = 2, u4 = 3, f16 = 4, bf12 = 5, f8 = 6, f8_wide = 7 };
 constexpr i32 NUM_FORMATS = 8;
 
-// In one matrix nearly all exponents lie within 16 of each other, so that four bits say which it is. A unit of bf12 is eight inputs of
+// In one matrix nearly all exponents are within 16 of each other, so that four bits encode them. A unit of bf12 is eight inputs of
 // a panel, four lines A, B, C, D of bf16 pairs, in three lines of memory. Values are divided by a power of two, the column_scale of
-// the panel, that brings the least exponent of the panel's window to 112. Of each value there remain sign (bit 15), mantissa (0 - 6) and
-// the low four bits of the exponent (7 - 10): those of A, B and C stand in line 0, 1 and 2. Bits 11 - 14 of both halves of a word are free:
+// the panel, that makes the smallest exponent of the panel's window 112. Of each value the sign (bit 15), mantissa (0 - 6) and
+// the low four bits of the exponent (7 - 10) remain: those of A, B and C are in line 0, 1 and 2. Bits 11 - 14 of both halves of a
+// word are free:
 //   line 0   11: the sign of the OTHER half of D; 12 - 14: bits 0 - 2 of D
 //   line 1   bits 3 - 6 of D
 //   line 2   bits 7 - 10 of D
-// A value whose exponent is outside of the window is an exception, kept beside and divided as well.
+// A value whose exponent is outside of the window is an exception, stored separately and divided too.
 constexpr i32 UNIT_INPUTS = 8, UNIT_BYTES = 192, UNIT_LINES = 4;
 constexpr i32 WINDOW_START = 112, WINDOW_SIZE = 16;
 
@@ -67,8 +68,8 @@ struct Weight {
     u8 table[16] = {};
 };
 
-// The rows of an input as the kernels read them: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and in a
-// tile of R rows the values of one input step side by side:
+// The rows of an input in the layout of the kernels: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and
+// in a tile of R rows the values of one input step side by side:
 //   bf16  [K / 2][R] pairs     f32  [K][R]     u8, u4  [K / 4][R] four signed bytes
 // and for the last, per input group scales [input groups][R] f32, per group starts [groups][R] i32 = -128 * sum of its bytes, and
 // sums [groups][R] f32 = that sum. A tile of R rows takes R * steps words of data, R * groups entries of the others.
@@ -98,7 +99,7 @@ static inline bool is_float8(Format format) { return format == Format::f8 || for
 static inline i32 steps_of(Format kind, i32 k) { return kind == Format::bf16 ? ceil_div(k, 2) : kind == Format::f32 ? k : 2 * ceil_div(k, 8); }
 static inline i32 groups_of(i32 k, i32 group) { return group == 0 ? 0 : ceil_div(k, group); }
 
-// What a linear layer does with its result y[m, n] (after scale and bias).
+// The epilogue of a linear layer for its result y[m, n] (after scale and bias).
 enum class Finish : i32 {
     store = 0,  // out[m][n] = y
     add = 1,    // out[m][n] += factor * y
@@ -110,13 +111,14 @@ enum class Finish : i32 {
 };
 enum class Activation : i32 { silu = 0, gelu = 1, gelu_tanh = 2, relu = 3, relu2 = 4, xielu = 5 };
 
-// A panel that may hold the best output of a row, and the most that this can be.
+// A panel that may contain the best output of a row, and the upper bound of this output.
 struct Candidate {
     i32 panel;
     float most;
 };
-// What screening (argmax_prefilter.h) knows of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the least that the best
-// output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound holds for the row.
+// The prefilter's (argmax_prefilter.h) data of outputs, f32 [N padded to 16], and of rows [m], and keeps by row and thread: the
+// least that the best output can be, and the candidates [room], `count` of them; -1: none, as there is no room for all, or no bound
+// holds for the row.
 struct ScreenRows {
     const float *error, *size;
     const float *row_size, *row_error;
@@ -126,7 +128,8 @@ struct ScreenRows {
     Candidate* kept;
 };
 
-// Where a head's copy goes, panel after panel: codes as of u8, and f32 [N padded to 16] of the rest; `lines` has room for a panel of bf16.
+// The destination of a head's copy, panel by panel: codes as of u8, and f32 [N padded to 16] of the rest; `lines` has room for a
+// panel of bf16.
 struct ScreenCopy {
     u8* codes;
     i64 panel_bytes;

@@ -1,4 +1,4 @@
-"""What the tests of the load generator share: a loop without real time, and scripted servers behind fake transports."""
+"""Fakes for tests of the load generator: an event loop without real time, and scripted servers on fake transports."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ from quire.bench.serving.http_client import Connection, HttpClient, Target
 
 
 class _JumpingSelector(selectors.DefaultSelector):
-    """Waits for nobody: the loop's clock jumps to the next timer instead."""
+    """Never waits: the loop's clock jumps to the next timer instead."""
 
     loop = None
 

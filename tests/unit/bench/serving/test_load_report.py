@@ -1,4 +1,4 @@
-"""The report: JSON, table, warnings, and a page that stands alone and reads without its plots."""
+"""The report: JSON, table, warnings, and a self-contained page that is readable without its plots."""
 
 import dataclasses
 import json

@@ -78,7 +78,7 @@ class FakeStep:
 
 
 class FakeDevice(FakeWorker):
-    """Runs what was launched in order, whenever it likes, at the latest when somebody waits for it.
+    """Runs launched steps in order at random times, at the latest when their result is awaited.
 
     samples_on_host  says of a request whether its tokens reach the device only when they are collected
     """

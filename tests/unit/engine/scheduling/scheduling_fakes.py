@@ -258,7 +258,7 @@ class FakeWorker:
             self.kv[block_id] = list(self.pages[slot])
 
     def _draft(self, row: Row, num_slots: int, holders: Counter) -> tuple[int, int]:
-        """Write the KV of drafts behind the last known token: right ones, and then garbage."""
+        """Write the KV of drafts after the last known token: correct ones, and then garbage."""
         num_drafts = self.rng.randint(0, num_slots)
         num_accepted = self.rng.randint(0, num_drafts)
         tokens, chain = list(row.tokens), list(row.chain)

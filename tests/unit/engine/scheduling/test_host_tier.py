@@ -177,7 +177,7 @@ def test_block_is_forgotten_when_the_step_that_loads_it_has_failed():
 
 
 def fail_step(driver, plan):
-    """Let a step fail as a whole, after which nobody knows what it has copied."""
+    """Make a whole step fail, so that its copies are unknown."""
     driver.worker.execute(plan)
     for _, slot in plan.page_saves:
         driver.worker.pages[slot] = [GARBAGE] * driver.config.block_size

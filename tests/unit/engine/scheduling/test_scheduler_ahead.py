@@ -1,4 +1,4 @@
-"""What is planned while a step runs, and what becomes of it when a sequence turns out to have ended there."""
+"""Plans that are made while a step runs, and their correction when a sequence turns out to have ended in it."""
 
 import pytest
 from ahead_fakes import CheckedScheduler

@@ -96,7 +96,7 @@ def test_a_step_whose_tokens_come_from_the_host_is_collected_first():
     driver.run()
     assert driver.worker.log[:7] == [
         ("launch", 0), ("launch", 1), ("collect", 0),
-        ("launch", 2), ("collect", 1),  # launched behind a plain step, with the new request in it
+        ("launch", 2), ("collect", 1),  # launched after a plain step, with the new request in it
         ("collect", 2), ("launch", 3),
     ]  # fmt: skip
     driver.check_outputs()

@@ -81,7 +81,7 @@ def make_layer(n, k, block=0, *, is_wide=False, has_bias=False, seed=0, threads=
 
 
 def run(layer, x, isa, finish=STORE, second=None, before=None, threads=1, activation=0, factor=1.0) -> Tensor:
-    """Return out [m, n]; `before` is what it held. Fails when anything beside it was written."""
+    """Return out [m, n]; `before` is what it held. Fails if anything else was written."""
     m, n = len(x), len(layer.weights)
     memory = torch.full((m + 1, n + 19), float("nan"))
     out = memory[:m, 3 : n + 3]

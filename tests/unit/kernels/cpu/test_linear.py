@@ -79,7 +79,7 @@ def run(
     factor=1.0,
     clamp=(0.0, 1.0),
 ) -> Tensor:
-    """Return out [m, n]; `before` is what it held. Fails when anything beside it was written."""
+    """Return out [m, n]; `before` is what it held. Fails if anything else was written."""
     m, n = len(x), layer.codes.shape[0]
     memory = torch.full((m + 1, n + 19), float("nan"))
     out = memory[:m, 3 : n + 3]

@@ -1,4 +1,4 @@
-"""Attention of draft trees: every row has the bits of its own path run as a chain, whatever stands in the other slots."""
+"""Attention of draft trees: every row has the bits of its path run as a chain, independent of the other slots."""
 
 import random
 
@@ -26,7 +26,7 @@ def bits(parents, node):
 
 
 class Trees:
-    """Sequences of some length, of which the last ones are a tree behind the token before."""
+    """Sequences whose last tokens are a draft tree."""
 
     def __init__(self, setup, prefixes, counts, seed, isa):
         rng = random.Random(seed)

@@ -162,7 +162,7 @@ class AddressCheck:
 
 
 def fill_unset(tensor):
-    """Fill a new tensor with what nobody may read: NaN where its type has that, else a large number; return it."""
+    """Fill a new tensor with values that must not be read: NaN if its type has it, otherwise a large number; return it."""
     if tensor.device.type == "cpu" and tensor.numel():
         # All bits set are NaN in every float type that kernels know. Integers become large ones: no block, slot or token.
         bits = 0xFF if tensor.is_floating_point() else 0x7F

@@ -1,4 +1,4 @@
-"""Steps over a paged cache with the dense keys and values behind them, and attention in float64."""
+"""Steps over a paged cache with the equivalent dense keys and values, and attention in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts on the device: tokens are those of plain decoding, whoever drafts, and the cache is that of a fresh prefill."""
+"""Drafts on the device: with every method the tokens equal plain decoding, and the cache equals that of a fresh prefill."""
 
 import re
 import sys

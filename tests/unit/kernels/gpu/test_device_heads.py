@@ -58,7 +58,7 @@ def other(tmp_path_factory):
 
 
 def drafting(model, folder, method, device=DEVICE, drafts=None, **options):
-    """Start an engine that drafts, and note every draft by the tokens that it stands behind."""
+    """Start an engine with drafts, and record every draft by its preceding tokens."""
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 3, "adaptive": False, **(drafts or {})}
     is_chain = method != "medusa" and config.get("draft_top_k", 1) == 1
     if is_chain:

@@ -1,4 +1,4 @@
-"""Batches of several owners beside each other: nobody's waits for another's."""
+"""Batches of several owners run concurrently, and none waits for another's."""
 
 import asyncio
 import json

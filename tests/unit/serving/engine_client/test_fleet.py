@@ -1,4 +1,4 @@
-"""EngineFleet with fake engine processes: where requests go, and what becomes of them when a replica ends."""
+"""EngineFleet with fake engine processes: routing of requests, and their end when a replica ends."""
 
 import asyncio
 import os

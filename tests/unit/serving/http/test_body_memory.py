@@ -1,4 +1,4 @@
-"""What bodies leave behind in the server's memory, and how much of them it holds at once."""
+"""The server's memory after bodies are processed, and the limit of bodies that it holds at once."""
 
 import asyncio
 import gc

@@ -232,7 +232,7 @@ def test_answer_follows_reasoning_within_one_grammar_when_the_model_reasons(engi
         (
             {"structured_outputs": {"grammar": 'start: "a"'}, "tools": TOOLS},
             "structured_outputs.grammar",
-            "a grammar can stand neither beside calls of tools nor behind the model's reasoning",
+            "a grammar cannot be combined with tool calls or with the model's reasoning",
         ),
         ({"structured_outputs": {"json": {"description": "x" * 70000}}}, "structured_outputs.json", "65536"),
     ],

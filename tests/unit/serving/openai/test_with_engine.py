@@ -23,7 +23,7 @@ from tests.unit.serving.openai.asking import ask_chat, ask_completion, chunks_of
 
 @dataclass
 class EngineStream:
-    """Steps the engine whenever somebody waits for a delta."""
+    """Steps the engine whenever a delta is awaited."""
 
     engine: LLMEngine
     request_id: str

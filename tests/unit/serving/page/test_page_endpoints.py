@@ -1,4 +1,4 @@
-"""The routes of the page: files with tags and a policy, open; feed, model and tokens behind the key."""
+"""The routes of the page: open files with ETags and a content policy; feed, model and tokens need a key."""
 
 import asyncio
 import json

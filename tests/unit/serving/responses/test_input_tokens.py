@@ -1,4 +1,4 @@
-"""Counting the tokens of an input without answering it, and the routes beside it that there are not."""
+"""Counting the tokens of an input without answering it, and neighbouring routes that do not exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses with many log probabilities: what is long is encoded beside the event loop."""
+"""Responses with many log probabilities are encoded outside of the event loop."""
 
 import threading
 

@@ -11,7 +11,7 @@ _TAIL = "{%- endif -%}{%- endfor -%}"
 
 @dataclass(frozen=True)
 class Family:
-    """begin, body and end of the assistant's turn, what stands before all, and the formats to be found."""
+    """begin, body and end of the assistant's turn, the text before everything, and the formats to detect."""
 
     begin: str
     body: str

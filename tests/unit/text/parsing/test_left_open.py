@@ -1,4 +1,4 @@
-"""Parsers that nobody finishes: outputs that were aborted."""
+"""Parsers that are never finished, as for aborted outputs."""
 
 import gc
 import subprocess
