@@ -391,7 +391,10 @@ def export(args: argparse.Namespace) -> None:
         ("generation_config.json", generation_config),
     ):
         (out / name).write_text(json.dumps(value, indent=2) + "\n")
-    (out / "tokenizer.json").write_text((work / "tokenizer.json").read_text(encoding="utf-8"), encoding="utf-8")
+    tokenizer_json = json.loads((work / "tokenizer.json").read_text(encoding="utf-8"))
+    (out / "tokenizer.json").write_text(
+        json.dumps(tokenizer_json, separators=(",", ":"), ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     num_parameters = sum(p.numel() for p in model.parameters())
     (out / "README.md").write_text(model_card(args.name, num_parameters, state, loss, args.stage))
     print(f"{out}: {num_parameters:,} parameters, held-out loss {loss:.4f} nats a token")
