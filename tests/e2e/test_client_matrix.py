@@ -617,7 +617,7 @@ def refused(route, param, kind=openai.BadRequestError, **options):
         refused("chat", "verbosity", verbosity="high"),
         refused("chat", "modalities", modalities=["text", "audio"]),
         refused("chat", "functions", functions=[{"name": "f"}]),
-        refused("responses", "background", background=True),
+        refused("responses", "background", background=True, store=False),
         refused("responses", "conversation", conversation="c"),
         refused("responses", "truncation", truncation="auto"),
         refused("responses", "previous_response_id", openai.NotFoundError, previous_response_id="resp_none"),

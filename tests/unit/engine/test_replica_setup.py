@@ -8,7 +8,7 @@ from quire import LLMEngine
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.engine import replica_setup
-from quire.engine.replica_setup import replica_setups
+from quire.engine.replica_setup import replica_setups, visible_gpus
 from quire.worker.inspect import inspect_model
 
 GIB = 1 << 30
@@ -116,7 +116,7 @@ def test_visible_gpus_are_those_of_the_variable(tmp_path, monkeypatch, num_devic
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
-    assert replica_setup.visible_gpus(tmp_path) == expected
+    assert visible_gpus(tmp_path) == expected
 
 
 def test_one_engine_refuses_to_be_several():

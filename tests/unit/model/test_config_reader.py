@@ -308,7 +308,7 @@ def test_wrong_values_are_named(write_config, changes, key, got):
 @pytest.mark.parametrize(
     "model_type, changes, word",
     [
-        ("mamba", {}, "gpt2, .*gpt_oss, .*granite, .*llama"),
+        ("rwkv", {}, "gpt2, .*gpt_oss, .*granite, .*llama"),
         ("llama", {"architectures": ["LlamaForQuestionAnswering"]}, "LlamaForCausalLM"),
         ("gemma3", {"text_config": {"model_type": "gemma3n_text"}}, "gemma3n_text"),
         ("llama", {"hidden_act": "relu6"}, "relu6"),

@@ -93,7 +93,7 @@ def test_run_begins_anew_when_it_may_overwrite(tmp_path):
 
 def test_nothing_is_run_or_written_when_a_line_is_not_valid(tmp_path):
     write_input(tmp_path / "in", ["a", "bad", "a"])
-    with pytest.raises(ConfigError, match=r"(?s)line 2: bad body.*line 3: custom_id 'a' stands"):
+    with pytest.raises(ConfigError, match=r"(?s)line 2: bad body.*line 3: custom_id 'a' is on an earlier line"):
         run(tmp_path, Work())
     assert not (tmp_path / "out").exists()
 
