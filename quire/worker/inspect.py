@@ -29,6 +29,7 @@ from quire.worker.device.device_select import choose_device, library_device
 from quire.worker.device.memory import estimate_memory
 from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
+from quire.worker.parallel_launch import check_backend
 from quire.worker.pipeline_plan import check_pipeline
 from quire.worker.tiers import check_tiers
 
@@ -80,6 +81,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler
     )
     check_tiers(config, report)
+    check_backend(config)
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
     if config.tensor_parallel_size > 1:

@@ -21,6 +21,7 @@ from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import Rendezvous, read_environment
 from quire.parallel.worker_group import LaunchOptions, WorkerGroup
+from quire.worker.device.device_select import choose_device
 from quire.worker.worker_health import with_health
 
 logger = get_logger(__name__)
@@ -37,7 +38,8 @@ _CHECKPOINT_FILES = ("*.json", "*.safetensors", "*.gguf")
 def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
     """Return which rank a launcher has made of this process; None where the leader starts the others itself.
 
-    Raises ConfigError where the launcher has started another number of processes than the configuration has ranks.
+    Raises ConfigError where the launcher has started another number of processes than the configuration has ranks, or ranks
+    that only the leader can start: pipeline stages, those on GPUs, and those of several replicas.
     """
     size = config.parallel.world_size
     if size == 1 or config.distributed_executor_backend is not None:
@@ -45,12 +47,40 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     rendezvous = read_environment(environment)
     if rendezvous is None or rendezvous.world_size == 1:
         return None
+    _check_launchable(config, f"{rendezvous.source} has started {rendezvous.world_size} processes, but")
     if rendezvous.world_size != size:
         raise ConfigError(
             f"{rendezvous.source} has started {rendezvous.world_size} processes, but tensor_parallel_size asks for {size} "
             "ranks; start as many processes, or give distributed_executor_backend='spawn' to start the ranks from each"
         )
     return rendezvous
+
+
+def check_backend(config: EngineConfig) -> None:
+    """Raise ConfigError where Ray is asked to start ranks that only the leader can start."""
+    if config.distributed_executor_backend != "ray":
+        return
+    if config.parallel.world_size == 1:
+        raise ConfigError("distributed_executor_backend is 'ray', but there is one rank only: leave it out, or raise -tp")
+    _check_launchable(config, "distributed_executor_backend is 'ray', but")
+
+
+def _check_launchable(config: EngineConfig, reason: str) -> None:
+    """Raise ConfigError where another than the leader is to start ranks that only the leader can start."""
+    device = choose_device(config)
+    for what, is_there in (
+        (
+            f"the stages of a pipeline (pipeline_parallel_size {config.pipeline_parallel_size})",
+            config.pipeline_parallel_size > 1,
+        ),
+        (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
+        (f"ranks on GPUs (device {device})", device is not None),
+    ):
+        if is_there:
+            raise ConfigError(
+                f"{reason} {what} are started by the leader only: start one process, without a launcher, or give "
+                "distributed_executor_backend='spawn'"
+            )
 
 
 def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None = None) -> int | None:

@@ -224,6 +224,30 @@ def test_a_launcher_is_found_in_the_environment(environment, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"pipeline_parallel_size": 2}, "the stages of a pipeline .pipeline_parallel_size 2."),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "the ranks of several replicas .data_parallel_size 2."),
+        ({"tensor_parallel_size": 2, "device": "cuda"}, "ranks on GPUs .device cuda."),
+    ],
+)
+def test_ranks_that_only_the_leader_can_start_are_refused_to_launchers(monkeypatch, options, message):
+    monkeypatch.setattr(parallel_launch, "choose_device", lambda config: "cuda" if config.device == "cuda" else None)
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    config = EngineConfig(model="demo", **options)
+    with pytest.raises(ConfigError, match=f"has started 2 processes, but {message}.*'spawn'"):
+        parallel_launch.launched_group(config, torchrun)
+    by_ray = EngineConfig(model="demo", distributed_executor_backend="ray", **options)
+    with pytest.raises(ConfigError, match=f"'ray', but {message}"):
+        parallel_launch.check_backend(by_ray)
+
+
+def test_ray_is_refused_where_there_is_one_rank():
+    with pytest.raises(ConfigError, match="'ray', but there is one rank only"):
+        parallel_launch.check_backend(EngineConfig(model="demo", distributed_executor_backend="ray"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer >= 1, got 0"),
         ({"tensor_parallel_size": 9}, "tensor_parallel_size must be at most 4 for a model of 4 attention heads, got 9"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1,)}, "one number for each of the 2"),
