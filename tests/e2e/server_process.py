@@ -77,10 +77,14 @@ class ServerProcess:
         self.wait_for(self.is_ready)
         return self
 
+    def engine_pids(self):
+        """Return the ids of the engines' processes, in ascending order; the server has other children, such as its sandbox."""
+        command = ["pgrep", "-P", str(self.process.pid), "-f", "quire.serving.engine_client.process"]
+        return sorted(map(int, subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()))
+
     def engine_pid(self):
-        """Return the id of the engine's process."""
-        found = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True, check=False).stdout
-        return int(found.split()[0]) if found.split() else None
+        """Return the id of the engine's process; None where there is none."""
+        return next(iter(self.engine_pids()), None)
 
     @contextlib.contextmanager
     def frozen_engine(self):

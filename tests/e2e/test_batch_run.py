@@ -141,7 +141,7 @@ def test_progress_bar_is_shown_on_a_terminal(tmp_path):
                 (b"not JSON\n", "line 1: "),
                 (b"\xff\xfe\n", "line 1: "),
                 (json.dumps(line("a")).encode() * 2, "line 1: "),
-                (b"\n".join(json.dumps(line("a")).encode() for _ in range(2)), "line 2: custom_id 'a' stands"),
+                (b"\n".join(json.dumps(line("a")).encode() for _ in range(2)), "line 2: custom_id 'a' is on an earlier line"),
                 (json.dumps({**line("a"), "url": "/v1/other"}).encode(), "line 1: url must be "),
                 (json.dumps({**line("a"), "method": "GET"}).encode(), "line 1: method must be 'POST'"),
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,12 +45,6 @@ def _complete(server, prompt, **more):
 def _at_once(call, items):
     with ThreadPoolExecutor(len(items)) as pool:
         return list(pool.map(call, items))
-
-
-def _engines(server):
-    """Return the pids of the engine processes, by replica."""
-    found = subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True, check=False).stdout
-    return sorted(int(word) for word in found.split())
 
 
 def _prefix_hits(server):
@@ -107,7 +100,7 @@ def test_prefix_hits_are_nearly_those_of_one_replica(one, replicas):
 def test_a_killed_replica_costs_its_own_requests_and_comes_back():
     with serving("-dp", "2", "--max-num-seqs", "8") as server:
         expected = _complete(server, PROMPTS[0], max_tokens=400, ignore_eos=True)
-        pids = _engines(server)
+        pids = server.engine_pids()
         assert len(pids) == 2
         answers = []
 
@@ -140,13 +133,13 @@ def test_a_killed_replica_costs_its_own_requests_and_comes_back():
         assert _at_once(lambda prompt: _complete(server, prompt, max_tokens=30), PROMPTS)
         assert server.metric("quire:engine_step_seconds_count", replica=str(index)) > before
         assert server.metric("quire:engine_restarts_total", replica=str(index)) == 1
-        assert len(_engines(server)) == 2
+        assert len(server.engine_pids()) == 2
 
 
 def test_sigterm_drains_both_replicas_and_leaves_no_process():
     server = ServerProcess("-dp", "2", "--max-num-seqs", "8").wait_ready()
     try:
-        pids = _engines(server)
+        pids = server.engine_pids()
         answers = []
 
         def ask():
