@@ -300,7 +300,7 @@ def test_trees_of_a_head_with_a_window_are_refused_before_the_model_is_loaded(tm
     model = write_checkpoint(tmp_path / "mistral", "mistral")
     folder = heads.mtp(tmp_path / "head", qk_norm=False)
     drafts = SpeculativeConfig(method="mtp", model=str(folder), num_speculative_tokens=3, draft_top_k=2)
-    with pytest.raises(UnsupportedError, match="draft_top_k is 2, but the head .* window"):
+    with pytest.raises(UnsupportedError, match="draft_top_k is 2, but the head .* sliding-window"):
         inspect_model(EngineConfig(model=str(model), device=DEVICE, speculative_config=drafts, **OPTIONS))
 
 
@@ -309,7 +309,7 @@ def test_trees_of_a_head_with_a_window_are_refused_before_the_model_is_loaded(tm
     [
         ("draft_model", "missing", "speculative_config: model: .*missing"),
         ("draft_model", "vocabulary", "vocabulary of 200, the model one of"),
-        ("draft_model", "eagle3", "no model, but a head"),
+        ("draft_model", "eagle3", "is not a draft model but a draft head"),
         ("eagle3", "eagle", "a head of another kind"),
         ("medusa", "eagle", "a head of another kind"),
     ],

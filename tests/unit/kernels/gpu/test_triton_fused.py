@@ -255,7 +255,7 @@ LAYERNORM = NormSpec("layer", 1e-5, has_bias=True)
 REASONS = {
     "": [QWEN, replace(QWEN, residual_scale=0.5, attn_in=None), replace(QWEN, mlp=MlpSpec(40, "gelu", is_gated=False))],
     "experts": [replace(QWEN, mlp=MoeSpec(4, 2, MlpSpec(40, "silu")))],
-    "behind": [replace(QWEN, attn_out=RMS), replace(QWEN, mlp_out=RMS)],
+    "norm after": [replace(QWEN, attn_out=RMS), replace(QWEN, mlp_out=RMS)],
     "no RMSNorm": [replace(QWEN, attn_in=LAYERNORM), replace(QWEN, mlp_in=LAYERNORM)],
     "all heads": [replace(QWEN, attention=replace(QWEN.attention, qk_norm_over="all"))],
 }  # fmt: skip
