@@ -21,9 +21,10 @@ from quire.kernels.triton.launching import noted_launches
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
-from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
+from quire.worker.device.launched_step import StepSizes
 
 _META = torch.device("meta")
 _SIZES = StepSizes(256, 8192, 40960)

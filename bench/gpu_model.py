@@ -37,9 +37,10 @@ from quire.quant.float8 import Float8Weight
 from quire.quant.quantize import LINEAR_LEVELS
 from quire.quant.weight import QuantizedWeight
 from quire.worker.device import build
-from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]

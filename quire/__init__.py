@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from quire.base.errors import ConfigError, ModelFormatError, QuireError, RequestError, UnsupportedError
     from quire.contracts.config import EngineConfig
     from quire.contracts.constraint import GuidedDecodingParams, StructuredOutputsParams
+    from quire.contracts.kv_compression import KvCompression
+    from quire.contracts.lora import LoRARequest
     from quire.contracts.outputs import (
         ClassificationOutput,
         CompletionOutput,
@@ -37,8 +39,10 @@ _HOMES = {
     "EmbeddingRequestOutput": "quire.contracts.outputs",
     "EngineConfig": "quire.contracts.config",
     "GuidedDecodingParams": "quire.contracts.constraint",
+    "KvCompression": "quire.contracts.kv_compression",
     "LLM": "quire.engine.llm",
     "LLMEngine": "quire.engine.llm_engine",
+    "LoRARequest": "quire.contracts.lora",
     "ModelFormatError": "quire.base.errors",
     "PoolingOutput": "quire.contracts.outputs",
     "PoolingParams": "quire.contracts.pooling_params",
@@ -63,7 +67,9 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineConfig",
     "GuidedDecodingParams",
+    "KvCompression",
     "LLMEngine",
+    "LoRARequest",
     "ModelFormatError",
     "PoolingOutput",
     "PoolingParams",

@@ -69,15 +69,15 @@ def tiny_family(request, tmp_path_factory):
 @pytest.fixture
 def late_runners(monkeypatch):
     """Let engines made in a test have a LateRunner; returns the list of them."""
-    from quire.engine import llm_engine
+    from quire.engine import loading
     from tests.late_runner import LateRunner
 
-    build, found = llm_engine.build_runner, []
+    build, found = loading.build_runner, []
 
     def build_late(config):
         runner, report = build(config)
         found.append(LateRunner(runner))
         return found[-1], report
 
-    monkeypatch.setattr(llm_engine, "build_runner", build_late)
+    monkeypatch.setattr(loading, "build_runner", build_late)
     return found

@@ -64,3 +64,19 @@ def mark_slow_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
             else:
                 never.append(item)
     return never
+
+
+def redundant_slow_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the slow combinations of each test that are not needed for every value of its parameters to occur among them.
+
+    For tests that take far longer where they have to be simulated, such as those of GPU kernels in an interpreter.
+    """
+    groups: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.get_closest_marker("slow"):
+            groups.setdefault(item.nodeid.split("[")[0], []).append(item)
+    redundant = []
+    for group in groups.values():
+        needed = set(covering([_row(item) for item in group]))
+        redundant += [item for index, item in enumerate(group) if index not in needed]
+    return redundant

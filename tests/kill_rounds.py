@@ -78,7 +78,7 @@ def _wait_for(letter: str, pipe: int, limit_s: float) -> str:
     return last
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
@@ -91,7 +91,7 @@ def play(seed: int) -> dict[str, object]:
     victim = choose.randrange(size)
     sent = choose.choice((signal.SIGKILL,) * 7 + (signal.SIGSTOP,))
     read, write = os.pipe()
-    port = _free_port()
+    port = free_port()
     pids = [_fork(rank, size, port, write) for rank in range(size)]
     os.close(write)
     last = _wait_for(letter, read, 120)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from quire.contracts.kv_spec import KvDtype
+from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kv.pool import KvPool
 from quire.model.native_decoder import NativeDecoder
-from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDivision
 from quire.parallel.barrier import ProcessBarrier, native_extension
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
@@ -23,6 +24,10 @@ class RankThreads:
 
     parameters      returns the model's parameters anew: each rank empties its own
     exchanges_rows  no rank sees the rows of another, as if each were on a host of its own
+    placements      with expert parallelism: of the experts of each layer that has any
+    context         (ranks that share the tokens of sequences, blocks in the cache of each)
+    divides_rows    every rank has the whole model, and computes some of the tokens of a step
+    has_homes       context is (ranks, blocks in the cache of each), and each rank attends to sequences of its own
     """
 
     def __init__(
@@ -33,24 +38,38 @@ class RankThreads:
         max_model_len: int,
         quantize: Callable[..., Any] | None = None,
         exchanges_rows: bool = False,
+        placements: Mapping[int, ExpertPlacement] | None = None,
+        context: tuple[int, int] = (1, 0),
+        divides_rows: bool = False,
+        has_homes: bool = False,
     ) -> None:
-        self.spec, self._size = spec, len(shares)
+        self.spec, self._size, self._context, self._has_homes = spec, len(shares), context, has_homes
         self._memory = SharedMemoryFile.create({**ProcessBarrier.areas(self._size), **ShmCommunicator.areas(self._size)})
         ProcessBarrier.initialise(self._memory, self._size)
         self.barriers = [ProcessBarrier(self._memory, rank, self._size) for rank in range(self._size)]
         self._own_memories: list[SharedMemoryFile] = []
         self._rows_files = [os.memfd_create("rows")]
-        self.shards = [ModelShard.of(spec, rank, shares) for rank in range(self._size)]
+        if divides_rows:
+            self.shards = [RowDivision(rank, self._size) for rank in range(self._size)]
+        else:
+            size = 1 if has_homes else context[0]
+            self.shards = [ModelShard.of(spec, rank, shares, placements, size, has_homes) for rank in range(self._size)]
         self.decoders = []
         for shard in self.shards:
             if exchanges_rows:
                 group = self._group_of_own(shard)
             else:
-                group = RankGroup(shard, self.barriers[shard.rank].address, self._rows_files[0])
+                address = self.barriers[shard.rank].address
+                place = self._place(shard.rank)
+                group = RankGroup(shard, address, self._rows_files[0], context=place, has_homes=has_homes)
             self.decoders.append(NativeDecoder(native_extension(), spec, parameters(), max_model_len, quantize, group))
         self._pool = ThreadPoolExecutor(self._size)
 
-    def _group_of_own(self, shard: ModelShard) -> RankGroup:
+    def _place(self, rank: int) -> ContextPlace | None:
+        size, num_local_blocks = self._context
+        return None if size == 1 else ContextPlace(rank % size, size, num_local_blocks)
+
+    def _group_of_own(self, shard: ModelShard | RowDivision) -> RankGroup:
         """Return a group in which a rank has memory of its own; what it exchanges goes through a communicator."""
         memory = SharedMemoryFile.create(ProcessBarrier.areas(self._size))
         ProcessBarrier.initialise(memory, self._size)
@@ -59,11 +78,15 @@ class RankThreads:
         self._rows_files.append(os.memfd_create("rows"))
         exchange = RowExchange(ShmCommunicator(self._memory, self.barriers[shard.rank]), own)
         self.barriers[shard.rank] = own
-        return RankGroup(shard, own.address, self._rows_files[-1], exchange=exchange)
+        place = self._place(shard.rank)
+        file, has_homes = self._rows_files[-1], self._has_homes
+        return RankGroup(shard, own.address, file, exchange=exchange, context=place, has_homes=has_homes)
 
     def pools(self, block_size: int, dtype: KvDtype, num_blocks: int) -> list[KvPool]:
         """Return a cache for each rank."""
-        return [KvPool(shard.kv_spec(self.spec, block_size, dtype), num_blocks) for shard in self.shards]
+        whole = KvSpec.of(self.spec, block_size, dtype)
+        shapes = [whole if isinstance(one, RowDivision) else one.kv_spec(self.spec, block_size, dtype) for one in self.shards]
+        return [KvPool(shape, num_blocks) for shape in shapes]
 
     def call(self, act: Callable[[NativeDecoder, int], Any]) -> Any:
         """Return what act(decoder, rank) returns on rank 0, when all ranks have returned."""

@@ -18,6 +18,7 @@ from quire.parallel.ring import RingReader, RingWriter, ring_areas
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
+from quire.parallel.worker_group import attach_subgroups, initialise_subgroups, rank_counts, subgroup_areas
 
 _STORES = {}  # by the memory of a group
 
@@ -36,10 +37,11 @@ class ThreadWorkers:
         self.exchange = self.num_on_host = None
         self._main = import_module(module).main
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
-        areas |= options.areas
+        areas |= {**subgroup_areas(options.subgroups), **options.areas}
         self.size, self.memory = size, SharedMemoryFile.create(areas)
         ProcessBarrier.initialise(self.memory, size)
         self.barrier = ProcessBarrier(self.memory, 0, size)
+        self._subgroups = initialise_subgroups(self.memory, options.subgroups)
         self.communicator = ShmCommunicator(self.memory, self.barrier)
         self.store = HashStore() if options.with_store else None
         self.ring = RingWriter(self.memory, self.barrier)
@@ -64,6 +66,7 @@ class ThreadWorkers:
             startup=StartupReporter(self.board, rank),
             monitor=SimpleNamespace(),
             store_port=None,
+            subgroups=attach_subgroups(self.memory, rank, {each._name: each.ranks for each in self._subgroups}),
         )
         _STORES[id(self.memory)] = self.store
         try:
@@ -73,7 +76,8 @@ class ThreadWorkers:
         except Exception as error:  # noqa: BLE001 - told by close
             self.errors.append(error)
             context.startup.failed(error)
-            barrier.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
+            for each in (barrier, *self._subgroups):
+                each.abort(rank, AbortReason.FAILED, f"rank {rank} failed: {error}")
 
     def raise_failure(self):
         if self.errors:
@@ -91,7 +95,7 @@ class ThreadWorkers:
     def stats(self):
         found = []
         for rank in range(self.size):
-            counts = self.barrier.counts(rank)
+            counts = rank_counts(rank, self.barrier, self._subgroups)
             found.append(
                 RankStats(
                     rank=rank,
@@ -108,7 +112,8 @@ class ThreadWorkers:
         assert self.errors == []
 
     def kill(self):
-        self.barrier.abort(0, AbortReason.CLOSED)
+        for each in (self.barrier, *self._subgroups):
+            each.abort(0, AbortReason.CLOSED)
         for thread in self._threads:
             thread.join(10)
             assert not thread.is_alive()

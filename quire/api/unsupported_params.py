@@ -41,6 +41,7 @@ _OF_ROUTES: dict[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "text": ({"format": {"type": "text"}}, {}),
     "suffix": ("",),
+    "kv_compression": (),
 }
 
 # Parameters of other servers only, each listed under the first server that has it.
@@ -196,6 +197,7 @@ WITHOUT_EFFECT = frozenset(
 
 # Synonyms; errors name the first one that the route has.
 _SYNONYMS = (
+    ("model", "lora_request", "lora_path", "lora", "adapter_id", "adapter"),
     ("messages", "prompt", "input", "inputs", "input_ids"),
     ("instructions", "system", "messages", "system_prompt"),
     (
@@ -230,6 +232,7 @@ _SYNONYMS = (
     ),
 )
 _MORE_HINTS = {
+    "model": "model, which may be the name of a LoRA adapter",
     "reasoning_effort": "reasoning_effort, or chat_template_kwargs for a variable of the chat template",
     "text": "text.format",
 }

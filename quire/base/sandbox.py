@@ -117,6 +117,21 @@ class Sandbox:
             with self._lock:
                 self._num_slow -= 1
 
+    @property
+    def num_slow(self) -> int:
+        """Messages that were not answered quickly and still run or wait."""
+        return self._num_slow
+
+    @property
+    def servers(self) -> tuple[SandboxServer, ...]:
+        """The servers that have been started and have not failed."""
+        return tuple(self._servers.values())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._is_closed
+
     def close(self) -> None:
         """End all processes."""
         with self._lock:

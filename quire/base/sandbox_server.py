@@ -131,6 +131,11 @@ class SandboxServer:
             self.close()
             raise SandboxServerError(f"did not start: exit status {self._process.returncode}") from None
 
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
     def _hand_over(self, message: dict[str, Any]) -> None:
         self._control.settimeout(_START_S)
         if self._process.stdin is not None:

@@ -10,23 +10,43 @@ from torch import Tensor
 from quire.bench.kernel_setup import KernelCase, ModelShapes, Setup, noise
 
 _BLOCK_SIZE = 16
-_CACHES = {"bf16": ("bf16", torch.bfloat16), "f32": ("f32", torch.float32), "int8": ("i8", torch.int8)}
-"""Format -> name in the kernels, and element type; int8 has a scale for each token and head."""
+_CACHES = {
+    "bf16": ("bf16", torch.bfloat16, torch.bfloat16),
+    "f32": ("f32", torch.float32, torch.float32),
+    "int8": ("i8", torch.int8, torch.int8),
+    "k8v4": ("k8v4", torch.int8, torch.uint8),
+    "turboquant_4bit": ("r4", torch.uint8, torch.uint8),
+}
+"""Format -> name in the kernels, and types of the elements of keys and of values; an u8 has two codes of four bits."""
 
 
 def _head_bytes(number_format: str, dim: int) -> int:
-    """Return the bytes of one head of one token, with its scale."""
-    return dim * _CACHES[number_format][1].itemsize + (4 if number_format == "int8" else 0)
+    """Return the bytes of the key and the value of one head of one token, with their scales."""
+    types = _CACHES[number_format][1:]
+    return sum(_row_size(dtype, dim) * dtype.itemsize for dtype in types) + (8 if _is_quantised(number_format) else 0)
+
+
+def _is_quantised(number_format: str) -> bool:
+    return not _CACHES[number_format][1].is_floating_point
+
+
+def _row_size(dtype: torch.dtype, dim: int) -> int:
+    return dim // 2 if dtype == torch.uint8 else dim
+
+
+def _random_elements(count: int, dtype: torch.dtype) -> Tensor:
+    values = noise(count)
+    return values.to(dtype) if dtype.is_floating_point else (values * 40).to(torch.int8).view(dtype)
 
 
 class _Cache:
     """The memory of a layer's keys and values, and the native layer that points to it."""
 
     def __init__(self, setup: Setup, shapes: ModelShapes, number_format: str, num_blocks: int) -> None:
-        name, dtype = _CACHES[number_format]
+        name, *types = _CACHES[number_format]
         rows = num_blocks * _BLOCK_SIZE * shapes.num_kv_heads
-        arrays = [(noise(rows * shapes.head_dim) * (40 if dtype == torch.int8 else 1)).to(dtype) for _ in range(2)]
-        scales = [torch.full((rows,), 0.02) for _ in range(2)] if number_format == "int8" else []
+        arrays = [_random_elements(rows * _row_size(dtype, shapes.head_dim), dtype) for dtype in types]
+        scales = [torch.full((rows,), 0.02) for _ in range(2)] if _is_quantised(number_format) else []
         self.held: tuple[Tensor, ...] = (*arrays, *scales)
         addresses = [tensor.data_ptr() for tensor in self.held]
         self.layer = setup.native.KvLayer(name, _BLOCK_SIZE, shapes.num_kv_heads, shapes.head_dim, *addresses)
@@ -48,7 +68,7 @@ def _attention_case(
     """Return attention of the last num_queries of `length` tokens of each sequence; name: of the format, and of the case."""
     native, heads, kv_heads, dim = setup.native, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     blocks = num_sequences * -(-length // _BLOCK_SIZE)
-    kv_bytes = 2 * num_sequences * length * kv_heads * _head_bytes(name[0], dim)
+    kv_bytes = num_sequences * length * kv_heads * _head_bytes(name[0], dim)
     copies = setup.copies_for(kv_bytes)
     cache = _Cache(setup, shapes, name[0], copies * blocks)
     num_tokens = num_sequences * num_queries
@@ -81,7 +101,7 @@ def store_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     heads, dim = shapes.num_kv_heads, shapes.head_dim
     for number_format in _CACHES:
         for m in setup.rows:
-            num_bytes = 2 * m * heads * (4 * dim + _head_bytes(number_format, dim))
+            num_bytes = m * heads * (8 * dim + _head_bytes(number_format, dim))
             copies, blocks = setup.copies_for(num_bytes), -(-m // _BLOCK_SIZE)
             cache = _Cache(setup, shapes, number_format, copies * blocks)
             keys, values = noise(copies, m, heads * dim).contiguous(), noise(copies, m, heads * dim).contiguous()

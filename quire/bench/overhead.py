@@ -121,6 +121,73 @@ def measure_overhead(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class TimelineOverhead:
+    """What recording the timelines of requests costs: output tokens per second with them, over those without, by round.
+
+    cost, least_cost, greatest_cost  share of the throughput that is lost: the median of the rounds, and their range
+    """
+
+    model: str
+    workload: Workload
+    max_num_seqs: int
+    ratios: tuple[float, ...]
+    cost: float
+    least_cost: float
+    greatest_cost: float
+    provenance: Provenance
+
+    def describe(self) -> str:
+        """Return the results as readable lines."""
+        rows = [f"round {number}: with timelines {ratio:.4f} of without" for number, ratio in enumerate(self.ratios, start=1)]
+        spread = f"{self.least_cost:.2%} to {self.greatest_cost:.2%}"
+        return "\n".join(
+            (*rows, f"Timelines cost {self.cost:.2%} of the throughput, the median of {len(self.ratios)} ({spread})")
+        )
+
+    def to_json(self) -> str:
+        """Return the results as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def measure_timelines(config: EngineConfig, workload: Workload, num_rounds: int = 5) -> TimelineOverhead:
+    """Return what timelines cost one engine, whose prefix cache is off. Raises ConfigError.
+
+    A run with timelines is compared with the runs without before and after it, as the machine may drift.
+    """
+    if num_rounds < 1:
+        raise ConfigError(f"num_iters must be at least 1, got {num_rounds}")
+    llm = LLM(replace(config, enable_prefix_caching=False))
+    engine = llm.llm_engine
+    try:
+        workload.check(engine.report)
+        prompts = workload.prompts(engine.report.spec, first=0)
+
+        def run(has_timelines: bool) -> float:
+            engine.records_timelines = has_timelines
+            return _run_direct(llm, workload, prompts)
+
+        run(True)  # warm-up
+        before, ratios = run(False), []
+        for _ in range(num_rounds):
+            recorded, after = run(True), run(False)
+            ratios.append(recorded / ((before + after) / 2))
+            before = after
+    finally:
+        llm.close()
+    costs = [1.0 - ratio for ratio in ratios]
+    return TimelineOverhead(
+        model=config.model,
+        workload=workload,
+        max_num_seqs=config.max_num_seqs,
+        ratios=tuple(ratios),
+        cost=statistics.median(costs),
+        least_cost=min(costs),
+        greatest_cost=max(costs),
+        provenance=find_provenance(),
+    )
+
+
 @contextmanager
 def _running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)

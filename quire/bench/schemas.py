@@ -171,7 +171,7 @@ def _look_times(grammar: Grammar, max_tokens: int, draws: random.Random, texts: 
         if matcher.source.fill(matcher, words) is not None:
             break
         begin = time.thread_time()
-        matcher.narrow(words)
+        matcher.restrict(words)
         taken = time.thread_time() - begin
         token_id = _draw(words.view(np.uint32), matcher.end_token_id, draws, texts)
         if token_id is None:

@@ -24,8 +24,8 @@ from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.speculative import SpeculativeConfig
+from quire.engine.engine_stats import EngineStats
 from quire.engine.llm import LLM
-from quire.engine.llm_engine import EngineStats
 from quire.speculate.oracle_proposer import OracleProposer
 from quire.speculate.speculator import Speculator
 

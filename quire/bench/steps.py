@@ -30,11 +30,11 @@ class StepsTrial:
     """What to run. Raises ConfigError.
 
     seconds           no case is begun after so long; the first round is always completed where it can be in three times that
-    num_decode_steps  decode steps of each case
+    num_decode_steps  decode steps of each case; the first few are slower, as the CPU caches hold data of the prompt
     """
 
     seconds: float = 60.0
-    num_decode_steps: int = 6
+    num_decode_steps: int = 32
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -119,6 +119,7 @@ def _measure(config: EngineConfig, engine: LLMEngine, trial: StepsTrial, show_pr
             "max_model_len": limits.max_model_len,
             "block_size": limits.block_size,
             "num_kv_blocks": limits.num_kv_blocks,
+            "num_window_blocks": limits.num_window_blocks,
         },
         steps=tuple(session.steps),
         provenance=asdict(find_provenance()),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from quire.base.errors import UnsupportedError
-from quire.cli import options
+from quire.cli import lora_options, options
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +27,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     run_parser.add_argument("--overwrite", action="store_true", help="start over if the output file exists")
     run_parser.add_argument("--served-model-name", nargs="+", default=(), help="names of the model in the lines; *: any")
-    run_parser.add_argument("--tool-call-parser", default="auto", help="format of tool calls")
+    lora_options.add_lora_modules(run_parser)
+    run_parser.add_argument("--tool-call-parser", default="auto", help="format of tool calls, as in `quire serve`")
     run_parser.add_argument("--reasoning-parser", default="auto", help="format of reasoning")
     options.add_model_argument(run_parser)
     options.add_engine_options(run_parser)
@@ -48,12 +49,13 @@ def run(args: argparse.Namespace) -> int:
         ) from None
     config = ServerConfig(
         served_model_names=tuple(args.served_model_name),
+        lora_modules=lora_options.lora_modules(args),
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
     )
     output = args.output_file
     files = BatchFiles(args.input_file, output, args.error_file or output.with_suffix(f".errors{output.suffix}"))
-    progress = run_batch_file(files, config, engine_config, args.overwrite)
+    progress = run_batch_file(files, config, engine_config, args.overwrite, args.log_level.upper())
     failed = f", {progress.num_failed} failed: see {files.error_path}" if progress.num_failed else ""
     print(
         f"{progress.num_done} of {progress.num_lines} requests done{failed}; {progress.num_input_tokens} prompt and "

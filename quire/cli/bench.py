@@ -8,8 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.cli import bench_conversations, bench_overhead, bench_parallel, bench_serve, bench_steps, options
-from quire.cli.figures import add_output_option, check_output, report
+from quire.cli import (
+    bench_conversations,
+    bench_interference,
+    bench_needle,
+    bench_overhead,
+    bench_parallel,
+    bench_serve,
+    bench_steps,
+    lora_options,
+    options,
+)
+from quire.cli.figures import (
+    add_against_compression_option,
+    add_against_kv_option,
+    add_output_option,
+    check_output,
+    read_text,
+    report,
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -22,6 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_workload(throughput, input_len=256, output_len=64)
     throughput.add_argument("--num-prompts", type=int, default=32, help="requests")
     throughput.add_argument("--repeat", type=int, default=1, help="runs; the median and the extremes are reported")
+    lora_options.add_lora_modules(throughput, "requests use them in turn, and runs without any are measured too")
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser(
         "latency", **options.PARSER, help="one batch, again and again: time to the first token and per token"
@@ -33,6 +51,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     latency.set_defaults(run=run_latency)
     bench_serve.add_parser(kinds)
     bench_conversations.add_parser(kinds)
+    bench_interference.add_parser(kinds)
+    bench_needle.add_parser(kinds)
     bench_overhead.add_parser(kinds)
     bench_parallel.add_parser(kinds)
     bench_steps.add_parser(kinds)
@@ -90,8 +110,11 @@ def _add_perplexity(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PRECISION",
-        help="also measure none, int8, int4, or another model with this tokenizer; may be given several times",
+        help="also measure none, int8, int4, expert_capacity_factor=1.25 (or another lossy option of experts), or another "
+        "model with this tokenizer; may be given several times",
     )
+    add_against_kv_option(parser)
+    add_against_compression_option(parser)
     add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)
@@ -176,7 +199,7 @@ def _add_schemas(parser: argparse.ArgumentParser) -> None:
 
 def _add_kernels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="qwen3-0.6b", help="whose shapes: a folder, hub id or bundled model")
-    parser.add_argument("--isa", help="instruction set: portable, avx2 or avx512; the best one, if not given")
+    parser.add_argument("--isa", help="instruction set, as QUIRE_CPU_ISA; the best one, if not given")
     parser.add_argument("--threads", type=int, help="threads to compute with")
     kinds = ("linear", "best", "experts", "pack", "quantize", "attention", "store", "norm", "turn", "sampler", "recurrence")
     parser.add_argument("--only", nargs="+", choices=kinds, default=kinds, help="kernels")
@@ -198,7 +221,7 @@ def run_throughput(args: argparse.Namespace) -> int:
     workload = Workload(args.num_prompts, args.input_len, args.output_len, args.seed, args.ignore_eos, args.temperature)
     from quire.bench.throughput import measure_throughput
 
-    figures = measure_throughput(config, workload, args.progress, args.repeat)
+    figures = measure_throughput(config, workload, args.progress, args.repeat, lora_options.lora_modules(args))
     return report(figures.describe(), figures.to_json(), args.output_json)
 
 
@@ -219,11 +242,11 @@ def run_perplexity(args: argparse.Namespace) -> int:
     """Measure and print perplexity."""
     config = options.engine_config(args)
     check_output(args.output_json)
-    text = _read_text(args.text)
+    text = read_text(args.text)
     from quire.bench.perplexity import Windows, compare_perplexity
 
-    windows = Windows(args.context, args.stride, args.max_tokens)
-    record = compare_perplexity(config, text, args.text.name, windows, args.against, args.progress)
+    windows = Windows(args.context, args.stride, args.max_tokens, tuple(args.against_compression))
+    record = compare_perplexity(config, text, args.text.name, windows, args.against, args.progress, args.against_kv)
     return report(record.describe(), record.to_json(), args.output_json)
 
 
@@ -231,7 +254,7 @@ def run_speculate(args: argparse.Namespace) -> int:
     """Measure and print the speedup by drafts."""
     config = options.engine_config(args)
     check_output(args.output_json)
-    text = _read_text(args.text)
+    text = read_text(args.text)
     from quire.bench.speculate import Line, Trial, measure_speculation, num_requests
     from quire.bench.speculate_tasks import TASKS, count_passages
 
@@ -260,7 +283,7 @@ def run_constrained(args: argparse.Namespace) -> int:
     """Measure and print the cost of constraints, and the time that forced tokens save."""
     config = options.engine_config(args)
     check_output(args.output_json)
-    text = _read_text(args.text)
+    text = read_text(args.text)
     schema = None if args.schema is None else _read_schema(args.schema)
     from quire.bench.constrained import SCHEMA, ConstrainedTrial, measure_constrained
     from quire.bench.speculate_tasks import continuing_prompts
@@ -292,7 +315,7 @@ def run_schemas(args: argparse.Namespace) -> int:
 
 
 def _read_schemas(path: Path) -> tuple[Any, ...]:
-    lines = [line for line in _read_text(path, "--schemas").splitlines() if line.strip()]
+    lines = [line for line in read_text(path, "--schemas").splitlines() if line.strip()]
     try:
         found = [json.loads(line) for line in lines]
     except ValueError as error:
@@ -304,7 +327,7 @@ def _read_schemas(path: Path) -> tuple[Any, ...]:
 
 def _read_schema(path: Path) -> dict[str, Any]:
     try:
-        schema = json.loads(_read_text(path, "--schema"))
+        schema = json.loads(read_text(path, "--schema"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(schema, dict):
@@ -329,10 +352,3 @@ def run_kernels(args: argparse.Namespace) -> int:
     )
     record = measure_kernels(wanted, args.progress)
     return report(record.describe(), record.to_json(), args.output_json)
-
-
-def _read_text(path: Path, option: str = "--text") -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{option} {path} cannot be read as UTF-8 text ({error}); give a text file") from error

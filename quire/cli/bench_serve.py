@@ -16,7 +16,8 @@ from quire.cli import options
 from quire.cli.figures import check_output
 
 _NOT_ONLY_OF_THE_ENGINE = ("tokenizer", "seed")
-_METRICS = ("ttft", "tpot", "itl", "e2el", "ttft_first_event", "tpot_events", "tpot_with_ttft", "e2el_body")
+_OF_UTILIZATION = ("dtype", "quantization", "kv_cache_dtype")
+_METRICS = ("ttft", "tpot", "itl", "e2el", "ttft_first_event", "ttft_visible", "tpot_events", "tpot_with_ttft", "e2el_body")
 _QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")
 
 
@@ -30,6 +31,10 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--in-process", action="store_true", help="through an engine of this process; --model is loaded")
     sweep = "a run for each value, concurrency:1,4,16 or rate:0.5,1,2; tokens/s per user against tokens/s"
     parser.add_argument("--sweep", metavar="KIND:VALUES", help=sweep)
+    group = parser.add_argument_group("utilization: MBU and MFU, from the planner's counts of bytes and operations")
+    group.add_argument("--hardware", help="what runs the server, a device of `quire plan`: published peaks, not measured")
+    group.add_argument("--measured", type=Path, metavar="RECORD", help="a record of `quire bench steps`: measured peaks")
+    group.add_argument("--num-devices", type=int, default=1, help="devices that share the model")
     options.add_engine_options(parser)
     options.add_common_options(parser)
     parser.set_defaults(run=run_serve)
@@ -64,8 +69,8 @@ def _add_dataset(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-prompts", type=int, help="requests; 1000 random ones or all of a file, if not given")
     group.add_argument("--max-trace-requests", type=int, help="requests of a trace at most")
     group.add_argument("--trace-duration", type=float, metavar="S", help="seconds of the trace's own time to take")
-    group.add_argument("--random-input-len", type=int, default=1024, help="tokens of a prompt")
-    group.add_argument("--random-output-len", type=int, default=128, help="tokens of an output")
+    group.add_argument("--random-input-len", "--input-len", type=int, default=1024, help="tokens of a prompt")
+    group.add_argument("--random-output-len", "--output-len", type=int, default=128, help="tokens of an output")
     group.add_argument("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share, evenly")
     group.add_argument(
         "--random-prefix-len", type=int, default=0, help="tokens of a common prefix of all prompts, in addition to their own"
@@ -195,6 +200,29 @@ def _serve_options(args: argparse.Namespace) -> Any:
         percentiles=read_percentiles(args.metric_percentiles),
         has_progress=args.progress,
         engine=_engine(args) if args.in_process else None,
+        peaks=_peaks(args),
+    )
+
+
+def _peaks(args: argparse.Namespace) -> Any:
+    """Return the peaks for MBU and MFU; None where neither --hardware nor --measured is given. Raises ConfigError."""
+    from quire.bench.serving.utilization import Peaks
+    from quire.cli import planning_options
+
+    if args.num_devices < 1:
+        raise ConfigError(f"--num-devices must be an integer >= 1, got {args.num_devices}")
+    if args.hardware is None and args.measured is None:
+        if args.num_devices != 1:
+            raise ConfigError("--num-devices needs --hardware or --measured")
+        return None
+    if args.model is None:
+        raise ConfigError("--hardware and --measured need --model: the checkpoint that the server runs, or its folder")
+    planned = argparse.Namespace(**{**vars(args), "memory_gb": None, "quantization": args.quantization or "auto"})
+    hardware, record = planning_options.read_machine(planned)
+    shape, precision, kv_format = planning_options.read_shape(planned, hardware, record)
+    number = args.num_devices
+    return Peaks(
+        shape, precision, kv_format, hardware.bytes_per_s * number, hardware.flops_of(precision) * number, hardware.label
     )
 
 
@@ -226,11 +254,13 @@ def _engine(args: argparse.Namespace) -> Any:
 
 def _refuse_idle_options(args: argparse.Namespace) -> None:
     """Raise ConfigError for options that would be ignored."""
+    has_peaks = args.hardware is not None or args.measured is not None
     if not args.in_process:
         engine = argparse.ArgumentParser()
         options.add_engine_options(engine)
         for name, default in vars(engine.parse_args([])).items():
-            if name not in _NOT_ONLY_OF_THE_ENGINE and getattr(args, name) != default:
+            is_used = name in _NOT_ONLY_OF_THE_ENGINE or (has_peaks and name in _OF_UTILIZATION)
+            if not is_used and getattr(args, name) != default:
                 raise ConfigError(f"--{name.replace('_', '-')} is of the engine: it needs --in-process")
     if args.dataset_name != "trace":
         for name in ("max_trace_requests", "trace_duration"):

@@ -13,7 +13,7 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser = kinds.add_parser("steps", **options.PARSER, help="times of single steps, for quire plan and quire simulate")
     parser.add_argument("--model", default="demo", help="folder, hub id, or a bundled model: demo, demo-draft, demo-moe")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure, about")
-    parser.add_argument("--decode-steps", type=int, default=6, help="decode steps of each case")
+    parser.add_argument("--decode-steps", type=int, default=32, help="decode steps of each case")
     add_output_option(parser)
     parser.add_argument("--progress", action=argparse.BooleanOptionalAction, default=True, help="show a progress bar")
     options.add_engine_options(parser)

@@ -7,9 +7,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from quire.base.errors import QuireError, RequestError
-from quire.cli import options
+from quire.cli import lora_options, options
 
 if TYPE_CHECKING:
+    from quire.contracts.lora import LoRARequest
     from quire.contracts.sampling_params import SamplingParams
     from quire.engine.llm_engine import LLMEngine
 
@@ -21,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser("chat", **options.PARSER, help="talk to a model", description=f"{__doc__} {_HELP}.")
     options.add_model_argument(parser)
     parser.add_argument("--system", help="system message")
+    lora_options.add_lora(parser)
     options.add_sampling_options(parser, max_tokens=512)
     options.add_engine_options(parser)
     options.add_common_options(parser)
@@ -30,21 +32,24 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer until the input ends."""
     config = options.engine_config(args)
+    lora = lora_options.lora_request(args)
     options.sampling_params(args, {})  # report a bad option before slow imports and loading the model
     from quire.engine.llm_engine import LLMEngine
 
     engine = LLMEngine(config)
+    if lora is not None:
+        engine.add_lora(lora)  # report a bad adapter before the first message
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise RequestError(f"{config.model} has no chat template; use `quire generate`", "model")
     if sys.stdin.isatty():
         print(f"{_HELP}.", file=sys.stderr)
         _enable_line_editing()
-    converse(engine, options.sampling_params(args, engine.report.generation_defaults), args.system)
+    converse(engine, options.sampling_params(args, engine.report.generation_defaults), args.system, lora)
     engine.close()
     return 0
 
 
-def converse(engine: LLMEngine, params: SamplingParams, system: str | None) -> None:
+def converse(engine: LLMEngine, params: SamplingParams, system: str | None, lora: LoRARequest | None = None) -> None:
     """Read messages and print answers; a message that the engine refuses is taken back."""
     from quire.cli.stream import stream_to_terminal
 
@@ -69,7 +74,7 @@ def converse(engine: LLMEngine, params: SamplingParams, system: str | None) -> N
         number += 1
         try:
             prompt = {"prompt_token_ids": engine.tokenizer.encode_chat(messages)}
-            streamed = stream_to_terminal(engine, f"chat-{number}", prompt, params)
+            streamed = stream_to_terminal(engine, f"chat-{number}", prompt, params, lora=lora)
             messages.append({"role": "assistant", "content": streamed.text})
             print(f"\n{streamed.describe_speed()}" if sys.stdin.isatty() else "")
             cut = streamed.describe_cut(params, engine.report.memory.max_model_len)

@@ -8,6 +8,7 @@ import math
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from quire.base.numa import describe_thread_places
 from quire.cli import options
 from quire.contracts.memory import format_bytes
 
@@ -32,7 +33,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(args: argparse.Namespace) -> int:
     """Print the report."""
     config = options.engine_config(args, takes_replicas=True)
-    from quire.engine.inspect import check_weights, inspect_model, rank_memories, stage_memories
+    from quire.engine.inspect import check_weights, inspect_model, rank_memories, stage_memories, thread_places
     from quire.engine.replica_setup import replica_setups
 
     num_replicas, config = config.data_parallel_size, replica_setups(config)[0].config
@@ -41,10 +42,12 @@ def run(args: argparse.Namespace) -> int:
     print("\n".join(describe(report, args.parameters)))
     if num_replicas > 1:
         print(f"\nreplicas    {num_replicas}: each has these weights, this KV cache and {config.num_threads} threads")
-    if config.tensor_parallel_size > 1:
-        print("\n".join(_rank_lines(rank_memories(config, report))))
+    if places := thread_places(config, report):
+        print(f"\nnuma        {describe_thread_places(places)}")
     if config.pipeline_parallel_size > 1:
         print("\n".join(_stage_lines(stage_memories(config, report))))
+    elif config.parallel.world_size > 1:
+        print("\n".join(_rank_lines(rank_memories(config, report))))
     if not has_weights:
         print("\nno weights are stored there, so that they could not be checked")
     return 0
@@ -76,6 +79,8 @@ def _rank_lines(ranks: list[RankMemory]) -> list[str]:
         lines.append(
             f"rank {rank:<6} weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}; heads "
             f"{heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
+            + ("" if memory.num_experts is None else f", {memory.num_experts} experts")
+            + ("" if memory.tokens is None else f"; {memory.tokens}")
         )
     return lines
 
@@ -87,7 +92,11 @@ def _stage_lines(stages: list[StageMemory]) -> list[str]:
         parts = ["the embedding"] * stage.is_first + ["the LM head"] * stage.is_last
         has = f"layers {stage.start} to {stage.stop - 1}" + "".join(f" and {part}" for part in parts)
         sizes = f"weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}"
-        lines.append(f"stage {stage.index:<5} {sizes}; {has}")
+        if memory.shard is None:
+            lines.append(f"stage {stage.index:<5} {sizes}; {has}")
+        else:
+            own = memory.shard.layers[stage.start].heads.describe()
+            lines.append(f"stage {stage.index}, rank {memory.shard.rank:<2} {sizes}; {has}; {own}")
     return lines
 
 

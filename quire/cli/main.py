@@ -16,12 +16,15 @@ from quire.base.logging import setup_logging
 from quire.base.suggestions import did_you_mean
 from quire.base.threads import prefer_short_spins
 from quire.cli import (
+    autoscale,
     batch,
     bench,
     cache,
     calibrate_layers,
     calibrate_tree,
     chat,
+    experts,
+    explain,
     generate,
     hub,
     inspect,
@@ -83,8 +86,22 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in (
-        *(serve, router, generate, chat, batch, hub, inspect, plan, simulate, quantize, calibrate_layers, calibrate_tree),
-        *(train_draft, tune, cache, bench),
+        *(
+            serve,
+            router,
+            autoscale,
+            generate,
+            chat,
+            batch,
+            hub,
+            inspect,
+            plan,
+            simulate,
+            quantize,
+            calibrate_layers,
+            calibrate_tree,
+        ),
+        *(train_draft, tune, experts, cache, explain, bench),
     ):
         module.add_parser(commands)
     return parser

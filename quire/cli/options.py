@@ -9,9 +9,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, RequestError
 from quire.contracts.config import MODEL_IMPLS, EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
+from quire.contracts.kv_compression import KvCompression, as_kv_compression
 from quire.contracts.parallel import EXECUTOR_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
 
@@ -61,6 +62,10 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what to report")
 
 
+_OPTION_NAMES = {"prefill_urls": "prefill_url"}
+"""Options of the engine whose name on the command line is another one."""
+
+
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the engine; their names and defaults are those of EngineConfig."""
     group = parser.add_argument_group("engine")
@@ -80,7 +85,17 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--allow-missing-head", action="store_true", help="use the embedding where an untied checkpoint has no lm_head.weight"
     )
-    group.add_argument("--kv-cache-dtype", choices=("auto", "int8", "fp8"), help="auto: the model's; int8, fp8 (GPU): half")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8", "turboquant_4bit", "k8v4"),
+        help="auto: the model's; int8, fp8 (GPU): half; turboquant_4bit, k8v4: about a quarter, 2/5",
+    )
+    group.add_argument(
+        "--kv-cache-dtype-skip-layers",
+        type=_counts,
+        metavar="0,-1",
+        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
+    )
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence, prompt and output together")
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens computed in one step")
@@ -92,6 +107,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-disk-dir", metavar="DIR", help="folder of the disk tier of KV blocks; it outlives the server")
     group.add_argument("--kv-disk-bytes", type=int, help="the most that the folder of the disk tier may hold")
     group.add_argument("--kv-save", choices=("reused", "all", "none"), help="which KV blocks the tiers keep")
+    _add_role_options(group)
     group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
     group.add_argument(
@@ -105,6 +121,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, help="same seed, same output")
     group.add_argument("--device", help="auto (a GPU if there is one), cpu, cuda or cuda:N")
     group.add_argument("--gpu-memory-utilization", type=float, help="share of a GPU's memory that may be used")
+    group.add_argument(
+        "--cpu-offload-gb", type=float, help="GiB of weights in host memory, for models larger than the GPU; slower"
+    )
+    group.add_argument("--nvtx-ranges", action="store_true", help="mark each step on a GPU for profilers (Nsight Systems)")
     group.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs on a GPU: starts faster, decodes slower")
     group.add_argument(
         "--async-scheduling",
@@ -129,9 +149,56 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--tensor-parallel-shares",
-        type=_shares,
+        type=parse_shares,
         metavar="2,1",
         help="relative share of each of them; None: equal",
+    )
+    group.add_argument(
+        "--enable-dp-attention",
+        action="store_true",
+        help="each of these processes has whole attention weights and attends to sequences of its own; CPU",
+    )
+    group.add_argument(
+        "--enable-expert-parallel",
+        action="store_true",
+        help="each of these processes holds whole experts of a mixture model, instead of a part of every expert; CPU",
+    )
+    group.add_argument(
+        "--expert-placement",
+        metavar="linear|balanced|FILE",
+        help="experts of each process: consecutive ones, those that balance --expert-load, or those of a file",
+    )
+    group.add_argument(
+        "--expert-load", metavar="FILE", help="tokens of each expert, for balanced: a file of --save-expert-load"
+    )
+    group.add_argument(
+        "--num-redundant-experts", type=int, metavar="N", help="copies of experts in other processes, in each layer"
+    )
+    group.add_argument("--save-expert-load", metavar="FILE", help="write the tokens of each expert there at the end")
+    group.add_argument(
+        "--enable-eplb", action="store_true", help="move experts between these processes by their load while the engine runs"
+    )
+    group.add_argument(
+        "--eplb-config",
+        metavar="JSON",
+        help='when experts move: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 0, '
+        '"log_balancedness": false}',
+    )
+    group.add_argument("--save-expert-placement", metavar="FILE", help="write the placement there after moves and at the end")
+    group.add_argument(
+        "--expert-capacity-factor",
+        type=float,
+        metavar="F",
+        help="lossy: an expert takes at most F times the mean of a step, the rest goes to the next best; usual: 1.2 to 1.5",
+    )
+    group.add_argument(
+        "--expert-bias-rate",
+        type=float,
+        metavar="R",
+        help="lossy: choose busy experts less, by a bias that changes by R per step",
+    )
+    group.add_argument(
+        "--expert-min-share", type=float, metavar="S", help="lossy: leave out experts below this share of a token's best one"
     )
     group.add_argument(
         "--data-parallel-size",
@@ -157,15 +224,41 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="processes that have a range of the layers each, with the same tokens",
     )
     group.add_argument(
+        "--decode-context-parallel-size",
+        "-dcp",
+        type=int,
+        metavar="N",
+        help="share the KV cache of a sequence among N of the processes of -tp, of which it is a divisor; CPU",
+    )
+    group.add_argument(
+        "--prefill-context-parallel-size",
+        "-pcp",
+        type=int,
+        metavar="N",
+        help="processes that have the whole model each and divide the tokens of a prompt, with the same tokens; CPU",
+    )
+    group.add_argument(
         "--pipeline-layers",
         type=_counts,
         metavar="10,18",
         help="how many layers each of them has; None: so that all take about the same time",
     )
+    group.add_argument("--enable-lora", action="store_true", help="take LoRA adapters (PEFT)")
+    group.add_argument("--max-loras", type=int, help="LoRA adapters that are in memory at the same time")
+    group.add_argument("--max-lora-rank", type=int, help="the largest rank of a LoRA adapter")
     group.add_argument(
         "--distributed-executor-backend",
         choices=EXECUTOR_BACKENDS,
         help="who starts them; None: torchrun or a LeaderWorkerSet if one has, otherwise this process",
+    )
+    group.add_argument(
+        "--distributed-timeout", dest="distributed_timeout_s", type=float, help="seconds after which a silent rank has failed"
+    )
+    group.add_argument(
+        "--distributed-start-timeout",
+        dest="distributed_start_timeout_s",
+        type=float,
+        help="seconds in which all ranks must have loaded",
     )
     group.add_argument(
         "--speculative-config",
@@ -178,6 +271,36 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**_ENGINE_DEFAULTS)
 
 
+def _add_role_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--role", choices=("both", "prefill", "decode"), help="compute prompts and outputs, or one of them")
+    group.add_argument(
+        "--prefill-listen", metavar="ADDRESS", help="of --role prefill: tcp://HOST:PORT or unix:PATH for decode engines"
+    )
+    group.add_argument(
+        "--prefill-url",
+        dest="prefill_urls",
+        type=_addresses,
+        metavar="ADDRESS[,ADDRESS]",
+        help="of --role decode: where prefill engines listen",
+    )
+    group.add_argument(
+        "--prefill-min-tokens", type=int, help="of --role decode: prompts with fewer uncached tokens are computed here"
+    )
+    group.add_argument(
+        "--transfer-secret-file", metavar="FILE", help="secret that prefill and decode engines share, made if absent"
+    )
+    group.add_argument(
+        "--kv-transfer-backend",
+        choices=("sockets", "nixl"),
+        help="how pages travel between prefill and decode engines: shared memory or TCP, or NIXL (quire[nixl])",
+    )
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    """Return the addresses of a list with commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
 def _counts(text: str) -> tuple[int, ...]:
     """Return the integers of a list with commas."""
     try:
@@ -186,7 +309,7 @@ def _counts(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"must be integers with commas between them, such as 10,18; got {text!r}") from None
 
 
-def _shares(text: str) -> tuple[float, ...]:
+def parse_shares(text: str) -> tuple[float, ...]:
     """Return the numbers of a list with commas."""
     try:
         return tuple(float(part) for part in text.split(","))
@@ -218,14 +341,16 @@ def engine_config(args: argparse.Namespace, *, takes_replicas: bool = False) -> 
             f"--data-parallel-size is {args.data_parallel_size}, but this command runs one engine: replicas are for `quire "
             "serve`, `quire batch run` and LLM; measure them with `quire bench serve` against a server"
         )
-    return EngineConfig(model=model, **{name: getattr(args, name) for name in _ENGINE_DEFAULTS})
+    values = {name: getattr(args, name) for name in _ENGINE_DEFAULTS}
+    values["enable_lora"] |= any(getattr(args, name, None) for name in ("lora", "lora_modules"))
+    return EngineConfig(model=model, **values)
 
 
 def engine_arguments(args: argparse.Namespace) -> list[str]:
     """Return the engine's options as command line arguments, without the model."""
     words: list[str] = []
     for name, default in _ENGINE_DEFAULTS.items():
-        value, option = getattr(args, name), name.replace("_", "-")
+        value, option = getattr(args, name), _OPTION_NAMES.get(name, name).replace("_", "-")
         if value == default:
             continue
         if isinstance(value, tuple):
@@ -251,7 +376,27 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument(
         "--bad-words", action="append", metavar="TEXT", help="text that the output never contains; may be given several times"
     )
+    add_compression_option(group)
     _add_constraint_options(parser)
+
+
+def add_compression_option(group: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """Add --kv-compression."""
+    group.add_argument(
+        "--kv-compression",
+        type=parse_compression,
+        metavar="JSON",
+        help="evict blocks of the KV cache, which changes the output: fields of KvCompression, such as "
+        '{"method": "streaming", "budget_tokens": 1024}',
+    )
+
+
+def parse_compression(text: str) -> KvCompression:
+    """Return a KvCompression from JSON."""
+    try:
+        return as_kv_compression(json.loads(text))
+    except (ValueError, RequestError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _add_constraint_options(parser: argparse.ArgumentParser) -> None:
@@ -280,6 +425,7 @@ def sampling_params(args: argparse.Namespace, defaults: dict[str, float]) -> Sam
     given = {name: getattr(args, name) for name in _SAMPLING_FIELDS if getattr(args, name) is not None}
     fixed = {"max_tokens": args.max_tokens, "stop": args.stop, "ignore_eos": args.ignore_eos, "bad_words": args.bad_words}
     fixed["structured_outputs"] = _structured_outputs(args)
+    fixed["kv_compression"] = args.kv_compression
     return SamplingParams(**{**defaults, **given, **fixed})  # type: ignore[arg-type]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,18 @@ if TYPE_CHECKING:
     from quire.planner.memory import Limits
     from quire.planner.model_shape import ModelShape
     from quire.planner.record import StepsRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A model and what runs it. record: of measured steps, if they are given in place of a device of the table."""
+
+    shape: ModelShape
+    hardware: Hardware
+    limits: Limits
+    precision: str
+    kv_format: str
+    record: StepsRecord | None
 
 
 def add_machine_options(parser: argparse.ArgumentParser) -> None:

@@ -41,6 +41,7 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         help="Host names that are answered, *: all; without: this machine's if --host is one of them, else all",
     )
+    group.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="serve the web page at /")
     group.add_argument("--max-body-bytes", type=int, default=32 << 20, help="limit of a JSON body")
     group.add_argument("--max-held-body-bytes", type=int, default=512 << 20, help="limit of all bodies that are held")
     group.add_argument("--drain-timeout", type=float, default=25.0, help="seconds that running requests get after SIGTERM")
@@ -57,9 +58,24 @@ def _add_routing_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--alias", action="append", default=[], metavar="NAME=MODEL", help="another name of a model; may be repeated"
     )
+    group.add_argument(
+        "--kv-events",
+        action="append",
+        default=[],
+        metavar="BACKEND=ENDPOINT[,REPLAY]",
+        help="where a backend publishes KV events: http://host:8000=tcp://host:5557,tcp://host:5558; may be repeated",
+    )
+    group.add_argument(
+        "--kv-events-silence",
+        type=float,
+        default=10.0,
+        help="seconds without events of a busy backend until a check",
+    )
+    group.add_argument("--tokenize-timeout", type=float, default=0.05, help="seconds for a backend to tokenise a prompt")
     group.add_argument("--prefix-chunk-bytes", type=int, default=256, help="of a prompt that an entry of the index stands for")
     group.add_argument("--max-prefix-chunks", type=int, default=1 << 16, help="entries of the index for each backend")
     group.add_argument("--max-retries", type=int, default=2, help="other backends for one request, before its first byte")
+    group.add_argument("--max-resumes", type=int, default=3, help="how often other backends continue a broken stream")
     group.add_argument("--retry-ratio", type=float, default=0.2, help="retries for each request over time, at most")
 
 
@@ -85,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 
 def router_config(args: argparse.Namespace) -> RouterConfig:
     """Return the configuration that the options describe. Raises ConfigError."""
-    from quire.router.config import RouterConfig, parse_aliases, parse_backend
+    from quire.router.config import RouterConfig, parse_aliases, parse_backend, parse_kv_events
 
     return RouterConfig(
         host=args.host,
@@ -95,7 +111,11 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         admin_key=args.admin_key or os.environ.get(ADMIN_KEY_VARIABLE) or None,
         backend_key=args.backend_key or os.environ.get(BACKEND_KEY_VARIABLE) or None,
         allowed_hosts=None if args.allowed_hosts is None else tuple(args.allowed_hosts),
+        enable_page=args.page,
         policy=args.policy,
+        kv_events=parse_kv_events(args.kv_events),
+        kv_events_silence_s=args.kv_events_silence,
+        tokenize_timeout_s=args.tokenize_timeout,
         prefix_chunk_bytes=args.prefix_chunk_bytes,
         max_prefix_chunks=args.max_prefix_chunks,
         max_body_bytes=args.max_body_bytes,
@@ -106,6 +126,7 @@ def router_config(args: argparse.Namespace) -> RouterConfig:
         connect_timeout_s=args.connect_timeout,
         idle_timeout_s=args.idle_timeout,
         max_retries=args.max_retries,
+        max_resumes=args.max_resumes,
         retry_ratio=args.retry_ratio,
         drain_timeout_s=args.drain_timeout,
     )

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.environment import is_launched_group
 from quire.base.errors import ConfigError, UnsupportedError
-from quire.cli import options
+from quire.cli import fleet, lora_options, options
 
 if TYPE_CHECKING:
-    from quire.serving.config import ServerConfig
+    from quire.serving.config import ApiKey, ServerConfig
 
 KEY_VARIABLE = "QUIRE_API_KEY"
 EXAMPLES = """examples:
@@ -21,6 +21,7 @@ EXAMPLES = """examples:
   quire serve Qwen/Qwen3-0.6B --port 9000           a model of the Hugging Face hub
   quire serve ./model --host 0.0.0.0 --api-key KEY  for other machines, who need the key
   quire serve --config serve.yaml --port 9000       options from a file; the command line wins
+  quire serve --config fleet.yaml                   several models, each loaded when it is needed: a file with models
   QUIRE_SERVE_PORT=9000 quire serve                 every option has such a variable
   quire serve ./model --uds /run/quire/http.sock    on a Unix socket
   quire serve ./model --ssl-keyfile key.pem --ssl-certfile cert.pem
@@ -39,7 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_answer_options(parser)
     options.add_engine_options(parser)
     options.add_common_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_fleet=True)
 
 
 def _add_http_options(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,7 @@ def _add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", default=(), help="names of the model for clients; *: any name is taken"
     )
+    lora_options.add_lora_modules(group)
     group.add_argument("--allowed-origins", nargs="+", default=(), help="web origins that may call (CORS)")
     group.add_argument(
         "--allowed-hosts",
@@ -130,6 +132,12 @@ def _add_watching_options(parser: argparse.ArgumentParser) -> None:
         "--kv-events-replay-endpoint", metavar="ENDPOINT", help="where missed events are asked for: tcp://*:5558"
     )
     group.add_argument(
+        "--kv-events-encoding",
+        choices=("array", "map"),
+        default="array",
+        help="of an event: an array, as in older versions of vLLM, or a map with its type, as in later ones and in SGLang",
+    )
+    group.add_argument(
         "--metrics-names",
         choices=("quire", "vllm", "both"),
         default="quire",
@@ -140,6 +148,9 @@ def _add_watching_options(parser: argparse.ArgumentParser) -> None:
         "--access-log", action=argparse.BooleanOptionalAction, default=True, help="log a line for each HTTP request"
     )
     group.add_argument("--otlp-endpoint", "--otlp-traces-endpoint", help="where OpenTelemetry traces go (OTLP over HTTP)")
+    group.add_argument(
+        "--max-timelines", type=int, default=256, help="ended requests that `quire explain` can explain; 0: none"
+    )
     group.add_argument(
         "--goodput", nargs="+", default=(), metavar="KEY:MS", help="objectives, like ttft:500 tpot:50 e2el:10000"
     )
@@ -161,7 +172,11 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_answer_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("answers")
-    group.add_argument("--tool-call-parser", default="auto", help="format of tool calls; auto: found in the chat template")
+    group.add_argument(
+        "--tool-call-parser",
+        default="auto",
+        help="format of tool calls; auto: found in the chat template, else json; none: tools are refused",
+    )
     group.add_argument("--reasoning-parser", default="auto", help="format of reasoning; auto: found in the chat template")
     group.add_argument("--max-n", type=int, default=16, help="choices a request may ask for")
     group.add_argument("--strict", action="store_true", help="refuse unknown fields in bodies")
@@ -169,6 +184,8 @@ def _add_answer_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal ends it; 0 after a graceful end."""
+    if args.config is not None and fleet.is_fleet_file(args.config):
+        return fleet.run(args)
     engine_config = options.engine_config(args, takes_replicas=True)
     config = server_config(args)
     if engine_config.parallel.world_size > 1 and engine_config.distributed_executor_backend is None and is_launched_group():
@@ -198,8 +215,9 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         ssl_certfile=args.ssl_certfile,
         root_path=args.root_path.rstrip("/"),
         access_log=args.access_log,
-        api_keys=_read_keys(args.api_key, args.api_key_file),
+        api_keys=read_keys(args.api_key, args.api_key_file),
         served_model_names=tuple(args.served_model_name),
+        lora_modules=lora_options.lora_modules(args),
         allowed_origins=tuple(args.allowed_origins),
         allowed_hosts=tuple(args.allowed_hosts),
         data_dir=args.data_dir,
@@ -235,8 +253,10 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         metrics_names=args.metrics_names,
         kv_events_endpoint=args.kv_events_endpoint,
         kv_events_replay_endpoint=args.kv_events_replay_endpoint,
+        kv_events_encoding=args.kv_events_encoding,
         strict=args.strict,
         otlp_endpoint=args.otlp_endpoint,
+        max_timelines=args.max_timelines,
         log_format=args.log_format,
         **_read_objectives(args.goodput),
     )
@@ -264,7 +284,8 @@ def _read_objectives(pairs: tuple[str, ...] | list[str]) -> dict[str, Any]:
     return found
 
 
-def _read_keys(given: list[str] | None, path: Path | None) -> tuple[Any, ...]:
+def read_keys(given: list[str] | None, path: Path | None) -> tuple[ApiKey, ...]:
+    """Return the keys of clients, of the options or else of the environment, and of a file. Raises ConfigError."""
     from quire.serving.auth import hash_key, read_key_file
     from quire.serving.config import ApiKey
 

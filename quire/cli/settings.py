@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 _SWITCHES = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _NEVER_SET = ("help", "version")
+FLEET_FIELDS = ("models", "memory", "max-waiting-requests", "max-wait-s", "swap-after-s")
+"""What a file with `models`, for a server with several, has in addition to options."""
+FLEET_OPTIONS = frozenset(
+    {
+        *("host", "port", "api-key", "api-key-file", "allowed-hosts", "max-body-bytes", "max-held-body-bytes"),
+        *("drain-timeout", "log-level", "debug"),
+    }
+)
+"""The options of `quire serve` that are those of the whole server; the others belong to a model."""
 
 
 class SettingsError(Exception):
@@ -85,21 +94,44 @@ def environment_settings(parser: argparse.ArgumentParser, environment: Mapping[s
 
 def file_settings(parser: argparse.ArgumentParser, path: Path) -> Settings:
     """Return what a YAML file sets, whose keys are names of options with hyphens or underscores. Raises SettingsError."""
+    pairs = read_mapping(path)
+    if parser.get_default("takes_fleet") and is_fleet(pairs):
+        fields = [key for key, _ in pairs if key.replace("_", "-") not in FLEET_FIELDS]
+        options = settable_options(parser)
+        for key in fields:
+            name = key.replace("_", "-")
+            if name in options and name not in FLEET_OPTIONS:
+                raise SettingsError(f"{path}: {key!r} is no option of several models: put it into a model's options")
+            if name not in options:
+                close = difflib.get_close_matches(name, (*FLEET_FIELDS, *FLEET_OPTIONS), 1)
+                raise SettingsError(f"{path}: {key[:100]!r} is no option of a server with several models{did_you_mean(close)}")
+        pairs = [(key, node) for key, node in pairs if key in fields]
+    return mapping_settings(parser, str(path), pairs)
+
+
+def is_fleet(pairs: Iterable[tuple[str, yaml.Node]]) -> bool:
+    """Return whether a file describes a server with several models."""
+    return any(key == "models" for key, _ in pairs)
+
+
+def mapping_settings(parser: argparse.ArgumentParser, where: str, pairs: Iterable[tuple[str, yaml.Node]]) -> Settings:
+    """Return what the pairs of a mapping set; where: its place, for messages. Raises SettingsError."""
     options = {name: action for name, action in settable_options(parser).items() if name != "config"}
     found: Settings = {}
-    for key, node in _read_mapping(path):
+    for key, node in pairs:
         name = key.replace("_", "-")
         action = options.get(name)
         if action is None:
             close = difflib.get_close_matches(name, options, 1)
-            raise SettingsError(f"{path}: {key[:100]!r} is no option of `{parser.prog}`{did_you_mean(close)}")
+            raise SettingsError(f"{where}: {key[:100]!r} is no option of `{parser.prog}`{did_you_mean(close)}")
         if action in found:
-            raise SettingsError(f"{path}: {key!r} is set twice")
-        found[action] = Setting(f"{path}: {key}", _value_of(f"{path}: {key}", action, node))
+            raise SettingsError(f"{where}: {key!r} is set twice")
+        found[action] = Setting(f"{where}: {key}", _value_of(f"{where}: {key}", action, node))
     return found
 
 
-def _read_mapping(path: Path) -> list[tuple[str, yaml.Node]]:
+def read_mapping(path: Path) -> list[tuple[str, yaml.Node]]:
+    """Return the pairs of the mapping that a YAML file is. Raises SettingsError."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -118,6 +150,14 @@ def _read_mapping(path: Path) -> list[tuple[str, yaml.Node]]:
     if len(pairs) < len(root.value):
         raise SettingsError(f"--config {path}: names of options must be plain text")
     return [(key.value, value) for key, value in pairs]
+
+
+def switch_of(where: str, text: str) -> bool:
+    """Return the value of a switch in a file. Raises SettingsError."""
+    found = _SWITCHES.get(text.lower())
+    if found is None:
+        raise SettingsError(f"{where}: must be true or false, got {_shown(text)}")
+    return found
 
 
 def _value_of(where: str, action: argparse.Action, node: yaml.Node) -> str | list[str]:
@@ -162,10 +202,9 @@ def convert(parser: argparse.ArgumentParser, action: argparse.Action, setting: S
     value, where = setting.value, setting.where
     is_list = action.nargs in ("+", "*")
     if action.nargs == 0:  # a switch
-        found = _SWITCHES.get(value.lower()) if isinstance(value, str) else None
-        if found is None:
+        if not isinstance(value, str):
             raise SettingsError(f"{where}: must be true or false, got {_shown(value)}")
-        return found
+        return switch_of(where, value)
     if isinstance(value, list) and not is_list and not isinstance(action, argparse._AppendAction):
         if not isinstance(action.metavar, str) or "," not in action.metavar:
             raise SettingsError(f"{where}: takes one value, got a list")

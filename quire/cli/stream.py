@@ -11,6 +11,7 @@ from quire.contracts.outputs import RequestOutput
 from quire.contracts.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from quire.contracts.lora import LoRARequest
     from quire.engine.llm_engine import LLMEngine
     from quire.engine.request_factory import PromptLike
 
@@ -49,10 +50,18 @@ class Streamed:
 
 
 def stream_to_terminal(
-    engine: LLMEngine, request_id: str, prompt: PromptLike, params: SamplingParams, echo: str = ""
+    engine: LLMEngine,
+    request_id: str,
+    prompt: PromptLike,
+    params: SamplingParams,
+    echo: str = "",
+    lora: LoRARequest | None = None,
 ) -> Streamed:
-    """Generate to standard output, after `echo`. Raises QuireError when the request is invalid or fails."""
-    engine.add_request(request_id, prompt, params, output_kind="delta")
+    """Generate to standard output, after `echo`. Raises QuireError when the request is invalid or fails.
+
+    lora  None: the base model
+    """
+    engine.add_request(request_id, prompt, params, output_kind="delta", lora_request=lora)
     num_drafted, num_accepted = engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens
     sys.stdout.write(echo)
     sys.stdout.flush()

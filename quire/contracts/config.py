@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import InitVar, dataclass
 from typing import Literal
@@ -9,17 +10,23 @@ from typing import Literal
 from quire.base.errors import ConfigError
 from quire.base.renamed_option import take_old_name
 from quire.base.threads import check_num_threads
+from quire.contracts.expert_options import EplbConfig, LossyRouting, check_experts, take_redundant
+from quire.contracts.kv_spec import peak_window_blocks
 from quire.contracts.parallel import EXECUTOR_BACKENDS, ParallelConfig
 from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
-_KV_CACHE_DTYPES = ("auto", "int8", "fp8")
+_MAX_TIMEOUT_S = 86_400
+_KV_CACHE_DTYPES = ("auto", "int8", "fp8", "turboquant_4bit", "k8v4")
 _KV_SAVES = ("reused", "all", "none")
 KvSave = Literal["reused", "all", "none"]
+Role = Literal["both", "prefill", "decode"]
+KvTransferBackend = Literal["sockets", "nixl"]
+_ROLES = ("both", "prefill", "decode")
 STAGING_BYTES = 256 << 20
-"""Size of the host tier where only a disk tier is asked for, whose pages pass through it."""
+"""Size of the host tier where only a disk tier or a role is asked for, whose pages pass through it."""
 ATTENTION_LIBRARIES = ("flashinfer", "flash_attn")
 """Values of attention_backend that name what a user has to install."""
 
@@ -66,6 +73,10 @@ class SchedulerConfig:
     num_host_pages          pages (full KV blocks) that the host tier holds; 0: there is none
     max_page_saves          pages that one step may save; more are dropped
     kv_save                 see EngineConfig
+    window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
+    num_block_places        ranks that share the tokens of a sequence; each has an equal part of the blocks. block_chunk
+                            consecutive blocks of a sequence are on one rank, the next ones on the next
+    num_homes               ranks that each attend to sequences of their own, with an equal part of the blocks
     """
 
     max_num_seqs: int
@@ -84,9 +95,22 @@ class SchedulerConfig:
     num_host_pages: int = 0
     max_page_saves: int = 1024
     kv_save: KvSave = "reused"
+    window_tokens: int | None = None
+    num_window_blocks: int = 0
+    num_block_places: int = 1
+    block_chunk: int = 1
+    num_homes: int = 1
+
+    @property
+    def num_sequence_blocks(self) -> int:
+        """The most blocks that one sequence can have."""
+        return self.num_kv_blocks // self.num_homes
 
     def __post_init__(self) -> None:
         for name in (
+            "num_block_places",
+            "block_chunk",
+            "num_homes",
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
@@ -110,6 +134,33 @@ class SchedulerConfig:
         _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.computes_whole_prompts and self.enable_prefix_caching:
             raise ConfigError("enable_prefix_caching must be False where prompts are computed whole (computes_whole_prompts)")
+        self._check_windows()
+        if self.num_homes > 1:
+            _require(self.num_block_places == 1, "num_block_places", self.num_block_places, "1 with num_homes")
+            _require(not self.computes_whole_prompts, "computes_whole_prompts", True, "False with num_homes")
+        if self.num_block_places > 1 or self.num_homes > 1:
+            unit = self.num_homes if self.num_homes > 1 else self.num_block_places * self.block_chunk
+            _require(self.num_kv_blocks % unit == 0, "num_kv_blocks", self.num_kv_blocks, f"a multiple of {unit} here")
+            for name, only in (("window_tokens", None), ("num_host_pages", 0), ("num_state_checkpoints", None)):
+                _require(getattr(self, name) == only, name, getattr(self, name), f"{only} with several block places")
+
+    def _check_windows(self) -> None:
+        if self.window_tokens is None:
+            return
+        _require(_is_int(self.window_tokens, 1), "window_tokens", self.window_tokens, "None or an integer >= 1")
+        least = min(self.peak_window_blocks, self.num_kv_blocks)
+        _require(_is_int(self.num_window_blocks, least), "num_window_blocks", self.num_window_blocks, f"an integer >= {least}")
+        _require(self.num_host_pages == 0, "num_host_pages", self.num_host_pages, "0 with window_tokens")
+        _require(
+            self.num_state_checkpoints is None, "num_state_checkpoints", self.num_state_checkpoints, "None with window_tokens"
+        )
+
+    @property
+    def peak_window_blocks(self) -> int:
+        """The most blocks of the window group that one sequence holds in a step."""
+        return peak_window_blocks(
+            self.window_tokens or 0, min(self.max_num_batched_tokens, self.max_model_len), self.block_size
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +182,10 @@ class EngineConfig:
     allow_missing_head      use the embedding as the output head, with a warning, where a checkpoint that is not tied has no
                             lm_head.weight; otherwise that is an error. The model itself only, not a draft model
     kv_cache_dtype          "auto": the model's dtype; "int8": half of the memory, with a scale per token and head; "fp8": the
-                            same on a GPU alone
+                            same, only on a GPU; "turboquant_4bit": about a quarter, rotated vectors with sixteen levels;
+                            "k8v4": keys in int8 and values in turboquant_4bit
+    kv_cache_dtype_skip_layers  layers that keep the KV cache in the model's dtype, where kv_cache_dtype is a quantised format:
+                            their numbers, negative ones from the end, such as (0, -1). Only on a CPU, with one rank. None: none
     max_model_len           tokens of a sequence; None takes the model's own maximum
     max_num_seqs            sequences that run at the same time
     max_num_batched_tokens  tokens in one step; None: 2048, on a GPU 8192, or max_num_seqs where that is more
@@ -146,6 +200,15 @@ class EngineConfig:
     kv_disk_bytes           the most that the folder may hold; needed with kv_disk_dir
     kv_save                 which blocks the tiers keep: "reused": those that were asked for at least twice, and those that the
                             engine has time for while it is idle; "all"; "none": tiers are only read
+    role                    "both": prompts and outputs are computed here; "prefill": computes prompts for decode engines, which
+                            pull their KV; "decode": has long prompts computed by prefill engines
+    prefill_listen          with role "prefill": where decode engines connect, tcp://HOST:PORT or unix:PATH
+    prefill_urls            with role "decode": where prefill engines listen
+    prefill_min_tokens      with role "decode": prompts with fewer uncached tokens are computed here
+    transfer_secret_file    a file with a secret that prefill and decode engines share, made if absent; needed to listen to
+                            other machines
+    kv_transfer_backend     how pages travel between prefill and decode engines, the same on both: "sockets": shared memory on
+                            one machine, TCP between machines; "nixl": NIXL with UCX (RDMA where there is any; CPU only)
     scheduling_policy       "fcfs" or "priority"
     complete_json_within_max_tokens  complete outputs that are JSON before max_tokens is reached, where possible; otherwise
                             max_tokens cuts them and finish_reason is "length". A request may override it with fit_max_tokens
@@ -154,7 +217,11 @@ class EngineConfig:
     device                  "auto": a GPU where there is one that can be used; "cpu", "cuda", "cuda:N"; "interpreter": the GPU's
                             code on the CPU, for tests
     gpu_memory_utilization  share of a GPU's memory that may be taken, what others take included
+    cpu_offload_gb          GiB of weights that stay in pinned host memory, for models larger than the GPU: whole layers, which
+                            every step copies to the GPU before they run. Steps take as long as these copies, and are launched
+                            without CUDA graphs. One GPU only
     enforce_eager           launch every step kernel by kernel: start faster, decode slower
+    nvtx_ranges             mark the launch of each step on a GPU with an NVTX range, for profilers such as Nsight Systems
     async_scheduling        plan and launch a step while the one before still runs, on a GPU or with pipeline stages;
                             None: where that is possible
     attention_backend       "auto" and "triton": our kernels; "flashinfer" and "flash_attn": these libraries, where they are
@@ -170,6 +237,25 @@ class EngineConfig:
                             and num_threads divided by their number, or a GPU each. The same tokens at any number on a CPU, and
                             with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
+    enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
+    enable_expert_parallel  each of these processes holds whole experts of a mixture model, instead of a part of every
+                            expert. The same tokens at any number of them. On a CPU
+    expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the
+                            processes have even loads, given expert_load; or a file with a placement
+    expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
+    num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without pipeline
+                            stages and prefill_context_parallel_size
+    enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
+                            tokens
+    eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
+    save_expert_placement   write the placement to this file when experts have moved, and when the engine is closed
+    expert_capacity_factor  lossy, changes outputs: an expert takes at most this many times the mean of a step (1 to 8; usual:
+                            1.2 to 1.5), the rest goes to the next best experts; None: no limit. On a CPU, as the next two
+    expert_bias_rate        lossy, changes outputs: busy experts are chosen less, by a bias that changes by this much in a step
+                            (1e-6 to 0.05) and is at most 0.05; None: off
+    expert_min_share        lossy, changes outputs: experts with less than this share (0.001 to 1) of the weight of a token's
+                            best expert are left out; None: off
     data_parallel_size      replicas: engines of this host that share nothing and divide the requests. Each has a process,
                             weights and a KV pool of its own, and a GPU of its own where GPUs are used. num_threads and the
                             memory are divided among them; max_num_seqs, num_kv_blocks, kv_cache_memory_bytes and all else
@@ -178,10 +264,23 @@ class EngineConfig:
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     pipeline_parallel_size  processes of this host that each have a range of the layers (a stage) with its KV cache, and
                             num_threads divided by their number; they compute steps of different sequences at the same time.
-                            The same tokens at any number. On a CPU
+                            With tensor_parallel_size each stage is so many processes. The same tokens at any number. On a CPU
+    decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
+                            tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
+                            those with the same key and value head hold copies. The same tokens at any number. On a CPU
+    prefill_context_parallel_size  processes of this host that each hold the whole model and KV cache and compute a part of the
+                            tokens of a prompt. The same tokens at any number. On a CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
+    enable_lora             take LoRA adapters (PEFT), which requests name. Not with stages, ranks on
+                            GPUs, enable_dp_attention or prefill_context_parallel_size
+    max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
+                            of those that no request uses
+    max_lora_rank           the largest rank of an adapter
     distributed_executor_backend  who starts the ranks: "spawn": this process; "ray": Ray; None: a launcher where one has set
                             the environment (torchrun, LeaderWorkerSet), and this process otherwise
+    distributed_timeout_s   seconds without a sign of life of a rank, or in a wait for it, after which the group ends with an
+                            error that names it. Raise it where a step takes longer, for example under a debugger
+    distributed_start_timeout_s  seconds in which all ranks must have loaded their part
     """
 
     model: str
@@ -193,7 +292,8 @@ class EngineConfig:
     model_impl: Literal["auto", "quire", "transformers"] = "auto"
     quantization: Literal["int8", "int4", "fp8"] | None = None
     allow_missing_head: bool = False
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "int8", "fp8", "turboquant_4bit", "k8v4"] = "auto"
+    kv_cache_dtype_skip_layers: tuple[int, ...] | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 128
     max_num_batched_tokens: int | None = None
@@ -205,6 +305,12 @@ class EngineConfig:
     kv_disk_dir: str | None = None
     kv_disk_bytes: int | None = None
     kv_save: KvSave = "reused"
+    role: Role = "both"
+    prefill_listen: str | None = None
+    prefill_urls: tuple[str, ...] | None = None
+    prefill_min_tokens: int = 256
+    transfer_secret_file: str | None = None
+    kv_transfer_backend: KvTransferBackend = "sockets"
     long_prefill_token_threshold: int = 0
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     complete_json_within_max_tokens: bool = False
@@ -212,7 +318,9 @@ class EngineConfig:
     seed: int = 0
     device: str = "auto"
     gpu_memory_utilization: float = 0.9
+    cpu_offload_gb: float = 0
     enforce_eager: bool = False
+    nvtx_ranges: bool = False
     async_scheduling: bool | None = None
     attention_backend: Literal["auto", "triton", "flashinfer", "flash_attn"] = "auto"
     tile_table: str | None = None
@@ -221,13 +329,37 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     tensor_parallel_size: int = 1
     tensor_parallel_shares: tuple[float, ...] | None = None
+    enable_dp_attention: bool = False
+    enable_expert_parallel: bool = False
+    expert_placement: str = "linear"
+    expert_load: str | None = None
+    num_redundant_experts: int = 0
+    save_expert_load: str | None = None
+    enable_eplb: bool = False
+    eplb_config: EplbConfig | None = None
+    save_expert_placement: str | None = None
+    expert_capacity_factor: float | None = None
+    expert_bias_rate: float | None = None
+    expert_min_share: float | None = None
     data_parallel_size: int = 1
     data_parallel_threads: tuple[int, ...] | None = None
     host_memory_bytes: int | None = None
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
+    decode_context_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    enable_lora: bool = False
+    max_loras: int = 8
+    max_lora_rank: int = 64
     distributed_executor_backend: Literal["spawn", "ray"] | None = None
+    distributed_timeout_s: float = 60.0
+    distributed_start_timeout_s: float = 600.0
     fit_structured_outputs: InitVar[bool | None] = None  # the old name of complete_json_within_max_tokens
+
+    @property
+    def lossy_routing(self) -> LossyRouting:
+        """The measures for experts that change outputs."""
+        return LossyRouting(self.expert_capacity_factor or 0.0, self.expert_bias_rate or 0.0, self.expert_min_share or 0.0)
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -235,9 +367,13 @@ class EngineConfig:
         return ParallelConfig(
             tensor_parallel_size=self.tensor_parallel_size,
             tensor_parallel_shares=self.tensor_parallel_shares,
+            enable_expert_parallel=self.enable_expert_parallel,
+            enable_dp_attention=self.enable_dp_attention,
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             pipeline_layers=self.pipeline_layers,
+            decode_context_parallel_size=self.decode_context_parallel_size,
+            prefill_context_parallel_size=self.prefill_context_parallel_size,
         )
 
     def __post_init__(self, fit_structured_outputs: bool | None) -> None:
@@ -254,6 +390,7 @@ class EngineConfig:
         _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
         _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, f"one of {_KV_CACHE_DTYPES}")
+        self._check_skip_layers()
         for name in (
             "max_model_len",
             "max_num_batched_tokens",
@@ -269,9 +406,24 @@ class EngineConfig:
             _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
         check_num_threads("num_threads", self.num_threads)
         self._check_replicas()
+        take_redundant(self)
+        check_experts(self)
         _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
+        self._check_role()
         self._check_tiers()
-        for name in ("tokenizer", "chat_template", "revision", "tile_table", "kv_disk_dir"):
+        texts = (
+            "tokenizer",
+            "chat_template",
+            "revision",
+            "tile_table",
+            "kv_disk_dir",
+            "expert_load",
+            "save_expert_load",
+            "save_expert_placement",
+            "prefill_listen",
+            "transfer_secret_file",
+        )
+        for name in texts:
             value = getattr(self, name)
             _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold
@@ -283,7 +435,9 @@ class EngineConfig:
             "allow_missing_head",
             "complete_json_within_max_tokens",
             "enforce_eager",
+            "nvtx_ranges",
             "deterministic",
+            "enable_lora",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         is_known = self.async_scheduling is None or isinstance(self.async_scheduling, bool)
@@ -293,14 +447,33 @@ class EngineConfig:
         is_known = self.distributed_executor_backend in (None, *EXECUTOR_BACKENDS)
         backends = f"None or one of {EXECUTOR_BACKENDS}"
         _require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
+        for name in ("distributed_timeout_s", "distributed_start_timeout_s"):
+            value = getattr(self, name)
+            is_time = isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= _MAX_TIMEOUT_S
+            _require(is_time, name, value, f"a number of seconds from 1 to {_MAX_TIMEOUT_S}")
         self._check_device()
         self._check_model_impl()
+        self._check_lora()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
         if self.max_num_batched_tokens is not None:
             _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
+
+    def _check_skip_layers(self) -> None:
+        layers = self.kv_cache_dtype_skip_layers
+        if layers is None:
+            return
+        is_list = isinstance(layers, tuple | list) and bool(layers)
+        is_list = is_list and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
+        _require(is_list, "kv_cache_dtype_skip_layers", layers, "None or a sequence of integers")
+        object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(layers))
+        if self.kv_cache_dtype == "auto":
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers needs a quantised kv_cache_dtype, but that is 'auto', which quantises no layer: "
+                "leave one of them out"
+            )
 
     def _check_model_impl(self) -> None:
         """Refuse the options that models of the transformers library do not have."""
@@ -312,7 +485,11 @@ class EngineConfig:
             ("kv_cache_dtype", self.kv_cache_dtype, ("auto",)),
             ("tensor_parallel_size", self.tensor_parallel_size, (1,)),
             ("pipeline_parallel_size", self.pipeline_parallel_size, (1,)),
+            ("prefill_context_parallel_size", self.prefill_context_parallel_size, (1,)),
+            ("enable_expert_parallel", self.enable_expert_parallel, (False,)),
+            ("save_expert_load", self.save_expert_load, (None,)),
             ("deterministic", self.deterministic, (False,)),
+            ("cpu_offload_gb", self.cpu_offload_gb, (0,)),
         ):
             if value not in allowed:
                 raise ConfigError(
@@ -329,10 +506,31 @@ class EngineConfig:
                 f"not allow; allowed: {', '.join(TRANSFORMERS_DRAFT_METHODS)}"
             )
 
+    def _check_lora(self) -> None:
+        for name in ("max_loras", "max_lora_rank"):
+            _require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+        if not self.enable_lora:
+            return
+        for name, allowed in (
+            ("pipeline_parallel_size", 1),
+            ("prefill_context_parallel_size", 1),
+            ("enable_dp_attention", False),
+            ("model_impl", None),
+        ):
+            value = getattr(self, name)
+            is_refused = value == "transformers" if name == "model_impl" else value != allowed
+            if is_refused:
+                instead = "'auto'" if name == "model_impl" else repr(allowed)
+                raise ConfigError(
+                    f"{name} is {value!r}, but with LoRA adapters (enable_lora) only {instead} is supported: change it, or "
+                    "merge the adapter into the weights and leave enable_lora out"
+                )
+
     @property
     def host_tier_bytes(self) -> int:
         """Size of the host tier; 0: there is none."""
-        return self.kv_host_bytes or (0 if self.kv_disk_dir is None else STAGING_BYTES)
+        is_staging = self.kv_disk_dir is not None or self.role != "both"
+        return self.kv_host_bytes or (STAGING_BYTES if is_staging else 0)
 
     def _check_tiers(self) -> None:
         _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
@@ -342,6 +540,35 @@ class EngineConfig:
         if self.host_tier_bytes and not self.enable_prefix_caching:
             name = "kv_disk_dir" if self.kv_host_bytes is None else "kv_host_bytes"
             raise ConfigError(f"{name} needs enable_prefix_caching: the tiers hold blocks of the prefix cache")
+
+    def _check_role(self) -> None:
+        _require(self.role in _ROLES, "role", self.role, f"one of {_ROLES}")
+        _require(_is_int(self.prefill_min_tokens, 1), "prefill_min_tokens", self.prefill_min_tokens, "an integer >= 1")
+        urls = self.prefill_urls
+        if urls is not None:
+            is_list = isinstance(urls, tuple | list) and bool(urls) and all(isinstance(url, str) and url for url in urls)
+            _require(is_list, "prefill_urls", urls, "None or a sequence of addresses")
+            object.__setattr__(self, "prefill_urls", tuple(urls))
+        backend = self.kv_transfer_backend
+        _require(backend in ("sockets", "nixl"), "kv_transfer_backend", backend, "'sockets' or 'nixl'")
+        if self.role == "both" and backend != "sockets":
+            raise ConfigError("kv_transfer_backend is for the roles 'prefill' and 'decode', but role is 'both'")
+        for name, role in (("prefill_listen", "prefill"), ("prefill_urls", "decode")):
+            value = getattr(self, name)
+            if (value is not None) != (self.role == role):
+                what = "is missing" if value is None else f"is {value!r}"
+                raise ConfigError(
+                    f"role is {self.role!r}, and {name} {what}: role {role!r} needs it, the others do not take it"
+                )
+        if self.role == "both" and self.transfer_secret_file is not None:
+            raise ConfigError("transfer_secret_file is for the roles 'prefill' and 'decode', but role is 'both'")
+        if self.role == "prefill" and self.data_parallel_size > 1:
+            raise ConfigError(
+                f"role is 'prefill' and data_parallel_size {self.data_parallel_size}: replicas cannot share prefill_listen; "
+                "start a server for each"
+            )
+        if self.role != "both" and not self.enable_prefix_caching:
+            raise ConfigError(f"role is {self.role!r}, which needs enable_prefix_caching: pages are blocks of the prefix cache")
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size
@@ -363,11 +590,23 @@ class EngineConfig:
                 "own: choose device='cuda', and the GPUs by CUDA_VISIBLE_DEVICES"
             )
 
+    def _check_offload(self) -> None:
+        size = self.cpu_offload_gb
+        is_size = isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf
+        _require(is_size, "cpu_offload_gb", size, "a number of GiB, 0 or more")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size") if size > 0 else ():
+            _require(getattr(self, name) == 1, name, getattr(self, name), "1 with cpu_offload_gb")
+        if size > 0 and self.device == "cpu":
+            raise ConfigError(
+                f"cpu_offload_gb is {size:g}, but device is 'cpu', where all weights are in host memory already: leave it out"
+            )
+
     def _check_device(self) -> None:
         is_known = isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None
         _require(is_known, "device", self.device, "'auto', 'cpu', 'cuda', 'cuda:N' or 'interpreter'")
         share = self.gpu_memory_utilization
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
         _require(is_share, "gpu_memory_utilization", share, "above 0 and at most 1")
+        self._check_offload()
         allowed = f"one of {_ATTENTION_BACKENDS}"
         _require(self.attention_backend in _ATTENTION_BACKENDS, "attention_backend", self.attention_backend, allowed)

@@ -3,52 +3,179 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from quire.contracts.mixer_spec import StateShape
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 
-KvDtype = Dtype | Literal["int8", "fp8"]
+KvDtype = Dtype | Literal["int8", "fp8", "turboquant_4bit", "k8v4"]
+
+QUANTIZED_KV_BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "fp8": (8, 8), "turboquant_4bit": (4, 4), "k8v4": (8, 4)}
+"""Bits of an element of K and of V in the quantised formats. Each token and head has one scale in f32 for K and one for V."""
 
 _SCALE_BYTES = 4
+
+MAX_DEFAULT_BLOCKS = 1 << 18
+"""Blocks of a pool whose size nobody gave: the scheduler's own record of a block takes time and memory too."""
+
+
+def peak_window_blocks(window_tokens: int, num_step_tokens: int, block_size: int) -> int:
+    """Return the most blocks of the window group that a sequence holds which computes num_step_tokens in a step.
+
+    The window may begin and end within a block, and one more token is kept, see WindowBlocks.first_needed.
+    """
+    return -(-(window_tokens + num_step_tokens) // block_size) + 2
+
+
+def window_blocks_of(window_tokens: int, num_tokens: int, block_size: int) -> int:
+    """Return the most blocks of the window group that a sequence of num_tokens holds which computes one token at a time."""
+    return min(-(-num_tokens // block_size), -(-window_tokens // block_size) + 2)
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDivision:
+    """Divides memory between the pools of the full group and of the window group.
+
+    The window group has the blocks that max_num_seqs sequences and one step need, and as many again for cached prefixes, but
+    never more than the full group would have if all layers kept all tokens. So no load that fitted before does not fit now.
+    """
+
+    window_tokens: int
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    @property
+    def _peak(self) -> int:
+        num_step_tokens = min(self.max_num_batched_tokens, self.max_model_len)
+        return peak_window_blocks(self.window_tokens, num_step_tokens, self.block_size)
+
+    def num_window_blocks(self, num_blocks: int) -> int:
+        """Return the blocks of the window group. num_blocks: for which the memory suffices if all layers keep all tokens."""
+        per_sequence = window_blocks_of(self.window_tokens, self.max_model_len, self.block_size)
+        wanted = 2 * self.max_num_seqs * per_sequence - (-self.max_num_batched_tokens // self.block_size)
+        return min(num_blocks, max(self._peak, wanted))
+
+    def num_full_blocks(self, num_blocks: int, bytes_per_block: float, window_bytes_per_block: float) -> int:
+        """Return the blocks of the full group in the memory that num_blocks blocks of all layers would take."""
+        num_window_blocks = self.num_window_blocks(num_blocks)
+        most = max(num_blocks, min(MAX_DEFAULT_BLOCKS, self.max_num_seqs * -(-self.max_model_len // self.block_size)))
+        if num_window_blocks < self._peak:
+            return num_blocks  # a sequence could need more: it needs no more than the full group has
+        spare = (num_blocks - num_window_blocks) * window_bytes_per_block
+        # Where every layer has a window, the blocks of the full group take no memory.
+        return min(most, num_blocks + int(spare // bytes_per_block)) if bytes_per_block > 0 else most
 
 
 @dataclass(frozen=True, slots=True)
 class KvSpec:
     """The cache of one model: per layer K and V of [num_blocks, kv_heads, block_size, head_dim].
 
-    dtype         "int8" and "fp8" (e4m3): with a scale in f32 per token and head
+    dtype         the model's, or a quantised format with a scale in f32 per token and head: "int8"; "fp8" (e4m3);
+                  "turboquant_4bit": rotated, sixteen levels; "k8v4": keys as in "int8", values as in "turboquant_4bit".
+                  See kernels/reference/kv_formats.py
     layer_shapes  (kv_heads, head_dim) of each layer; (0, 0) for one without attention, or that reads the cache of
                   another layer
     state_shapes  of the recurrent state of each layer; empty where no layer has one
+    window_tokens the layers of the window group keep only so many last tokens of a sequence, and a few more; their blocks are
+                  those of a pool of their own. None: all layers are in one group, the full group
+    is_windowed   of each layer, whether it is in the window group; empty if there is none
+    layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
     """
 
     block_size: int
     dtype: KvDtype
     layer_shapes: tuple[tuple[int, int], ...]
     state_shapes: tuple[tuple[StateShape, ...], ...] = ()
+    window_tokens: int | None = None
+    is_windowed: tuple[bool, ...] = ()
+    layer_dtypes: tuple[KvDtype, ...] = ()
 
     @classmethod
-    def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
-        """Return the cache shape that a model needs."""
+    def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
+        """Return the cache shape that a model needs; limits_windows: with a window group, if a layer has a window."""
         attentions = [layer.attention for layer in spec.layers]
         shapes = tuple((0, 0) if one.kv_source is not None else (one.num_kv_heads, one.head_dim) for one in attentions)
         if not spec.has_recurrent_state:
-            return cls(block_size, dtype, shapes)
+            found = cls(block_size, dtype, shapes)
+            return found._with_windows(spec) if limits_windows else found
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
+
+    def _with_windows(self, spec: ModelSpec) -> KvSpec:
+        """Return the shape with a window group of the layers whose cache is read with a window only."""
+        windows: dict[int, list[int | None]] = {}
+        for index, layer in enumerate(spec.layers):
+            source = layer.attention.kv_source
+            windows.setdefault(index if source is None else source, []).append(layer.attention.window)
+        flags = [None not in windows.get(index, [None]) and shape != (0, 0) for index, shape in enumerate(self.layer_shapes)]
+        largest = [window for index, flag in enumerate(flags) if flag for window in windows[index] if window is not None]
+        return replace(self, window_tokens=max(largest), is_windowed=tuple(flags)) if largest else self
+
+    def part(self, first: int, last: int) -> KvSpec:
+        """Return the shape of the cache of the layers [first, last); the group of each is the same."""
+        return replace(
+            self,
+            layer_shapes=self.layer_shapes[first:last],
+            state_shapes=self.state_shapes[first:last],
+            is_windowed=self.is_windowed[first:last],
+            layer_dtypes=self.layer_dtypes[first:last],
+        )
+
+    def with_layers(self, layers: Collection[int], dtype: KvDtype) -> KvSpec:
+        """Return the shape where these layers have another dtype."""
+        return replace(
+            self, layer_dtypes=tuple(dtype if i in layers else self.dtype_of(i) for i in range(len(self.layer_shapes)))
+        )
+
+    def dtype_of(self, layer: int) -> KvDtype:
+        """Return how the cache of a layer keeps keys and values."""
+        return self.layer_dtypes[layer] if self.layer_dtypes else self.dtype
+
+    @property
+    def format_name(self) -> str:
+        """Return the dtype, and the layers that have another one, for people and fingerprints."""
+        others: dict[KvDtype, list[int]] = {}
+        for layer, dtype in enumerate(self.layer_dtypes):
+            if dtype != self.dtype:
+                others.setdefault(dtype, []).append(layer)
+        named = (f"{dtype} in layers {', '.join(map(str, layers))}" for dtype, layers in others.items())
+        return "; ".join((self.dtype, *named))
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes of K and V of one token over all layers."""
-        if self.dtype in ("int8", "fp8"):
-            return sum(2 * heads * (dim + _SCALE_BYTES) for heads, dim in self.layer_shapes)
-        return sum(2 * heads * dim for heads, dim in self.layer_shapes) * DTYPE_BYTES[self.dtype]
+        return sum(map(self._token_bytes, range(len(self.layer_shapes))))
+
+    def _token_bytes(self, layer: int) -> int:
+        (heads, dim), dtype = self.layer_shapes[layer], self.dtype_of(layer)
+        if dtype in QUANTIZED_KV_BITS:
+            return heads * (dim * sum(QUANTIZED_KV_BITS[dtype]) // 8 + 2 * _SCALE_BYTES)
+        return 2 * heads * dim * DTYPE_BYTES[dtype]
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers; 0 where none has attention."""
-        return self.bytes_per_token * self.block_size
+        """Bytes of one block over all layers, without those of the window group; 0 where none has attention."""
+        return self.bytes_per_token * self.block_size - self.window_bytes_per_block
+
+    @property
+    def window_bytes_per_block(self) -> int:
+        """Bytes of one block over the layers of the window group."""
+        layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
+        return sum(map(self._token_bytes, layers)) * self.block_size
+
+    def pool_bytes(self, num_blocks: int, num_window_blocks: int) -> int:
+        """Bytes of the pools of both groups."""
+        return num_blocks * self.bytes_per_block + num_window_blocks * self.window_bytes_per_block
+
+    def window_blocks_per_sequence(self, max_model_len: int) -> int:
+        """Return the most blocks of the window group that a sequence holds which computes one token at a time; 0: there is no
+        such group."""
+        if self.window_tokens is None:
+            return 0
+        return window_blocks_of(self.window_tokens, max_model_len, self.block_size)
 
     @property
     def bytes_per_state(self) -> int:

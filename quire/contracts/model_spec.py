@@ -142,7 +142,7 @@ class AttentionSpec:
     clip_qkv       q, k and v are clipped to [-clip_qkv, clip_qkv] as they are projected (OLMo)
     softcap        scores become softcap * tanh(scores / softcap), before the mask
     is_softmax_f32 softmax in f32, rounded to the dtype after; False (GPT-2): in the dtype
-    has_sinks      a learned logit per query head takes part in the softmax and gives nothing (gpt-oss)
+    has_sinks      attention sinks: a learned logit per query head takes part in the softmax, without a value (gpt-oss)
     is_qk_norm_last q and k are normalised after the rotation, head by head
     query_scaling  None: queries are the same at any position
     is_v_from_k    values are what k projects, before norm and rotation (Gemma 4): there is no v
@@ -246,6 +246,9 @@ class MoeSpec:
     least_sum        the least that renormalised weights are divided by
     routed_scale     multiplies the weights in the end
     is_router_f32    the router's product is in f32
+    is_score_f32     scores and weights are computed in f32; otherwise in the dtype (LFM2; kernels of GPUs
+                     compute them in f32)
+    is_sum_f32       the outputs of the experts are added in f32 and rounded once (Nemotron-H)
     sparse_margin    with "sparse": of the scores, see `sparse_weights` in kernels/reference/moe.py
     weighs_inputs    the weights multiply what the experts read, not what they give (Llama 4)
     shared           an expert that every token is given in addition; None: none
@@ -271,6 +274,8 @@ class MoeSpec:
     least_sum: float = 0.0
     routed_scale: float = 1.0
     is_router_f32: bool = False
+    is_score_f32: bool = True
+    is_sum_f32: bool = False
     sparse_margin: float = 0.0
     weighs_inputs: bool = False
     shared: MlpSpec | None = None
@@ -341,6 +346,24 @@ class AltUpSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedBlockSpec:
+    """A transformer block before the mixer of a layer, whose weights several layers share (Zamba 2, arXiv 2411.15242).
+
+    The block reads the residual concatenated with the embeddings, [T, 2 * hidden_size]. Attention and the feed-forward block
+    follow each other without residual connections. A matrix of the layer projects the result, and the mixer reads the sum of
+    that and the residual; only the output of the mixer is added to the residual.
+
+    mixer_in        the norm of what the mixer reads
+    attention_rank  of the layer's own low-rank adapters of q, k and v; None: they have none
+    mlp_rank        of the layer's own low-rank adapter of gate and up
+    """
+
+    mixer_in: NormSpec
+    attention_rank: int | None
+    mlp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: x += residual_scale * attn_out(attention(attn_in(x))), then the same with the mlp; a norm may be None.
 
@@ -356,6 +379,7 @@ class LayerSpec:
     altup        the same in all layers of a model; None: there is one residual stream
     attention_in_scale, attention_out_scale, mixer_out_scale  multiply what attention reads, its output and that of the mixer
                  (Falcon-H1)
+    shared_block  attention and mlp are a block before the mixer; None: they are not
     """
 
     attention: AttentionSpec
@@ -374,6 +398,7 @@ class LayerSpec:
     attention_in_scale: float = 1.0
     attention_out_scale: float = 1.0
     mixer_out_scale: float = 1.0
+    shared_block: SharedBlockSpec | None = None
 
     @property
     def is_mlp_only(self) -> bool:
@@ -391,6 +416,7 @@ class ModelSpec:
     num_learned_positions rows of a learned position embedding that is added (GPT-2); 0: none
     embed_norm           normalises the embeddings before the first layer (nanochat)
     has_head_bias        the output head has a bias (Phi-2, Phi-3.5-MoE)
+    is_residual_f32      the residual is f32 whatever the dtype is (Mamba); only in models that torch runs
     logit_scale          multiplies logits; final_softcap caps them, in the dtype
     per_layer_inputs     None: layers get nothing but the residual
     eos_token_ids        of config.json and generation_config.json together
@@ -411,6 +437,7 @@ class ModelSpec:
     num_learned_positions: int = 0
     embed_norm: NormSpec | None = None
     has_head_bias: bool = False
+    is_residual_f32: bool = False
     logit_scale: float = 1.0
     final_softcap: float | None = None
     per_layer_inputs: PerLayerInputs | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from quire.contracts.request import FinishReason
+from quire.contracts.timeline import RequestTimeline
 
 PooledT = TypeVar("PooledT")
 
@@ -15,7 +16,7 @@ NOTHING_FITS = (
     "excludes every token"
 )
 CONTRADICTIONS = frozenset((NOTHING_LEFT, NOTHING_FITS))
-"""Errors of requests whose own wishes exclude each other, which nothing but the tokens so far could show."""
+"""Errors of requests whose own parameters exclude each other, which nothing but the tokens so far could show."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,9 @@ class RequestMetrics:
 
     num_cached_tokens      prompt tokens taken from the prefix cache
     num_preemptions        times that one of its sequences gave up its blocks
+    num_evicted_tokens     tokens that kv_compression had evicted from the KV cache at the end
     num_unreturned_tokens  output tokens of the choices of best_of that are not returned; 0 until the request has ended
+    timeline               what the engine did for it; None until the request has ended, and unless the engine records that
     """
 
     arrival_time: float
@@ -68,7 +71,9 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_evicted_tokens: int = 0
     num_unreturned_tokens: int = 0
+    timeline: RequestTimeline | None = None
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -16,9 +16,9 @@ _SIZES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
-    "decode_context_parallel_size",
-    "attention_data_parallel_size",
+    "prefill_context_parallel_size",
 )
+"""What multiplies to the number of ranks, but for the replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,13 @@ class ParallelConfig:
     tensor_parallel_size          ranks that each hold a shard of every layer
     pipeline_parallel_size        stages, each a range of layers
     data_parallel_size            replicas of the engine, which exchange nothing; not part of world_size
-    decode_context_parallel_size  ranks that share the tokens of one sequence
-    attention_data_parallel_size  groups of ranks that hold whole attention weights and attend to sequences of their own,
-                                  and share the experts
-    enable_expert_parallel        each rank of a stage holds some experts whole; otherwise each expert is sharded
+    decode_context_parallel_size  tensor-parallel ranks that share the tokens of one sequence: each holds the keys and values
+                                  of some of them. It divides tensor_parallel_size, and adds no ranks
+    prefill_context_parallel_size  ranks that each have the whole model, and compute some of the tokens of a step
+    enable_dp_attention           each tensor-parallel rank has the whole attention weights and is the home of some sequences:
+                                  it attends to these, and holds their keys and values. All other weights are sharded as
+                                  usual. It adds no ranks
+    enable_expert_parallel        each tensor-parallel rank holds some experts whole; otherwise each expert is sharded
     tensor_parallel_shares        what each tensor-parallel rank gets, as parts ((2, 1): two thirds and one third);
                                   None: equal shards
     pipeline_layers               the number of layers of each stage; None: decided by the model
@@ -41,33 +44,63 @@ class ParallelConfig:
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     decode_context_parallel_size: int = 1
-    attention_data_parallel_size: int = 1
+    prefill_context_parallel_size: int = 1
+    enable_dp_attention: bool = False
     enable_expert_parallel: bool = False
     tensor_parallel_shares: tuple[float, ...] | None = None
     pipeline_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
+        for name in (*_SIZES, "decode_context_parallel_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be an integer >= 1, got {value!r}")
-        if not isinstance(self.enable_expert_parallel, bool):
-            raise ConfigError(f"enable_expert_parallel must be True or False, got {self.enable_expert_parallel!r}")
+        for name in ("enable_expert_parallel", "enable_dp_attention"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.world_size > MAX_RANKS:
             sizes = " * ".join(str(getattr(self, name)) for name in _SIZES if name != "data_parallel_size")
             raise ConfigError(
-                f"tensor_parallel_size * pipeline_parallel_size * decode_context_parallel_size * "
-                f"attention_data_parallel_size must be at most {MAX_RANKS}, got {sizes} = {self.world_size} ranks"
+                "tensor_parallel_size * pipeline_parallel_size * prefill_context_parallel_size must be at most "
+                f"{MAX_RANKS}, got {sizes} = {self.world_size} ranks"
             )
+        if self.enable_dp_attention:
+            self._check_homes()
+        self._check_context()
         if self.tensor_parallel_shares is not None:
             object.__setattr__(self, "tensor_parallel_shares", self._checked_shares())
         if self.pipeline_layers is not None:
             object.__setattr__(self, "pipeline_layers", self._checked_layers())
-        if self.attention_data_parallel_size > 1 and not self.enable_expert_parallel:
+
+    def _check_homes(self) -> None:
+        if self.tensor_parallel_size == 1:
             raise ConfigError(
-                f"attention_data_parallel_size is {self.attention_data_parallel_size}: it needs enable_expert_parallel=True; "
-                "without experts to share, use data_parallel_size (replicas)"
+                "enable_dp_attention is True, but tensor_parallel_size is 1: the homes of sequences are its ranks; raise it, "
+                "or leave enable_dp_attention out"
             )
+        for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
+            value = getattr(self, name)
+            if value > 1:
+                raise ConfigError(
+                    f"enable_dp_attention is True and {name} {value}: both together are not supported; leave one of them out"
+                )
+
+    def _check_context(self) -> None:
+        size = self.decode_context_parallel_size
+        if self.tensor_parallel_size % size != 0:
+            raise ConfigError(
+                f"decode_context_parallel_size must divide tensor_parallel_size, whose ranks hold the tokens, got {size} and "
+                f"{self.tensor_parallel_size}"
+            )
+        if self.prefill_context_parallel_size == 1:
+            return
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            value = getattr(self, name)
+            if value > 1:
+                raise ConfigError(
+                    f"prefill_context_parallel_size is {self.prefill_context_parallel_size} and {name} {value}: both together "
+                    "are not supported; set one of them to 1"
+                )
 
     def _checked_shares(self) -> tuple[float, ...]:
         shares = self.tensor_parallel_shares
@@ -101,12 +134,12 @@ class ParallelConfig:
     @property
     def world_size(self) -> int:
         """Ranks of one replica."""
-        return (
-            self.tensor_parallel_size
-            * self.decode_context_parallel_size
-            * self.attention_data_parallel_size
-            * self.pipeline_parallel_size
-        )
+        return self.tensor_parallel_size * self.prefill_context_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_homes(self) -> int:
+        """Ranks that attend to sequences of their own; 1: all ranks attend to all sequences."""
+        return self.tensor_parallel_size if self.enable_dp_attention else 1
 
     @property
     def shares(self) -> tuple[float, ...]:

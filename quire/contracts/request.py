@@ -9,6 +9,7 @@ from typing import Literal
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.contracts.constraint import Grammar
+from quire.contracts.lora import LoRARequest
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.sampling_params import SamplingParams
 
@@ -31,6 +32,10 @@ class Request:
     cache_salt           requests share cached prefixes only with requests of the same salt
     cache_retention_s    above 0: KV tiers save the full blocks of the prompt as soon as they are computed, also of one that
                          comes once, and keep them as if they were last used so many seconds later
+    output_token_ids     the output so far of a request that another engine began: its only sequence starts as after a
+                         preemption, and what follows is what that engine would have sampled
+    lora                 its LoRA adapter; None: the base model
+    adapter_key          AdapterReport.key of that adapter once it is loaded, which the engine sets; "": the base model
     is_background        runs behind all that are not, whatever the policy, and gives them its seat and blocks when they come
     """
 
@@ -47,6 +52,9 @@ class Request:
     lists_allowed: bool = False
     is_background: bool = False
     cache_retention_s: float = 0.0
+    output_token_ids: Sequence[int] = ()
+    lora: LoRARequest | None = None
+    adapter_key: str = ""
 
     @property
     def priority(self) -> int:
@@ -74,4 +82,27 @@ def check_prompt_length(num_prompt: int, max_model_len: int, is_pooling: bool) -
             f"{max_model_len - 1} leave room for an output token: shorten the prompt, or raise "
             "max_model_len where the model takes more",
             "prompt",
+        )
+
+
+def check_output_tokens(request: Request, vocab_size: int | None = None) -> None:
+    """Raise RequestError for a request that cannot go on from its output_token_ids."""
+    token_ids, params = request.output_token_ids, request.params
+    if not token_ids:
+        return
+    if params.num_sequences > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
+        raise RequestError(
+            "output_token_ids: only a request with one choice and without log probabilities can go on from an output",
+            "output_token_ids",
+        )
+    if request.pooling is not None:
+        raise RequestError("output_token_ids: a pooling request has no output", "output_token_ids")
+    if vocab_size is not None and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        raise RequestError(f"output_token_ids: token ids must be from 0 to {vocab_size - 1}", "output_token_ids")
+    if not request.ending_token_ids.isdisjoint(token_ids):
+        raise RequestError("output_token_ids: the output has ended: it contains a token that ends it", "output_token_ids")
+    if params.max_tokens is not None and len(token_ids) >= params.max_tokens:
+        raise RequestError(
+            f"output_token_ids: the output has {len(token_ids)} tokens, and max_tokens is {params.max_tokens}: nothing is left",
+            "output_token_ids",
         )

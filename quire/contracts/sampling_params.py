@@ -9,6 +9,7 @@ from typing import cast
 
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams
+from quire.contracts.kv_compression import KvCompression, as_kv_compression
 
 MAX_BEAM_WIDTH = 64
 MAX_STRINGS = 256
@@ -94,6 +95,8 @@ class SamplingParams:
     detokenize           False leaves `text` empty, and stop strings are then refused
     skip_special_tokens  leave special tokens out of the text
     priority             lower runs first under the priority policy
+    kv_compression       evict blocks of the KV cache, which changes the output: a KvCompression, or a dict of its fields; None:
+                         keep all
     structured_outputs   what the output has to look like: a JSON schema, a regular expression, a grammar, ...
     guided_decoding      another name of structured_outputs, which holds it afterwards
     constraint           the same, as the engine runs it; follows from structured_outputs where that is given
@@ -124,6 +127,7 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     priority: int = 0
+    kv_compression: KvCompression | None = None
     structured_outputs: StructuredOutputsParams | None = None
     constraint: Constraint | None = None
     guided_decoding: InitVar[StructuredOutputsParams | None] = None
@@ -159,6 +163,7 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise RequestError("stop needs the text: it cannot be used with detokenize=False", "stop")
         self._resolve_constraint()
+        self._check_compression()
         if self.temperature == 0 and self.num_sequences > 1:
             raise RequestError(
                 f"n and best_of must be 1 at temperature 0, where every choice would be the same, got {self.num_sequences}",
@@ -181,6 +186,17 @@ class SamplingParams:
             object.__setattr__(self, "constraint", derived)
         elif self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise RequestError(f"constraint must be a Constraint, got {type(self.constraint).__name__}", "constraint")
+
+    def _check_compression(self) -> None:
+        if self.kv_compression is None:
+            return
+        object.__setattr__(self, "kv_compression", as_kv_compression(self.kv_compression))
+        if self.num_sequences > 1:
+            raise RequestError(
+                f"kv_compression needs one choice, whose blocks no other choice reads: n and best_of must be 1, got "
+                f"{self.num_sequences}",
+                "kv_compression",
+            )
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

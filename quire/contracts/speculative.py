@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import InitVar, dataclass
 from typing import Any, Literal, Self, cast
 
 from quire.base.errors import ConfigError
 from quire.base.renamed_option import take_old_name
-from quire.base.suggestions import with_guesses
+from quire.contracts.json_options import check_keys, parse_object
 from quire.contracts.medusa_choices import Choices, read_choices
 from quire.contracts.speculative_names import renamed
 from quire.contracts.speculative_ranges import LOOKUP, MAX_SPECULATIVE_TOKENS, check_int, check_number
@@ -348,19 +347,7 @@ class SpeculativeConfig:
         """Return the configuration that JSON or a dict of it describes. Raises ConfigError."""
         if isinstance(value, cls):
             return value
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                wanted = f'; give {{"method": "{value}"}}' if value in METHODS else ""
-                raise ConfigError(f"speculative_config is not JSON ({error}), got {value!r}{wanted}") from error
-        known = [field.name for field in dataclasses.fields(cls)]
-        if not isinstance(value, dict):
-            raise ConfigError(f"speculative_config must be an object with method and its options, got {value!r}")
-        value = renamed(value)
-        unknown = sorted(str(name) for name in set(value) - {*known, "draft_min_share"})  # an old name
-        if unknown:
-            raise ConfigError(
-                f"speculative_config has no option {with_guesses(unknown, known)}; the options are {', '.join(known)}"
-            )
-        return cls(**value)
+        hint = f'; give {{"method": "{value}"}}' if isinstance(value, str) and value in METHODS else ""
+        options = renamed(parse_object("speculative_config", value, "method and its options", hint))
+        check_keys("speculative_config", options, [field.name for field in dataclasses.fields(cls)], ["draft_min_share"])
+        return cls(**options)

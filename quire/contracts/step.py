@@ -16,6 +16,9 @@ from typing import Protocol, runtime_checkable
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.request import Request
 
+TableRun = tuple[int, tuple[BlockId, ...]]
+"""Entries of a block table: the index of the first one, and the blocks from there on."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceStart:
@@ -26,6 +29,7 @@ class SequenceStart:
     num_computed_tokens  tokens whose KV is already in the blocks; fewer than len(token_ids)
     block_ids            its block table, in order
     uses_short_rope      its tokens take the short variant of the rope, see ModelSpec.rope_switch_len
+    window_blocks        its entries of the window group's table, see KvSpec.window_tokens; those before them are never read
     state_slot           the checkpoint that holds its recurrent state after the computed tokens; None: there are none of these,
                          or the model has no such state
     """
@@ -38,6 +42,7 @@ class SequenceStart:
     block_ids: tuple[BlockId, ...]
     uses_short_rope: bool = False
     state_slot: int | None = None
+    window_blocks: tuple[TableRun, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,12 @@ class StepPlan:
                           blocks have room for them
     state_saves           sequence -> (number of its tokens, checkpoint) of recurrent states to keep: the state after so many
                           tokens, of which this step computes the last. Starts read their checkpoints before any is written
+    window_blocks         sequence -> new entries of the window group's table, of sequences the worker knows
+    window_copies         as block_copies, in the window group
+    evicted_blocks        sequence -> indices in its table, ascending, of blocks that its KV compression has evicted: they leave
+                          the table before anything else changes in it, and later entries move up
+    scored_blocks         sequence -> number of first blocks of its table of which its KV compression needs scores after this
+                          step, see StepResult.block_scores
     page_saves            (block, slot of the host tier): blocks to copy there as they stand before the step, before all else
     page_loads            (slot of the host tier, block): pages to copy into blocks after page_saves and before block_copies
     """
@@ -71,6 +82,10 @@ class StepPlan:
     state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] | None = None
     page_saves: tuple[tuple[BlockId, int], ...] = ()
     page_loads: tuple[tuple[int, BlockId], ...] = ()
+    window_blocks: dict[SequenceId, tuple[TableRun, ...]] | None = None
+    window_copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    evicted_blocks: dict[SequenceId, tuple[int, ...]] | None = None
+    scored_blocks: dict[SequenceId, int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +125,7 @@ class StepResult:
                      Their last known token counts as not computed. They are left out of plans until mask_ready names them
     mask_ready       sequences that were in mask_pending of an earlier step, and are to be in plans again
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
+    block_scores     sequence -> score of each of its scored_blocks of the plan; the lowest are evicted first
     is_failed        the step failed as a whole: whether its pages were saved and loaded is not known
     """
 
@@ -126,6 +142,7 @@ class StepResult:
     mask_ready: tuple[SequenceId, ...] = ()
     error_params: dict[SequenceId, str] = field(default_factory=lambda: {})
     is_failed: bool = False
+    block_scores: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
 
 
 class Runner(Protocol):

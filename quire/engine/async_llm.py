@@ -14,6 +14,7 @@ from typing import Any
 from quire.base.errors import InvariantError, QuireError, RequestError, WorkerError
 from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import CompletionOutput, EmbeddingOutput, EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
@@ -42,6 +43,26 @@ class _Ticket:
         return True
 
 
+class _Answer:
+    """The end of one call of sleep or wake_up: a future of the caller's event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.future: asyncio.Future[None] = loop.create_future()
+
+    def send(self, error: Exception | None = None) -> None:
+        """End the call, with an error if there is one. Called by the engine's thread."""
+        _call_in(self._loop, lambda: self._settle(error))
+
+    def _settle(self, error: Exception | None) -> None:
+        if self.future.done():  # cancelled
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
 class AsyncLLM:
     """Serve many requests of one or several event loops; without requests the engine's thread sleeps.
 
@@ -53,20 +74,27 @@ class AsyncLLM:
         show_log()
         self.engine = LLMEngine(model, **options)
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of _tickets and _failure
+        self._lock = threading.Lock()  # of _tickets, _failure and _answers
         self._tickets: dict[str, _Ticket] = {}
         self._failure: str | None = None
+        self._answers: list[_Answer] = []  # that callers of sleep and wake_up wait for; changed under the lock
+        self._sleepers: list[_Answer] = []  # of calls of sleep, until the engine is asleep; used only by the engine's thread
         self._running: dict[str, _Ticket] = {}  # used only by the engine's thread
         self._thread = threading.Thread(target=self._run, name="quire-engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
     async def generate(
-        self, prompt: PromptLike, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: PromptLike,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of one request as deltas, the last with finished=True.
 
-        Without sampling_params the checkpoint's defaults are used. Leaving the iteration early aborts the request.
+        Without sampling_params the checkpoint's defaults are used, without lora_request the base model. Leaving the
+        iteration early aborts the request.
         Raises RequestError if it is invalid, can never fit or has an id that is in use, and WorkerError if the engine
         has stopped.
         """
@@ -75,7 +103,9 @@ class AsyncLLM:
         ticket = self._register(request_id)
         is_finished = False
         try:
-            request = await asyncio.to_thread(self.engine.make_request, ticket.request_id, prompt, sampling_params)
+            request = await asyncio.to_thread(
+                self.engine.make_request, ticket.request_id, prompt, sampling_params, lora_request
+            )
             request = await self._compile(request)
             self._send(lambda: self._submit(request, ticket))
             while not is_finished:
@@ -118,6 +148,35 @@ class AsyncLLM:
             ticket = self._tickets.get(request_id) if isinstance(request_id, str) else None
         if ticket is not None:
             self._cancel(ticket)
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`; return when the engine is asleep. Calls of generate and embed raise WorkerError
+        meanwhile.
+
+        level  1: the KV cache is freed, and weights on a GPU are moved to host memory. 2: the weights are dropped, and
+               `wake_up` reads them from the checkpoint again
+        mode   "abort": unfinished requests end now, with finish_reason "abort". "wait": they are finished first
+
+        The prefix cache is emptied; what KV tiers hold stays. Without an effect if the engine sleeps at this level or a higher
+        one. Raises RequestError for other arguments, UnsupportedError if this engine cannot sleep so, and WorkerError if
+        wake_up is called before it sleeps.
+        """
+        answer = _Answer(asyncio.get_running_loop())
+        self._send(lambda: self._begin_sleep(level, mode, answer), answer)
+        await answer.future
+
+    async def wake_up(self) -> None:
+        """Load what sleeping released. Without an effect while the engine is awake.
+
+        Raises ModelFormatError or ConfigError if the model cannot be loaded again; the engine then stays asleep.
+        """
+        answer = _Answer(asyncio.get_running_loop())
+        self._send(lambda: self._wake_up(answer), answer)
+        await answer.future
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine is asleep."""
+        return self.engine.is_sleeping
 
     def close(self) -> None:
         """Abort what runs, stop the thread and release the memory."""
@@ -165,10 +224,12 @@ class AsyncLLM:
             if self._failure is None:
                 self._commands.put(lambda: self._abort(ticket))
 
-    def _send(self, command: Callable[[], None]) -> None:
+    def _send(self, command: Callable[[], None], answer: _Answer | None = None) -> None:
         with self._lock:
             if self._failure is not None:
                 raise WorkerError(self._failure)
+            if answer is not None:
+                self._answers.append(answer)
             self._commands.put(command)
 
     # What follows runs in the engine's thread.
@@ -202,20 +263,55 @@ class AsyncLLM:
             self.engine.abort_request(ticket.request_id)
             self._forget(ticket)
 
+    def _begin_sleep(self, level: int, mode: str, answer: _Answer) -> None:
+        try:
+            self.engine.begin_sleep(level, mode)
+        except QuireError as error:
+            self._answer(answer, error)
+            return
+        self._sleepers.append(answer)
+        self._end_sleepers()
+
+    def _end_sleepers(self) -> None:
+        """Answer the calls of sleep if the engine is asleep."""
+        if self._sleepers and self.engine.is_sleeping and not self.engine.has_unfinished_requests():
+            sleepers, self._sleepers = self._sleepers, []
+            for answer in sleepers:
+                self._answer(answer)
+
+    def _wake_up(self, answer: _Answer) -> None:
+        sleepers, self._sleepers = self._sleepers, []
+        for sleeper in sleepers:
+            self._answer(sleeper, WorkerError("wake_up was called before the engine was asleep"))
+        try:
+            self.engine.wake_up()
+        except QuireError as error:
+            self._answer(answer, error)
+            return
+        self._answer(answer)
+
+    def _answer(self, answer: _Answer, error: Exception | None = None) -> None:
+        with self._lock:
+            self._answers.remove(answer)
+        answer.send(error)
+
     def _run(self) -> None:
         try:
             while self._handle_command():
                 for output in self.engine.step():
                     self._deliver(output)
+                self._end_sleepers()
             failure = "the engine has been closed"
         except Exception as error:  # the thread ends here; every caller must get the reason
             logger.exception("the engine stopped")
             failure = f"the engine stopped: {type(error).__name__}: {error}"
         with self._lock:
             self._failure = failure
-            tickets = list(self._tickets.values())
+            tickets, answers = list(self._tickets.values()), list(self._answers)
         for ticket in tickets:
             ticket.send(WorkerError(failure))
+        for answer in answers:
+            answer.send(WorkerError(failure))
         try:
             self.engine.close()
         except Exception:  # already broken and logged above; the memory is freed with the process

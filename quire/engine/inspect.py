@@ -1,6 +1,6 @@
 """Inspection of a model without its weights, for packages that may not import below the engine."""
 
-from quire.worker.inspect import check_weights, inspect_model, weight_bytes_by_precision
+from quire.worker.inspect import check_weights, inspect_model, thread_places, weight_bytes_by_precision
 from quire.worker.parallel_build import RankMemory, rank_memories
 from quire.worker.pipeline_plan import StageMemory, stage_memories
 
@@ -11,5 +11,6 @@ __all__ = [
     "inspect_model",
     "rank_memories",
     "stage_memories",
+    "thread_places",
     "weight_bytes_by_precision",
 ]

@@ -11,6 +11,7 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.ids import RequestId
 from quire.base.logging import get_logger, show_log
 from quire.contracts.config import EngineConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import (
     BeamSearchOutput,
     ClassificationOutput,
@@ -35,6 +36,8 @@ from quire.text.tokenizer import Tokenizer
 logger = get_logger(__name__)
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
+Loras = LoRARequest | Sequence[LoRARequest | None] | None
+"""The LoRA adapter of all prompts, or one or None for each of them."""
 
 
 class LLM:
@@ -58,42 +61,49 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Loras = None,
     ) -> list[RequestOutput]:
         """Generate for every prompt and return the outputs in their order.
 
         prompts          one prompt or a list: strings, lists of token ids, or {"prompt_token_ids": [...]}
         sampling_params  one for all, or one per prompt; None: the checkpoint's defaults
+        lora_request     the LoRA adapter of all, or one or None per prompt; None: the base model. Needs enable_lora
         Raises RequestError before anything runs when one of them is invalid or can never fit.
         """
         prompt_list = _as_prompts(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params_list = _as_params(params, len(prompt_list), SamplingParams, "sampling_params")
-        pairs = zip(prompt_list, params_list, strict=True)
-        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+        loras = _as_loras(lora_request, len(prompt_list))
+        triples = zip(prompt_list, params_list, loras, strict=True)
+        return self._run([self._make(prompt, params, lora) for prompt, params, lora in triples], use_tqdm)
 
     def embed(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Loras = None,
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding of every prompt, in their order: `output.outputs.embedding` is a list of floats.
 
         prompts         as for generate; up to max_model_len tokens
         pooling_params  one for all, or one per prompt; None: the last token's hidden state, normalised
+        lora_request    as for generate
         Raises RequestError before anything runs when one of them is invalid or can never fit.
         """
         prompt_list = _as_prompts(prompts)
         params = PoolingParams() if pooling_params is None else pooling_params
         params_list = _as_params(params, len(prompt_list), PoolingParams, "pooling_params")
-        pairs = zip(prompt_list, params_list, strict=True)
-        return self._run([self._make(prompt, params) for prompt, params in pairs], use_tqdm)
+        loras = _as_loras(lora_request, len(prompt_list))
+        triples = zip(prompt_list, params_list, loras, strict=True)
+        return self._run([self._make(prompt, params, lora) for prompt, params, lora in triples], use_tqdm)
 
     def classify(
         self,
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Loras = None,
     ) -> list[PoolingRequestOutput[ClassificationOutput]]:
         """Return the class probabilities of every prompt: `output.outputs.probs` has a number for each class.
 
@@ -103,7 +113,7 @@ class LLM:
         params = PoolingParams(task="classify") if pooling_params is None else pooling_params
         return [
             _pooled(output, ClassificationOutput(output.outputs.embedding))
-            for output in self.embed(prompts, _with_task(params, "classify"), use_tqdm)
+            for output in self.embed(prompts, _with_task(params, "classify"), use_tqdm, lora_request)
         ]
 
     def encode(
@@ -111,6 +121,7 @@ class LLM:
         prompts: PromptLike | Sequence[PromptLike],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: Loras = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Run the task of pooling_params for every prompt and return `output.outputs.data`: see embed and classify.
 
@@ -119,7 +130,7 @@ class LLM:
         if pooling_params is None:
             is_classifier = self.llm_engine.report.pooler.task == "classify"
             pooling_params = PoolingParams(task="classify" if is_classifier else "embed")
-        outputs = self.embed(prompts, pooling_params, use_tqdm)
+        outputs = self.embed(prompts, pooling_params, use_tqdm, lora_request)
         return [_pooled(output, PoolingOutput(output.outputs.embedding)) for output in outputs]
 
     def score(
@@ -128,11 +139,12 @@ class LLM:
         data_2: str | Sequence[str],
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         """Return the similarity of pairs of texts as `output.outputs.score`: data_1[i] with data_2[i], or one with many.
 
         A classifier with one label (a cross-encoder, a reranker) reads both texts in one prompt. With an embedding model the
-        score is the cosine of the two embeddings.
+        score is the cosine of the two embeddings. lora_request: the LoRA adapter of all pairs; None: the base model.
         Raises RequestError as embed does, and if the model is neither.
         """
         tokenizer = self.get_tokenizer()
@@ -140,17 +152,17 @@ class LLM:
         params = PoolingParams(task="score") if pooling_params is None else replace(pooling_params, task="score")
         pooler = self.llm_engine.report.pooler
         if pooler.task == "embed":
-            return self._score_by_embeddings(pairs, replace(params, task="embed", normalize=True), use_tqdm)
+            return self._score_by_embeddings(pairs, replace(params, task="embed", normalize=True), use_tqdm, lora_request)
         limit = self.llm_engine.prompt_limit(params)
         prompts: list[PromptLike] = [encode_pair(tokenizer, *pair, limit) for pair in pairs]
-        outputs = self.embed(prompts, params, use_tqdm)
+        outputs = self.embed(prompts, params, use_tqdm, lora_request)
         return [_pooled(output, ScoringOutput((output.outputs.embedding or [math.nan])[0])) for output in outputs]
 
     def _score_by_embeddings(
-        self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool
+        self, pairs: list[tuple[str, str]], params: PoolingParams, use_tqdm: bool, lora_request: LoRARequest | None
     ) -> list[PoolingRequestOutput[ScoringOutput]]:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        found = dict(zip(texts, self.embed(list[PromptLike](texts), params, use_tqdm), strict=True))
+        found = dict(zip(texts, self.embed(list[PromptLike](texts), params, use_tqdm, lora_request), strict=True))
         scored: list[PoolingRequestOutput[ScoringOutput]] = []
         for first, second in (tuple(found[text] for text in pair) for pair in pairs):
             failed = first.error or second.error
@@ -165,11 +177,15 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
+        lora_request: Loras = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Generate the next message of one conversation, or of each of a list of them, through the chat template."""
+        """Generate the next message of one conversation, or of each of a list of them, through the chat template.
+
+        lora_request  as for generate
+        """
         if not isinstance(messages, list | tuple):
             raise RequestError(
                 f"messages must be a list of dicts with role and content, got {type(messages).__name__}", "messages"
@@ -182,10 +198,12 @@ class LLM:
         prompts: list[PromptLike] = [
             {"prompt": chat.text, "prompt_token_ids": tokenizer.encode_rendered(chat)} for chat in rendered
         ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
-    def beam_search(self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """Return for every prompt the beam_width best continuations, best first.
+    def beam_search(
+        self, prompts: PromptLike | Sequence[PromptLike], params: BeamSearchParams, lora_request: Loras = None
+    ) -> list[BeamSearchOutput]:
+        """Return for every prompt the beam_width best continuations, best first. lora_request: as for generate.
 
         With replicas, structured_outputs are refused, because the grammars of hypotheses live in this process.
         """
@@ -198,7 +216,9 @@ class LLM:
                 "structured_outputs",
             )
         asked = SamplingParams(temperature=0.0, max_tokens=params.max_tokens, structured_outputs=params.structured_outputs)
-        requests = [self._make(prompt, asked) for prompt in _as_prompts(prompts)]
+        prompt_list = _as_prompts(prompts)
+        pairs = zip(prompt_list, _as_loras(lora_request, len(prompt_list)), strict=True)
+        requests = [self._make(prompt, asked, lora) for prompt, lora in pairs]
         requests = _with_grammars(self.llm_engine, requests)
         return BeamSearch(self.llm_engine, lambda steps: self._run(steps, use_tqdm=False), params).run(requests)
 
@@ -242,12 +262,41 @@ class LLM:
         """Return the sampling parameters that the checkpoint recommends in generation_config.json."""
         return self.llm_engine.default_sampling_params()
 
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Release memory until `wake_up`; calls of generate and the like raise WorkerError meanwhile.
+
+        level  1: the KV cache is freed, and weights on a GPU are moved to host memory. 2: the weights are dropped, and
+               `wake_up` reads them from the checkpoint again
+        mode   what becomes of requests that an interrupted call has left: "abort" or "wait"
+
+        The prefix cache is emptied; what KV tiers hold stays. Without an effect if the engine sleeps at this level or a higher
+        one. Raises RequestError for other arguments, and UnsupportedError if this engine cannot sleep so.
+        """
+        engine = self.llm_engine
+        engine.begin_sleep(level, mode)
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    def wake_up(self) -> None:
+        """Load what sleeping released. Without an effect while the engine is awake.
+
+        Raises ModelFormatError or ConfigError if the model cannot be loaded again; the engine then stays asleep.
+        """
+        self.llm_engine.wake_up()
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine is asleep."""
+        return self.llm_engine.is_sleeping
+
     def close(self) -> None:
         """Release the model's memory."""
         self.llm_engine.close()
 
-    def _make(self, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
-        request = self.llm_engine.make_request(f"llm-{self._num_requests}", prompt, params)
+    def _make(
+        self, prompt: PromptLike, params: SamplingParams | PoolingParams, lora_request: LoRARequest | None = None
+    ) -> Request:
+        request = self.llm_engine.make_request(f"llm-{self._num_requests}", prompt, params, lora_request)
         self._num_requests += 1
         return request
 
@@ -283,6 +332,21 @@ def _as_params(params: object, count: int, kind: type[Params], name: str) -> lis
             raise RequestError(f"{name} must be a {kind.__name__} or a list of them, got {type(item).__name__}{other}", name)
     if len(items) != count:
         raise RequestError(f"{name} must be one for all or one per prompt: got {len(items)} for {count} prompts", name)
+    return items
+
+
+def _as_loras(loras: object, count: int) -> list[LoRARequest | None]:
+    """Return one per prompt."""
+    items = list(loras) if isinstance(loras, list | tuple) else [loras] * count
+    for item in items:
+        if item is not None and not isinstance(item, LoRARequest):
+            raise RequestError(
+                f"lora_request must be a LoRARequest, None or a list of them, got {type(item).__name__}", "lora_request"
+            )
+    if len(items) != count:
+        raise RequestError(
+            f"lora_request must be one for all or one per prompt: got {len(items)} for {count} prompts", "lora_request"
+        )
     return items
 
 

@@ -6,43 +6,49 @@ import gc
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from quire.base.errors import ConfigError, RequestError, WorkerError
+from quire.base.ids import RequestId
 from quire.base.logging import get_logger
-from quire.base.shared_reads import shared_reads
-from quire.contracts.config import EngineConfig, SchedulerConfig
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.config import EngineConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
-from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.sleep import SleepLevel, check_sleep_arguments
 from quire.contracts.step import StageTimes, StepPlan, StepResult
 from quire.contracts.tier_stats import TierStats
+from quire.contracts.timeline import RequestTimeline, TimelineKind
+from quire.engine.adapters import AdapterRegistry
 from quire.engine.compiling import CompilingRequests, grammar_use
 from quire.engine.config import make_config
 from quire.engine.disk_tier import host_tier_stats, open_disk_tier
 from quire.engine.embedding_output import EmbeddingStream
+from quire.engine.engine_stats import EngineStats
 from quire.engine.interrupts import Interrupts
+from quire.engine.kv_transfer import open_transfer, read_transfer_options
 from quire.engine.launched import exit_if_worker
+from quire.engine.loading import load_runner_and_tokenizer, vocabulary_of
 from quire.engine.output import OutputKind, OutputStream
 from quire.engine.replica_setup import replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
+from quire.engine.scheduler_config import make_scheduler_config
 from quire.engine.scheduling.admission import check_servable
 from quire.engine.scheduling.events import SequenceUpdate
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.engine.scheduling.step_loop import StepLoop
 from quire.engine.scheduling.step_record import StepRecord
+from quire.engine.scheduling.timeline import TimelineRecorder
+from quire.engine.sleeping_runner import SleepingRunner
 from quire.grammar.compiler import Compilation, GrammarCompiler
-from quire.grammar.vocabulary import Vocabulary, read_vocabulary
 from quire.speculate.speculator import Speculator
-from quire.text.tokenizer import Tokenizer, load_tokenizer
-from quire.worker.build import build_runner
-from quire.worker.inspect import inspect_model, settle_drafts
-from quire.worker.memory import max_num_batched_tokens, max_state_drafts
-from quire.worker.tiers import num_host_pages
+from quire.worker.expert_parallel import save_expert_load
+from quire.worker.inspect import settle_drafts
+from quire.worker.step_driver import EngineRunner
+from quire.worker.tiers import page_bytes
 
 logger = get_logger(__name__)
 
@@ -53,52 +59,8 @@ _COMPILE_WAIT_S = 0.005
 _CLOSE_SAVE_S = 5.0
 """How long `close` goes on saving cached blocks to the disk tier; what is not written by then is dropped."""
 
-_MAX_SAVED_BYTES = 64 << 20
-"""The most that one step copies to the host tier."""
-
 EngineOutput = RequestOutput | EmbeddingRequestOutput
 """The outputs of a step; EmbeddingRequestOutput for requests with PoolingParams."""
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counts since the engine was made: steps, and tokens computed in them.
-
-    num_drafts           number of verifications of a sequence's drafts
-    num_draft_tokens     tokens of these drafts
-    num_accepted_tokens  those of them that were accepted
-    accepted_per_pos     how often the first draft token was accepted, the second, and so on
-    ranks                what each rank of a model on several processes does now, and has waited for; empty for one process
-    tiers                what each KV tier holds and has done: host, then disk; empty without tiers
-    """
-
-    num_steps: int = 0
-    num_batched_tokens: int = 0
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list[int])
-    read_ranks: Callable[[], list[RankStats]] = field(default=list, repr=False, compare=False)
-    read_tiers: Callable[[], list[TierStats]] = field(default=list, repr=False, compare=False)
-
-    @property
-    def ranks(self) -> list[RankStats]:
-        """See above; read at each access."""
-        return self.read_ranks()
-
-    @property
-    def tiers(self) -> list[TierStats]:
-        """See above; read anew each time."""
-        return self.read_tiers()
-
-    def note_verified(self, num_drafts: int, num_accepted: int) -> None:
-        """Count the results of the drafts of one sequence in one step."""
-        self.num_drafts += 1
-        self.num_draft_tokens += num_drafts
-        self.num_accepted_tokens += num_accepted
-        self.accepted_per_pos += [0] * (num_accepted - len(self.accepted_per_pos))
-        for position in range(num_accepted):
-            self.accepted_per_pos[position] += 1
 
 
 class LLMEngine:
@@ -120,61 +82,40 @@ class LLMEngine:
             )
         exit_if_worker(config)
         config = settle_drafts(replica_setups(config)[0].config)
-        with shared_reads():
-            # One of its own may be anything: it is read before the weights, which take long.
-            has_own = (config.tokenizer or config.chat_template) is not None and not config.skip_tokenizer_init
-            template = config.chat_template
-            tokenizer = load_tokenizer(inspect_model(config).tokenizer_folder, template) if has_own else None
-            runner, report = build_runner(config)
-            try:
-                if tokenizer is None and not config.skip_tokenizer_init:
-                    tokenizer = load_tokenizer(report.tokenizer_folder, template)
-            except BaseException:
-                # Its threads would keep running while the process ends.
-                runner.close()
-                raise
+        transfer_options = read_transfer_options(config)
+        runner, report, tokenizer = load_runner_and_tokenizer(config)
         # The objects so far are permanent: exclude them from garbage collection.
         gc.freeze()
         self.config = config
         self.report = report
         self.windows = tuple(dict.fromkeys(layer.attention.window for layer in report.spec.layers))
         self.tokenizer = tokenizer
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens(config, report.device),
-                max_model_len=report.memory.max_model_len,
-                block_size=report.memory.kv.block_size,
-                num_kv_blocks=report.memory.num_kv_blocks,
-                enable_prefix_caching=config.enable_prefix_caching and report.spec.is_causal,
-                computes_whole_prompts=not report.spec.is_causal,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                policy=config.scheduling_policy,
-                rope_switch_len=report.spec.rope_switch_len(report.memory.max_model_len),
-                num_pipeline_stages=config.pipeline_parallel_size,
-                num_state_checkpoints=report.memory.num_state_checkpoints if report.spec.has_recurrent_state else None,
-                max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
-                num_host_pages=num_host_pages(config, report),
-                max_page_saves=max(1, _MAX_SAVED_BYTES // max(1, report.memory.kv.bytes_per_block)),
-                kv_save=config.kv_save,
-            )
-        )
-        _log_rope_variants(report.spec, self.scheduler.config.rope_switch_len)
-        self._runner = runner
+        self.scheduler = Scheduler(make_scheduler_config(config, report))
+        self._held_runner = SleepingRunner(config, runner, report)
+        self._wanted_sleep: SleepLevel | None = None
         self._steps = StepLoop(
             self.scheduler, runner, self._commit, is_ahead=config.async_scheduling is not False, windows=self.windows
         )
         self._factory = RequestFactory(RequestRules.of(report, config), tokenizer)
         self._streams: dict[str, OutputStream | EmbeddingStream] = {}
-        self.grammars = GrammarCompiler(lambda: _read_vocabulary(tokenizer, report.spec.vocab_size))
+        self.grammars = GrammarCompiler(lambda: vocabulary_of(tokenizer, report.spec.vocab_size))
         self._compiling = CompilingRequests()
+        self._adapters = AdapterRegistry(runner.adapters, config.max_loras)
+        try:
+            self.prefill, self._remote = open_transfer(
+                config, report, transfer_options, runner.host_slab, self.scheduler, self._factory.check
+            )
+        except BaseException:
+            runner.close()
+            raise
         self._disk = open_disk_tier(config, report, runner.host_slab, self.scheduler)
         self._step_started_s = 0.0
         self._request_indices = itertools.count()
         self._undelivered: list[EngineOutput] = []
         self._is_closed = False
         self.interrupts = Interrupts()
-        self.stats = EngineStats(read_ranks=runner.rank_stats, read_tiers=self._tier_stats)
+        held = self._held_runner
+        self.stats = EngineStats(read_ranks=held.rank_stats, read_tiers=self._tier_stats, read_experts=held.expert_stats)
 
     @property
     def is_recording(self) -> bool:
@@ -186,6 +127,18 @@ class LLMEngine:
         self._steps.is_recording = is_wanted
 
     @property
+    def records_timelines(self) -> bool:
+        """Whether the last output of a request has a timeline in its metrics. Set it between requests."""
+        return self.scheduler.timelines is not None
+
+    @records_timelines.setter
+    def records_timelines(self, is_wanted: bool) -> None:
+        if is_wanted == self.records_timelines:
+            return
+        host = self.scheduler.kv.host_tier
+        self.scheduler.timelines = TimelineRecorder(None if host is None else host.stats) if is_wanted else None
+
+    @property
     def last_step(self) -> StepRecord | None:
         """The last step that was committed; None if none is recorded."""
         return self._steps.last_step
@@ -194,10 +147,16 @@ class LLMEngine:
         """Return how many tokens of a prompt truncate_prompt_tokens keeps, None: all. Raises RequestError."""
         return self._factory.prompt_limit(params.truncate_prompt_tokens)
 
-    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
+    def make_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | PoolingParams | None,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
         """Tokenise and validate without adding; raises RequestError. May be called from other threads."""
         params = self.default_sampling_params() if params is None else params
-        return self._factory.make(request_id, next(self._request_indices), prompt, params)
+        return self._factory.make(request_id, next(self._request_indices), prompt, params, lora_request)
 
     def add_request(
         self,
@@ -205,6 +164,7 @@ class LLMEngine:
         prompt: PromptLike,
         params: SamplingParams | PoolingParams | None = None,
         output_kind: OutputKind = "cumulative",
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request; without params with the checkpoint's sampling defaults.
 
@@ -216,7 +176,26 @@ class LLMEngine:
         the reason in `error` and the field in `error_param`. `LLM` and `AsyncLLM` wait for the compilation and raise
         RequestError; a server answers 400.
         """
-        self.submit(self.make_request(request_id, prompt, params), output_kind)
+        self.submit(self.make_request(request_id, prompt, params, lora_request), output_kind)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter; return False if it is loaded already.
+
+        Requests load theirs by themselves: this finds out early whether it can be loaded. Raises RequestError, and ConfigError
+        while the engine is asleep.
+        """
+        _ = self.runner
+        self._factory.check_lora(lora_request)
+        return self._adapters.add(lora_request)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Unload a LoRA adapter, as soon as no request uses it; return whether it was loaded."""
+        names = [lora.lora_name for lora in self._adapters.loaded if lora.lora_int_id == lora_int_id]
+        return any(self._adapters.remove(name) for name in names)
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the LoRA adapters in memory."""
+        return {lora.lora_int_id for lora in self._adapters.loaded}
 
     def check_request(self, request: Request) -> None:
         """Raise RequestError if a request that was made elsewhere does not match the model or the engine's options."""
@@ -229,6 +208,8 @@ class LLMEngine:
         """
         if self._is_closed:
             raise WorkerError("the engine has been closed")
+        if self._wanted_sleep is not None or self.is_sleeping:
+            raise WorkerError("the engine is asleep: call wake_up (POST /wake_up) first")
         is_pooled = request.pooling is not None
         if request.request_id in self._streams:
             raise RequestError(f"request_id {request.request_id!r} is in use by an unfinished request", "request_id")
@@ -237,17 +218,49 @@ class LLMEngine:
         if compilation is not None and compilation.is_done and not compilation.has_failed:
             request, compilation = replace(request, grammar=compilation.result()), None
         stream = EmbeddingStream(request) if is_pooled else OutputStream(request, self.tokenizer, output_kind)
+        if isinstance(stream, OutputStream) and request.output_token_ids:
+            stream.resume()
         with self.interrupts.deferred():
             if compilation is None:
                 self._add(request)
             else:
                 self._compiling.add(request, compilation)
+                self._note_hold(request, "compile")
             self._streams[request.request_id] = stream
 
     def _add(self, request: Request) -> None:
-        """Pass a request to the scheduler, or hold it while pages are read from the disk tier for it."""
-        if self._disk is None or not self._disk.begin(request):
+        """Pass a request to the scheduler, or hold it until its adapter has room, and its pages are read from the disk tier or
+        computed elsewhere."""
+        if request.lora is not None and not request.adapter_key:
+            admitted = self._adapters.admit(request)
+            if admitted is None:
+                return
+            request = admitted
+        if self._disk is not None and self._disk.begin(request):
+            self._note_hold(request, "disk_read")
+        else:
+            self._add_read(request)
+
+    def _add_read(self, request: Request) -> None:
+        """The same for a request for which nothing is read from the disk tier any more."""
+        if self._remote is not None and self._remote.begin(request):
+            self._note_hold(request, "transfer")
+        else:
             self.scheduler.add(request, time.monotonic())
+
+    def _note_hold(self, request: Request, kind: TimelineKind) -> None:
+        if self.scheduler.timelines is not None:
+            self.scheduler.timelines.hold(request.request_id, kind)
+
+    def timeline_of(self, request_id: str) -> RequestTimeline | None:
+        """Return the timeline of an unfinished request so far; None if there is none, or timelines are not recorded."""
+        timelines = self.scheduler.timelines
+        return None if timelines is None else timelines.peek(RequestId(request_id))
+
+    def _note_end(self, stream: OutputStream | EmbeddingStream, now: float) -> None:
+        stream.note_end(now)
+        if self.scheduler.timelines is not None:
+            stream.metrics.timeline = self.scheduler.timelines.take(stream.request.request_id)
 
     def start_compilation(self, request: Request) -> Compilation | None:
         """Start to compile a request's constraint and return the task, None without a constraint. `submit` does this too.
@@ -266,17 +279,23 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has any work left."""
+        return self._wanted_sleep is not None or self._has_work
+
+    @property
+    def _has_work(self) -> bool:
         return (
             self.scheduler.has_unfinished
             or bool(self._undelivered)
             or bool(self._compiling)
             or self._is_loading
+            or self._adapters.has_waiting
+            or (self.prefill is not None and self.prefill.has_work)
             or not self._steps.is_drained
         )
 
     @property
     def _is_loading(self) -> bool:
-        return self._disk is not None and bool(self._disk)
+        return bool(self._disk) or bool(self._remote)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -294,29 +313,121 @@ class LLMEngine:
         with self.interrupts.deferred():
             self._step()
         outputs, self._undelivered = self._undelivered, []
+        if self._wanted_sleep is not None and not self._has_work:
+            self._fall_asleep(self._wanted_sleep)
         return outputs
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the engine is asleep."""
+        return self._held_runner.level is not None
+
+    @property
+    def sleep_level(self) -> SleepLevel | None:
+        """The level of the engine's sleep; None: it is awake."""
+        return self._held_runner.level
+
+    def check_sleep(self, level: SleepLevel) -> None:
+        """Raise UnsupportedError if this engine cannot sleep at a level."""
+        self._held_runner.check(level)
+
+    def begin_sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Take no more requests, and fall asleep when none is left; `step` has to be called until is_sleeping is True.
+
+        level  1: the KV cache is freed, and weights on a GPU are moved to host memory. 2: weights are dropped, and read from
+               the checkpoint again by wake_up
+        mode   "abort": unfinished requests end now; `step` returns their last outputs, with finish_reason "abort". "wait": they
+               are finished first
+
+        The prefix cache is emptied; what the KV tiers hold stays. Without an effect if the engine sleeps at this level or a
+        higher one. Raises RequestError for other arguments, and UnsupportedError if this engine cannot sleep so.
+        """
+        wanted, how = check_sleep_arguments(level, mode)
+        self._held_runner.check(wanted)
+        if wanted <= (self._held_runner.level or 0):
+            return
+        self._wanted_sleep = wanted
+        if how == "abort":
+            for request_id in list(self._streams):
+                output = self.abort_request(request_id)
+                if output is not None:
+                    self._undelivered.append(output)
+
+    @property
+    def runner(self) -> EngineRunner:
+        """What runs the steps. Raises ConfigError while the engine is asleep."""
+        return self._held_runner.loaded
+
+    def _fall_asleep(self, level: SleepLevel) -> None:
+        self._wanted_sleep = None
+        if not self.is_sleeping:
+            while self.save_pages():
+                pass
+            self._steps.move_pages()
+            self.scheduler.reset_cache()
+        if level == 2:
+            self._steps.use_runner(None)
+            self._adapters = AdapterRegistry(None, self.config.max_loras)
+        with self.interrupts.deferred():
+            self._held_runner.sleep(level)
+
+    def wake_up(self) -> None:
+        """Load what sleeping released, and take requests again. Without an effect while the engine is awake.
+
+        Raises ModelFormatError or ConfigError if the model cannot be loaded; the engine then stays asleep.
+        """
+        self._wanted_sleep = None
+        with self.interrupts.deferred():
+            if self._held_runner.wake_up():
+                self.scheduler.forget_ended()
+                self._steps.use_runner(self.runner)
+                self._adapters = AdapterRegistry(self.runner.adapters, self.config.max_loras)
 
     def _step(self) -> None:
         self._admit_compiled()
+        self._admit_adapted()
         self._admit_loaded()
+        if self.prefill is not None:
+            self.prefill.advance()
         self._step_started_s = time.monotonic()
         self._steps.run()
+        if self.prefill is not None:
+            if not self.scheduler.has_unfinished:
+                self._steps.move_pages()
+            self.prefill.advance()
+
+    def _admit_adapted(self) -> None:
+        """Pass on requests that waited until there was room for their adapter; end those whose adapter cannot be loaded."""
+        if not self._adapters.has_waiting:
+            return
+        for request, error in self._adapters.take_ready():
+            if error is None:
+                self._add(request)
+            else:
+                self._refuse(request.request_id, error)
 
     def _admit_loaded(self) -> None:
-        """Pass requests to the scheduler whose pages were read from the disk tier, or are not worth waiting for."""
-        if self._disk is None:
-            return
-        if self._disk and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
-            self._disk.wait(_COMPILE_WAIT_S)
-        for request in self._disk.take_ready(time.monotonic()):
-            try:
-                self.scheduler.add(request, time.monotonic())
-            except RequestError as error:
-                self._refuse(request.request_id, error)
+        """Pass requests to the scheduler whose pages were loaded, or are not worth waiting for."""
+        if self._is_loading and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
+            (self._disk or self._remote).wait(_COMPILE_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
+        if self._disk is not None:
+            for request in self._disk.take_ready(time.monotonic()):
+                self._admit(self._add_read, request)
+        if self._remote is not None:
+            for request in self._remote.take_ready(time.monotonic()):
+                self._admit(lambda ready: self.scheduler.add(ready, time.monotonic()), request)
+
+    def _admit(self, add: Callable[[Request], object], request: Request) -> None:
+        try:
+            add(request)
+        except RequestError as error:
+            self._refuse(request.request_id, error)
 
     def save_pages(self) -> bool:
         """Save cached KV blocks that no tier has, while the engine is idle; return whether there may be more."""
         if self.scheduler.kv.host_tier is None or self.config.kv_save == "none" or self.has_unfinished_requests():
+            return False
+        if self.is_sleeping:
             return False
         if self._disk is not None:
             self._disk.take_ready(time.monotonic())
@@ -332,15 +443,13 @@ class LLMEngine:
         if not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
             self._compiling.wait(_COMPILE_WAIT_S)
         for request, compilation in self._compiling.take_done():
-            try:
-                self._add(replace(request, grammar=compilation.result()))
-            except RequestError as error:
-                self._refuse(request.request_id, error)
+            self._admit(lambda one, done=compilation: self._add(replace(one, grammar=done.result())), request)
 
     def _refuse(self, request_id: str, error: RequestError) -> None:
         stream = self._streams.pop(request_id)
+        self._adapters.release(stream.request)
         stream.fail(str(error), error.param)
-        stream.metrics.finished_time = time.monotonic()
+        self._note_end(stream, time.monotonic())
         output = stream.take()
         if output is not None:
             self._undelivered.append(output)
@@ -354,10 +463,15 @@ class LLMEngine:
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
         if self._disk is not None:
             self._disk.note_step(plan, result, now - self._step_started_s)
+        if self._remote is not None:
+            self._remote.note_step(plan, result, now - self._step_started_s)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
         touched: dict[str, OutputStream | EmbeddingStream] = {}
         for update in updates:
+            if self.prefill is not None and self.prefill.owns(update.request_id):
+                self.prefill.note_update(update)
+                continue
             stream = touched[update.request_id] = self._streams[update.request_id]
             try:
                 self._apply(stream, update, now)
@@ -369,8 +483,9 @@ class LLMEngine:
         outputs: list[EngineOutput] = []
         for request_id, stream in touched.items():
             if stream.is_finished:
-                stream.note_end(now)
+                self._note_end(stream, now)
                 del self._streams[request_id]
+                self._adapters.release(stream.request)
             output = stream.take()
             if output is not None:
                 outputs.append(output)
@@ -393,7 +508,11 @@ class LLMEngine:
             left = [output for output in self._undelivered if output.request_id == request_id]
             self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
             stream = self._streams.get(request_id)
-            is_aside = self._compiling.remove(request_id) or (self._disk is not None and self._disk.remove(request_id))
+            is_aside = (
+                self._compiling.remove(request_id)
+                or self._adapters.remove_waiting(request_id)
+                or any(part is not None and part.remove(request_id) for part in (self._disk, self._remote))
+            )
             if stream is not None and is_aside:
                 left += self._end_compiling(stream)
             elif stream is not None:
@@ -403,8 +522,9 @@ class LLMEngine:
     def _end_compiling(self, stream: OutputStream | EmbeddingStream) -> list[EngineOutput]:
         """End a request that the scheduler does not know yet."""
         del self._streams[stream.request.request_id]
+        self._adapters.release(stream.request)
         stream.abort()
-        stream.metrics.finished_time = time.monotonic()
+        self._note_end(stream, time.monotonic())
         output = stream.take()
         return [] if output is None else [output]
 
@@ -412,39 +532,44 @@ class LLMEngine:
         """Set whether tokens that constraints force are drafted (the default); for measurements, between requests."""
         if self.has_unfinished_requests():
             raise ConfigError("draft_forced needs an engine without unfinished requests")
-        self._runner.speculator.drafts_forced = is_wanted
+        self.runner.speculator.drafts_forced = is_wanted
 
     @property
     def speculator(self) -> Speculator:
         """The source of drafts."""
-        return self._runner.speculator
+        return self.runner.speculator
 
     def use_speculator(self, speculator: Speculator) -> None:
         """Draft with another speculator from now on, made by `with_proposer` of the present one; for measurements,
         between requests. The previous one may be used again later."""
         if self.has_unfinished_requests():
             raise ConfigError("use_speculator needs an engine without unfinished requests")
-        self._runner.use_speculator(speculator)
+        self.runner.use_speculator(speculator)
 
     def measure_peaks(self) -> tuple[float, float]:
         """Measure and return the bytes per second that this machine reads and its operations per second. Takes a moment."""
-        return self._runner.measure_peaks(self.report)
+        return self.runner.measure_peaks(self.report)
 
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, if a process that runs a part of the model has ended."""
-        self._runner.check_health()
+        self._held_runner.check_health()
+
+    def rebalance_experts(self) -> bool:
+        """Begin to move experts between ranks by the load of the last steps; they move between the next steps, and each move
+        is logged. False: they are being moved already. Raises ConfigError without enable_eplb."""
+        return self.runner.rebalance_experts()
 
     @property
     def stage_times(self) -> StageTimes | None:
         """The busy and idle time of each pipeline stage so far; None without pipeline stages."""
-        return self._runner.stage_times
+        return self._held_runner.stage_times
 
     def _tier_stats(self) -> list[TierStats]:
         host = self.scheduler.kv.host_tier
         if host is None:
             return []
-        found = [host_tier_stats(host, self._runner.host_slab, self.report.memory.kv.bytes_per_block)]
-        return found if self._disk is None else [*found, self._disk.tier_stats()]
+        found = [host_tier_stats(host, self._held_runner.host_slab, page_bytes(self.report.memory))]
+        return [*found, *(part.tier_stats() for part in (self._disk, self.prefill, self._remote) if part is not None)]
 
     def close(self) -> None:
         """Abort unfinished requests and release the memory; the engine takes no more requests. May be called again."""
@@ -458,25 +583,12 @@ class LLMEngine:
         if not self._is_closed:
             self._is_closed = True
             self._steps.drain()
+            for part in (self.prefill, self._remote):
+                if part is not None:
+                    part.close()
+            if self.config.save_expert_load is not None:
+                save_expert_load(self.config.save_expert_load, self.stats.experts)
             if self._disk is not None:
                 self._disk.close()
             self.grammars.close()
-            self._runner.close()
-
-
-def _log_rope_variants(spec: ModelSpec, switch_len: int | None) -> None:
-    if switch_len is None:
-        return
-    logger.info("sequences that outgrow %d tokens are computed again, with the rope of long sequences", switch_len)
-    if any(layer.attention.rope is not None and layer.attention.rope.kind == "dynamic" for layer in spec.layers):
-        logger.warning(
-            "the dynamic rope of sequences longer than %d tokens is that of max_model_len: their tokens can differ from "
-            "those of transformers, which changes the rope with every token",
-            switch_len,
-        )
-
-
-def _read_vocabulary(tokenizer: Tokenizer | None, vocab_size: int) -> Vocabulary:
-    if tokenizer is None:
-        raise RequestError("constraints on outputs need a tokenizer, and the model has none", "structured_outputs")
-    return read_vocabulary(tokenizer, vocab_size)
+            self._held_runner.close()

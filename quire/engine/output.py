@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from quire.base.errors import RequestError
 from quire.contracts.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import TokenLogprobs
@@ -106,6 +107,25 @@ class OutputStream:
             self._end(choice, update)
         return False
 
+    def resume(self) -> str:
+        """Take in the output that a request goes on from, and return its text; deltas begin after it. Call before all else.
+
+        Raises RequestError where a stop string has ended it.
+        """
+        choice, params = self._choices[0], self.request.params
+        for token_id in self.request.output_token_ids:
+            choice.token_ids.append(token_id)
+            if choice.detokenizer is not None and self._append_text(choice, choice.detokenizer, token_id, False):
+                raise RequestError(
+                    f"output_token_ids: the output has ended: it contains one of the stop strings {params.stop!r}",
+                    "output_token_ids",
+                )
+        text = choice.text
+        if self.kind == "delta":
+            choice.text = ""
+            choice.num_sent_tokens = len(choice.token_ids)
+        return text
+
     def _finish(self, choice: _Choice, reason: FinishReason | None, stop_reason: int | str | None = None) -> None:
         """Record why a choice has ended; a stop string in its last characters overrides the earlier reason."""
         self._num_unfinished -= choice.finish_reason is None
@@ -133,6 +153,7 @@ class OutputStream:
         """Record the scheduler's measurements of an ended sequence."""
         self._note_start(choice, stats)
         self.metrics.num_preemptions += stats.num_preemptions
+        self.metrics.num_evicted_tokens += stats.num_evicted_tokens
 
     def note_end(self, now: float) -> None:
         """Record the end time of the request, before its last output is taken."""

@@ -12,18 +12,37 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from quire.base.environment import environment_with_quire
-from quire.base.errors import ConfigError, InvariantError, ModelFormatError, RequestError, UnsupportedError, WorkerError
+from quire.base.errors import (
+    ConfigError,
+    InvariantError,
+    ModelFormatError,
+    QuireError,
+    RequestError,
+    UnsupportedError,
+    WorkerError,
+)
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.sleep import SleepLevel, check_sleep_arguments
 from quire.engine.compiling import grammar_use
 from quire.engine.embedding_output import EmbeddingStream
 from quire.engine.interrupts import Interrupts
 from quire.engine.output import OutputStream
-from quire.engine.replica_messages import Loaded, LoadFailed, send_start
+from quire.engine.replica_messages import (
+    AdapterAnswer,
+    AdapterCommand,
+    Command,
+    Loaded,
+    LoadFailed,
+    SleepAnswer,
+    SleepCommand,
+    send_start,
+)
 from quire.engine.replica_router import ReplicaRouter
 from quire.engine.replica_setup import ReplicaSetup, replica_setups
 from quire.engine.request_factory import PromptLike, RequestFactory, RequestRules
@@ -51,6 +70,7 @@ class _Replica:
         self.requests: dict[str, Request] = {}
         self.loaded: Loaded | None = None
         self.num_restarts = 0
+        self.answer: AdapterAnswer | None = None
         self.start()
 
     def start(self) -> None:
@@ -65,7 +85,7 @@ class _Replica:
         self.is_gone = False
         send_start(self.connection, self._setup.config)
 
-    def send(self, command: Request | str) -> None:
+    def send(self, command: Command) -> None:
         """Send a command; the end of a process is noticed where its outputs are read."""
         try:
             self.connection.send(command)
@@ -99,6 +119,7 @@ class ReplicaEngine:
         self._outputs: list[EngineOutput] = []
         self._request_ids: set[str] = set()
         self._is_closed = False
+        self._level: SleepLevel | None = None
         self._router = ReplicaRouter([float(setup.config.num_threads or 1) for setup in setups])
         self._replicas: list[_Replica] = []
         try:
@@ -123,10 +144,16 @@ class ReplicaEngine:
         """Return how many tokens of a prompt truncate_prompt_tokens keeps, None: all. Raises RequestError."""
         return self._factory.prompt_limit(params.truncate_prompt_tokens)
 
-    def make_request(self, request_id: str, prompt: PromptLike, params: SamplingParams | PoolingParams | None) -> Request:
+    def make_request(
+        self,
+        request_id: str,
+        prompt: PromptLike,
+        params: SamplingParams | PoolingParams | None,
+        lora_request: LoRARequest | None = None,
+    ) -> Request:
         """Tokenise and validate; raises RequestError."""
         params = self.default_sampling_params() if params is None else params
-        return self._factory.make(request_id, next(self._indices), prompt, params)
+        return self._factory.make(request_id, next(self._indices), prompt, params, lora_request)
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
         """Return the checkpoint's recommended SamplingParams, changed by `overrides`."""
@@ -147,6 +174,8 @@ class ReplicaEngine:
         """Queue a request. Raises RequestError if it can never fit into a replica, and WorkerError if the engine is closed."""
         if self._is_closed:
             raise WorkerError("the engine has been closed")
+        if self._level is not None:
+            raise WorkerError("the engine is asleep: call wake_up first")
         if output_kind != "final":
             raise UnsupportedError(f"replicas return the last output of a request only, not {output_kind!r}")
         check_servable(request, self._limits)
@@ -154,6 +183,53 @@ class ReplicaEngine:
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
         heapq.heappush(self._waiting, (priority, next(self._places), request))
         self._request_ids.add(request.request_id)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load a LoRA adapter in every replica; return False if all had it. A replica that restarts loads it for the first
+        request that names it.
+
+        Raises RequestError, where it is then in no replica, and ConfigError while the engine is asleep.
+        """
+        if self._level is not None:
+            raise ConfigError(f"the engine is asleep (level {self._level}): call wake_up first")
+        self._factory.check_lora(lora_request)
+        answers = self._ask(AdapterCommand("add", lora_request))
+        errors = [answer.error for answer in answers if answer.error is not None]
+        if errors:
+            if any(answer.is_changed for answer in answers):
+                self._ask(AdapterCommand("remove", lora_int_id=lora_request.lora_int_id))
+            raise errors[0]
+        return any(answer.is_changed for answer in answers)
+
+    def remove_lora(self, lora_int_id: int) -> bool:
+        """Unload a LoRA adapter from every replica, as soon as no request uses it; return whether any had it."""
+        return any(answer.is_changed for answer in self._ask(AdapterCommand("remove", lora_int_id=lora_int_id)))
+
+    def list_loras(self) -> set[int]:
+        """Return the numbers of the LoRA adapters that are in memory of any replica."""
+        return {number for answer in self._ask(AdapterCommand("list")) for number in answer.loaded}
+
+    def _ask(self, command: AdapterCommand) -> list[AdapterAnswer]:
+        """Send a command to every loaded replica and return the answers of those that do not end. Outputs that arrive
+        meanwhile are kept for `step`."""
+        if self._is_closed:
+            raise WorkerError("the engine has been closed")
+        with self.interrupts.deferred():
+            asked = [index for index, one in enumerate(self._replicas) if one.loaded is not None and not one.is_gone]
+            processes = {index: self._replicas[index].process for index in asked}
+            for index in asked:
+                self._replicas[index].answer = None
+                self._replicas[index].send(command)
+            waiting = set(asked)
+            while waiting:
+                ready = wait([self._replicas[index].connection for index in sorted(waiting)], _WAIT_S)
+                for index in sorted(waiting):
+                    if self._replicas[index].connection in ready:
+                        self._receive(index)
+                    has_ended = self._replicas[index].process is not processes[index] or self._replicas[index].is_gone
+                    if has_ended or self._replicas[index].answer is not None:
+                        waiting.discard(index)
+            return [answer for index in asked if (answer := self._replicas[index].answer) is not None]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has any work left."""
@@ -187,6 +263,63 @@ class ReplicaEngine:
                 replica.send(request_id)
         self._router.end(request_id, is_complete=False)
         self._outputs = [output for output in self._outputs if output.request_id != request_id]
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the replicas are asleep."""
+        return self._level is not None
+
+    def begin_sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """Put all replicas to sleep, see LLMEngine.begin_sleep; they are asleep when this returns.
+
+        Raises InvariantError while requests are unfinished, and what a replica fails with; the others are awake then.
+        """
+        wanted, _ = check_sleep_arguments(level, mode)
+        if wanted <= (self._level or 0):
+            return
+        if self._request_ids:
+            raise InvariantError(f"replicas are put to sleep while {len(self._request_ids)} requests are unfinished")
+        error = self._send_to_all(SleepCommand(wanted))
+        if error is None:
+            self._level = wanted
+            return
+        self._level = None
+        self._send_to_all(SleepCommand(None))
+        raise error
+
+    def wake_up(self) -> None:
+        """Wake all replicas up. Raises what a replica fails with; they are then asleep, as far as requests are concerned."""
+        if self._level is None:
+            return
+        error = self._send_to_all(SleepCommand(None))
+        if error is not None:
+            raise error
+        self._level = None
+
+    def _send_to_all(self, command: SleepCommand) -> QuireError | None:
+        """Send a command to all replicas, wait for their answers, and return the error of the first that has one."""
+        errors: list[QuireError] = []
+        told: list[int] = []
+        for index, replica in enumerate(self._replicas):
+            if replica.loaded is None and not replica.is_gone:
+                self._wait_loaded(index)
+            if not replica.is_gone:
+                replica.send(command)
+                told.append(index)
+        for index in told:
+            replica = self._replicas[index]
+            try:
+                answer: object = None
+                while not isinstance(answer, SleepAnswer):  # outputs of requests that were aborted may come first
+                    answer = replica.connection.recv()
+            except (EOFError, OSError):
+                reason = f"its process ended with status {replica.process.wait()}"
+                self._on_end(index, reason)
+                errors.append(WorkerError(f"replica {index}: {reason}"))
+                continue
+            if answer.error is not None:
+                errors.append(answer.error)
+        return errors[0] if errors else None
 
     def close(self) -> None:
         """End all processes. May be called again."""
@@ -261,6 +394,9 @@ class ReplicaEngine:
             self._on_end(index, message.message)
             return
         replica = self._replicas[index]
+        if isinstance(message, AdapterAnswer):
+            replica.answer = message
+            return
         if isinstance(message, RequestOutput | EmbeddingRequestOutput):
             request_id, output = message.request_id, message
             if isinstance(message, RequestOutput):

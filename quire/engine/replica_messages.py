@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from typing import Literal
 
 from quire.base.errors import QuireError, RequestError
 from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.memory import ModelReport
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.request import Request
+from quire.contracts.sleep import SleepLevel
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,52 @@ class LoadFailed:
     message: str
 
 
-Output = RequestOutput | EmbeddingRequestOutput | tuple[str, RequestError]
-"""The last output of a request; or its id and the reason of its refusal."""
+@dataclass(frozen=True, slots=True)
+class AdapterCommand:
+    """Load, unload or list LoRA adapters. Each is answered by an AdapterAnswer.
 
-Command = Request | str
-"""A request, or the id of a request to abort."""
+    lora         to load
+    lora_int_id  of the one to unload
+    """
+
+    action: Literal["add", "remove", "list"]
+    lora: LoRARequest | None = None
+    lora_int_id: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterAnswer:
+    """The result of an AdapterCommand.
+
+    is_changed  the adapter was loaded, or unloaded
+    loaded      numbers of the adapters in memory afterwards
+    error       why it was not loaded
+    """
+
+    is_changed: bool
+    loaded: frozenset[int]
+    error: RequestError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SleepCommand:
+    """Sleep at a level, or wake up (None); the answer is a SleepAnswer. No request is unfinished."""
+
+    level: SleepLevel | None
+
+
+@dataclass(frozen=True, slots=True)
+class SleepAnswer:
+    """The replica has made a SleepCommand; error: it could not."""
+
+    error: QuireError | None
+
+
+Output = RequestOutput | EmbeddingRequestOutput | AdapterAnswer | SleepAnswer | tuple[str, RequestError]
+"""The last output of a request; or its id and the reason of its refusal; or the answer to a command."""
+
+Command = Request | AdapterCommand | SleepCommand | str
+"""A request, a command about adapters, sleeping and waking up, or the id of a request to abort."""
 
 
 def send_start(connection: Connection, config: EngineConfig) -> None:

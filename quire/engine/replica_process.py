@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING
 from quire.base.errors import QuireError, RequestError
 from quire.base.logging import setup_logging
 from quire.base.threads import prefer_short_spins
-from quire.engine.replica_messages import Command, Loaded, LoadFailed
+from quire.engine.replica_messages import (
+    AdapterAnswer,
+    AdapterCommand,
+    Command,
+    Loaded,
+    LoadFailed,
+    Output,
+    SleepAnswer,
+    SleepCommand,
+)
 
 if TYPE_CHECKING:  # it imports torch, after the first message
     from quire.engine.llm_engine import LLMEngine
@@ -44,9 +53,9 @@ def main(connection: Connection) -> int:
                 command = commands.get()
                 if command is None:
                     return 0
-                refusal = _handle_command(engine, command)
-                if refusal is not None:
-                    connection.send(refusal)
+                answer = _handle_command(engine, command)
+                if answer is not None:
+                    connection.send(answer)
                 is_idle = not engine.has_unfinished_requests()
             for output in engine.step():
                 connection.send(output)
@@ -65,14 +74,43 @@ def _read(connection: Connection, commands: queue.SimpleQueue[Command | None]) -
         commands.put(None)
 
 
-def _handle_command(engine: LLMEngine, command: Command) -> tuple[str, RequestError] | None:
+def _handle_command(engine: LLMEngine, command: Command) -> Output | None:
+    if isinstance(command, SleepCommand):
+        return SleepAnswer(_follow_sleep(engine, command))
     if isinstance(command, str):
         engine.abort_request(command)
         return None
+    if isinstance(command, AdapterCommand):
+        return _handle_adapter(engine, command)
     try:
         engine.submit(command, "final")
     except RequestError as error:
         return command.request_id, error
+    return None
+
+
+def _handle_adapter(engine: LLMEngine, command: AdapterCommand) -> AdapterAnswer:
+    is_changed, refusal = False, None
+    try:
+        if command.action == "add" and command.lora is not None:
+            is_changed = engine.add_lora(command.lora)
+        elif command.action == "remove":
+            is_changed = engine.remove_lora(command.lora_int_id)
+    except RequestError as error:
+        refusal = error
+    return AdapterAnswer(is_changed, frozenset(engine.list_loras()), refusal)
+
+
+def _follow_sleep(engine: LLMEngine, command: SleepCommand) -> QuireError | None:
+    try:
+        if command.level is None:
+            engine.wake_up()
+        else:
+            engine.begin_sleep(command.level)
+            while engine.has_unfinished_requests():
+                engine.step()
+    except QuireError as error:
+        return error
     return None
 
 

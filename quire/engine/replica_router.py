@@ -208,7 +208,12 @@ class ReplicaRouter:
         return self._mean_output_tokens if most is None else min(self._mean_output_tokens, float(most))
 
     def _keys_of(self, request: Request) -> list[int]:
-        return block_keys(request.cache_salt, request.prompt_token_ids, self._block_size) if self._block_size else []
+        if not self._block_size:
+            return []
+        lora = request.lora
+        # Like the engine, which knows the adapter's files: prefixes of different adapters are not shared.
+        root = request.cache_salt if lora is None else f"{request.cache_salt}\0{lora.lora_path}\0{lora.lora_int_id}"
+        return block_keys(root, request.prompt_token_ids, self._block_size)
 
     def _num_cached(self, index: int, request: Request, keys: list[int]) -> int:
         """Return the prompt tokens that a replica need not compute: never the last one, and none with prompt log

@@ -62,12 +62,13 @@ def _divide_threads(config: EngineConfig) -> tuple[int, ...]:
         return config.data_parallel_threads
     size, num_cores = config.data_parallel_size, num_usable_cores()
     total = config.num_threads or num_cores
-    num_processes = size * config.tensor_parallel_size
+    num_ranks = config.parallel.world_size
+    num_processes = size * num_ranks
     if num_processes > total:
         logger.warning(
             "%d replicas of %d ranks have one thread each, more than the %d threads that were asked for (%d cores can be used)",
             size,
-            config.tensor_parallel_size,
+            num_ranks,
             total,
             num_cores,
         )

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
 from quire.base.seeds import mix_seed
 from quire.contracts.config import EngineConfig
+from quire.contracts.lora import LoRARequest
 from quire.contracts.memory import ModelReport
 from quire.contracts.pooler_spec import PoolerSpec
 from quire.contracts.pooling_params import PoolingParams
-from quire.contracts.request import Request
+from quire.contracts.request import Request, check_output_tokens
 from quire.contracts.sampling_params import SamplingParams
+from quire.engine.kv_compression import check_compression, compression_refusal, score_refusal
 from quire.text.text_pairs import encode_texts
 from quire.text.tokenizer import Tokenizer
 
@@ -32,7 +34,10 @@ def check_request_id(request_id: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRules:
-    """The properties of the model and the engine that requests are checked against."""
+    """The properties of the model and the engine that requests are checked against.
+
+    compression_refusal, score_refusal  see engine/kv_compression.py
+    """
 
     vocab_size: int
     hidden_size: int
@@ -42,6 +47,9 @@ class RequestRules:
     scheduling_policy: str
     max_model_len: int
     pooler: PoolerSpec
+    enable_lora: bool = False
+    compression_refusal: str | None = None
+    score_refusal: str | None = None
 
     @classmethod
     def of(cls, report: ModelReport, config: EngineConfig) -> Self:
@@ -56,22 +64,42 @@ class RequestRules:
             scheduling_policy=config.scheduling_policy,
             max_model_len=report.memory.max_model_len,
             pooler=report.pooler,
+            enable_lora=config.enable_lora,
+            compression_refusal=compression_refusal(report, config),
+            score_refusal=score_refusal(report),
         )
 
 
 class RequestFactory:
     """Tokenises prompts and checks everything about a request that depends on the model. Safe to call from any thread."""
 
-    def __init__(self, rules: RequestRules, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, rules: RequestRules, tokenizer: Tokenizer | None, lora: LoRARequest | None = None) -> None:
+        """lora: the adapter of requests that name none."""
         self._rules = rules
         self._tokenizer = tokenizer
+        self._lora = lora
 
-    def make(self, request_id: str, index: int, prompt: PromptLike, params: SamplingParams | PoolingParams) -> Request:
+    def with_lora(self, lora: LoRARequest) -> RequestFactory:
+        """Return a factory whose requests have a LoRA adapter. Raises RequestError if the engine takes none."""
+        self.check_lora(lora)
+        return RequestFactory(self._rules, self._tokenizer, lora)
+
+    def make(
+        self,
+        request_id: str,
+        index: int,
+        prompt: PromptLike,
+        params: SamplingParams | PoolingParams,
+        lora: LoRARequest | None = None,
+    ) -> Request:
         """Return the request, or raise RequestError with the invalid field.
 
         index  number of the request in this engine: requests without a seed derive theirs from it
         """
         check_request_id(request_id)
+        if lora is not None:
+            self.check_lora(lora)
+            return replace(self.make(request_id, index, prompt, params), lora=lora)
         if isinstance(params, PoolingParams):
             return self._make_pooling(request_id, prompt, params)
         if not isinstance(params, SamplingParams):
@@ -89,6 +117,7 @@ class RequestFactory:
             eos_token_ids=self._rules.eos_token_ids,
             arrival_time_s=time.monotonic(),
             cache_salt=cache_salt,
+            lora=self._lora,
         )
 
     def check(self, request: Request) -> None:
@@ -97,8 +126,22 @@ class RequestFactory:
         token_ids, size = request.prompt_token_ids, self._rules.vocab_size
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:  # a fast check for long prompts
             self._check_token_ids(token_ids, "prompt_token_ids")
+        check_output_tokens(request, size)
         self._check_pooling(request.pooling)
         self._check_params(request.params)
+        if request.lora is not None:
+            self.check_lora(request.lora)
+
+    def check_lora(self, lora: object) -> None:
+        """Raise RequestError unless an adapter can be given to this engine."""
+        if not isinstance(lora, LoRARequest):
+            raise RequestError(f"lora_request must be a LoRARequest or None, got {type(lora).__name__}", "lora_request")
+        if not self._rules.enable_lora:
+            raise RequestError(
+                f"the LoRA adapter {lora.lora_name!r} cannot be used: this engine takes none; start it with enable_lora=True "
+                "(--enable-lora)",
+                "lora_request",
+            )
 
     def _make_pooling(self, request_id: str, prompt: PromptLike, params: PoolingParams) -> Request:
         params = self._rules.pooler.resolve(params, self._rules.hidden_size)
@@ -113,6 +156,7 @@ class RequestFactory:
             prompt=text,
             arrival_time_s=time.monotonic(),
             cache_salt=cache_salt,
+            lora=self._lora,
         )
 
     def _read_prompt(self, prompt: PromptLike, limit: int | None = None) -> tuple[str | None, tuple[int, ...], str]:
@@ -177,6 +221,7 @@ class RequestFactory:
                     name,
                 )
         self._check_priority(params.priority)
+        check_compression(params.kv_compression, self._rules.compression_refusal, self._rules.score_refusal)
         for name in ("stop", "bad_words"):
             if getattr(params, name):
                 self._need_tokenizer(name)

@@ -1,7 +1,7 @@
 """bad_words: phrases that an output must not contain, with a grammar or without one.
 
 BannedGrammar wraps a grammar and removes from its masks the tokens that would complete a phrase, however it is tokenized.
-`without_phrases` changes a constraint before it is compiled, so that no output begins something that only a phrase can
+`without_bad_words` changes a constraint before it is compiled, so that no output begins something that only a phrase can
 complete.
 """
 
@@ -233,9 +233,9 @@ class BannedMatcher(WrappingMatcher):
         self._phrases = phrases
         self._states = states
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
-        self._inner.narrow(words)
+        self._inner.restrict(words)
         mask = self._phrases.mask(self._states[-1])
         words[: len(mask)] &= mask
         budget = iter(range(_MAX_MASKS_AHEAD))
@@ -317,7 +317,7 @@ def _token_ids(words: Any) -> Any:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
 
 
-def without_phrases(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
+def without_bad_words(constraint: Constraint, phrases: Sequence[str]) -> Constraint:
     """Return a constraint without parts that contain a phrase: choices, literals of expressions, values and names of a schema.
 
     The result allows only what the constraint allows. A text occurs in an output as it is, or as JSON escapes it. The

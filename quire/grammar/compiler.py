@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from quire.base.errors import RequestError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.constraint import Constraint, Grammar
-from quire.grammar.bad_words import BannedGrammar, BannedPhrases, TokenIndex, can_continue, without_phrases
+from quire.grammar.bad_words import BannedGrammar, BannedPhrases, TokenIndex, can_continue, without_bad_words
 from quire.grammar.errors import GrammarError, PassingError
 from quire.grammar.free_text import FreeGrammar
 from quire.grammar.length_bounded import LengthBoundedGrammar
@@ -162,7 +162,8 @@ class GrammarCompiler:
             grammar = grammar.after_prompt(use.prompt_token_ids)
         text = None if use.max_tokens is None else demand.text_before
         if text is not None and use.max_tokens is not None:
-            grammar = LengthBoundedGrammar(grammar, self._get_endings().behind(text, demand.string_forms), use.max_tokens)
+            endings = self.shortest_completions().behind(text, demand.string_forms)
+            grammar = LengthBoundedGrammar(grammar, endings, use.max_tokens)
         return grammar
 
     def warm(self) -> None:
@@ -197,7 +198,7 @@ class GrammarCompiler:
             if demand.bad_words:
                 grammar = BannedGrammar(grammar, self._ban(demand.bad_words))
             if demand.text_before is not None:
-                self._get_endings()  # slow the first time, like the next line
+                self.shortest_completions()  # slow the first time, like the next line
                 _ = demand.string_forms
         except GrammarError:
             raise
@@ -212,7 +213,7 @@ class GrammarCompiler:
 
     def _compile_without(self, constraint: Constraint, bad_words: tuple[str, ...]) -> Grammar:
         """Compile without banned texts, which would be dead ends."""
-        left = without_phrases(constraint, _phrases_of(bad_words)) if bad_words else constraint
+        left = without_bad_words(constraint, _phrases_of(bad_words)) if bad_words else constraint
         if left is constraint:
             return self._compile_constraint(constraint)
         is_for_other = constraint.backend == "xgrammar" != left.backend  # only to check that something is left
@@ -265,7 +266,8 @@ class GrammarCompiler:
                 self._index = TokenIndex(vocabulary)
         return BannedPhrases(_phrases_of(words), vocabulary, self._index)
 
-    def _get_endings(self) -> ShortestCompletions:
+    def shortest_completions(self) -> ShortestCompletions:
+        """Return the shortest endings of texts in the vocabulary; the first call takes seconds."""
         if self._endings is None:  # the stepping thread only asks after it was created, and never waits
             vocabulary = self._get_vocabulary()
             with self._making["endings"]:

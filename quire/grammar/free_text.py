@@ -46,7 +46,7 @@ class FreeMatcher(StateMatcher):
         """See MaskedMatcher."""
         return b""
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
 
     def advance(self, token_id: int) -> str | None:

@@ -9,7 +9,7 @@ from quire.contracts.constraint import Constraint
 from quire.grammar.errors import GrammarError
 from quire.grammar.schema_depth import flatten_schema
 from quire.grammar.schema_formats import write_format
-from quire.grammar.schema_patterns import narrow_patterns
+from quire.grammar.schema_patterns import restrict_patterns
 from quire.grammar.schema_walk import has_open_names, iter_reached
 
 _BOUNDED_WHITESPACE = r" |\n {0,24}"
@@ -75,11 +75,11 @@ def schema_fields(schema: object) -> Any:
         raise GrammarError("the schema false allows nothing", "")
     if schema is True:
         return {}
-    narrowed = json.loads(json.dumps(schema))
-    for pointer, inner in iter_reached(narrowed):
+    rewritten = json.loads(json.dumps(schema))
+    for pointer, inner in iter_reached(rewritten):
         write_format(inner)
-        narrow_patterns(inner, pointer)
-    return flatten_schema(narrowed)
+        restrict_patterns(inner, pointer)
+    return flatten_schema(rewritten)
 
 
 def inline_schema(schema: Any, constraint: Constraint) -> str:

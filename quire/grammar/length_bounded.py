@@ -214,9 +214,9 @@ class LengthBoundedMatcher(WrappingMatcher):
             return _Look(count, count + 1, True, ending=ending.tokens)
         return _Look(count, count + min(_MAX_PATIENCE, max(1, spare // 3)), ending=ending.tokens)
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
-        self._inner.narrow(words)
+        self._inner.restrict(words)
         look = self._look()
         if look.forced is not None:
             ahead = look.forced[self._count - look.count :]

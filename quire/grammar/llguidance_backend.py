@@ -252,7 +252,7 @@ class LlguidanceMatcher(StateMatcher):
         matcher = self.state.matcher
         return b"" if matcher.is_stopped() else bytes(matcher.compute_ff_bytes())
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
 
     def fork(self) -> LlguidanceMatcher:

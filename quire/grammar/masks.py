@@ -182,7 +182,7 @@ def fill_mask(matcher: MaskedMatcher, words: Any) -> str | None:
     """Write which tokens may come next into words, numpy [num_mask_words] i32; return the error, if any."""
     error = matcher.source.fill(matcher, words)
     if error is None:
-        matcher.narrow(words)
+        matcher.restrict(words)
     return error
 
 

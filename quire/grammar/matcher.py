@@ -42,7 +42,7 @@ class MaskedMatcher(GrammarMatcher, Protocol):
         """The state from which the source fills a mask."""
         ...
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """Remove from a mask, which its source has filled, the tokens that this matcher does not allow.
 
         words  numpy [num_mask_words] i32

@@ -63,7 +63,7 @@ class _Branches:
         if schema is False:
             return
         fields = cast("dict[str, Any]", schema) if isinstance(schema, dict) else {}
-        types = _narrowed(types, fields.get("type"))
+        types = _restricted(types, fields.get("type"))
         choices = [key for key in _CHOICES if key in fields]
         if not choices:
             yield from self._plain(fields, pointer, types, path)
@@ -114,7 +114,7 @@ class _Branches:
             yield Branch(kind, {key: fields[key] for key in keywords if key in fields}, pointer, path)
 
 
-def _narrowed(types: frozenset[str], declared: object) -> frozenset[str]:
+def _restricted(types: frozenset[str], declared: object) -> frozenset[str]:
     if declared is None:
         return types
     names = frozenset(map(str, cast("list[object]", declared))) if isinstance(declared, list) else frozenset((str(declared),))

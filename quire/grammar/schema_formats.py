@@ -1,6 +1,6 @@
 """String formats as regular expressions: the texts that each enforced format allows, and their maximum length.
 
-Each is at most as wide as its standard, so that a validator accepts the output. Some are narrower: internationalised names are
+Each is at most as wide as its standard, so that a validator accepts the output. Some are stricter: internationalised names are
 written in ASCII, and host names have no two hyphens in the third and fourth place, where a prefix such as `xn--` would be.
 """
 
@@ -75,7 +75,7 @@ class Format:
     body        an expression of the whole text
     starts      an additional expression that a prefix of the text must match; "" for none
     max_length  of the text, None without a limit
-    single      one expression for all of this, if `body` is not; it may be narrower
+    single      one expression for all of this, if `body` is not; it may be stricter
     """
 
     body: str

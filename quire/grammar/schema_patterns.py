@@ -20,19 +20,19 @@ _MAY_BE_WIDE = re.compile(rf"\[|\\[pP]|{_NULL.pattern}")
 _PIECE = re.compile(r"\\(?:[pP](?:\{[^}]*\}|.)|[xuU]\{[^}]*\}|x..|u....|U........|.)|.", re.DOTALL)
 
 
-def narrow_patterns(schema: dict[str, Any], pointer: str) -> None:
+def restrict_patterns(schema: dict[str, Any], pointer: str) -> None:
     """Rewrite the patterns of a schema so that no class is too wide. Raises GrammarError if one cannot be rewritten."""
     pattern = schema.get("pattern")
     if isinstance(pattern, str):
-        schema["pattern"] = narrow_pattern(pattern, f"{pointer}/pattern")
+        schema["pattern"] = restrict_pattern(pattern, f"{pointer}/pattern")
     named = cast("dict[str, Any]", schema.get("patternProperties") or {})
     if named:
         schema["patternProperties"] = {
-            narrow_pattern(name, f"{pointer}/patternProperties/{escape_pointer(name)}"): part for name, part in named.items()
+            restrict_pattern(name, f"{pointer}/patternProperties/{escape_pointer(name)}"): part for name, part in named.items()
         }
 
 
-def narrow_pattern(pattern: str, pointer: str) -> str:
+def restrict_pattern(pattern: str, pointer: str) -> str:
     """Return an expression with the same matches except texts with U+0000. Raises GrammarError if there is none."""
     if _MAY_BE_WIDE.search(pattern) is None:
         return pattern

@@ -41,7 +41,7 @@ class Rewriter:
         _leave_out_type(schema)
         self._join_covered_patterns(schema)
         self._spell_unique_items(schema)
-        self._tell_one_apart(schema)
+        self._replace_exclusive_one_of(schema)
 
     def is_impossible(self, schema: object) -> bool:
         """Return whether a schema explicitly allows nothing, such as `not` of anything."""
@@ -136,7 +136,7 @@ class Rewriter:
             schema = find_reference(self._root, reference)
         return None
 
-    def _tell_one_apart(self, schema: dict[str, Any]) -> None:
+    def _replace_exclusive_one_of(self, schema: dict[str, Any]) -> None:
         """Replace a oneOf whose schemas exclude each other by anyOf."""
         options: list[object] = schema.get("oneOf") or []
         pairs = ((one, other) for at, one in enumerate(options) for other in options[:at])

@@ -171,10 +171,10 @@ def _rules_of(schema: object, constraint: Constraint) -> str:
         rules = rules.replace(wide, exact)
     if not has_open_names(schema):
         return rules
-    narrowed, count = _ESCAPES.subn(lambda _: _ESCAPED_LETTERS, rules)
+    rewritten, count = _ESCAPES.subn(lambda _: _ESCAPED_LETTERS, rules)
     if count != 1:
         raise GrammarError("this xgrammar writes escapes in another way: set additionalProperties to false")
-    return narrowed
+    return rewritten
 
 
 def _checked(parsed: object, constraint: Constraint) -> Any:
@@ -356,7 +356,7 @@ class XgrammarMatcher(StateMatcher):
         """See MaskedMatcher."""
         return _forced_bytes(self.state)
 
-    def narrow(self, words: Any) -> None:
+    def restrict(self, words: Any) -> None:
         """See MaskedMatcher."""
         if self._is_behind_lead[-1]:
             cast("_Masks", self._masks).forbid_surrogate(words)

@@ -5,33 +5,59 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvSpec
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.kv_move import move_tokens_launch
-
-_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+from quire.kernels.triton.rotated_codes import PACKED, width_of
 
 
 class DeviceKvPool:
-    """Per layer a KvCache whose k and v are [num_blocks, kv_heads, block_size, head_dim]; quantised ones have scales.
+    """Per layer a KvCache whose k and v are [num_blocks, kv_heads, block_size, head_dim], or head_dim / 2 bytes of codes of
+    four bits; quantised ones have scales.
 
     The memory is taken at once and not written: nothing reads what no token was stored in.
+
+    states  for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none
     """
 
-    def __init__(self, spec: KvSpec, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, spec: KvSpec, num_blocks: int, device: torch.device, num_states: int = 0) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
-        dtype = _DTYPES.get(spec.dtype) or getattr(torch, spec.dtype)
+        dtypes, is_quantised = _dtypes_of(spec), spec.dtype in QUANTIZED_KV_BITS
         self.caches: list[KvCache] = []
         for heads, dim in spec.layer_shapes:
-            shape = (num_blocks, heads, spec.block_size, dim)
-            k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            if spec.dtype in _DTYPES:
-                scales = (torch.empty(shape[:3], dtype=torch.float32, device=device) for _ in range(2))
+            shape = (num_blocks, heads, spec.block_size)
+            k, v = (torch.empty(*shape, width_of(dtype, dim), dtype=dtype, device=device) for dtype in dtypes)
+            if is_quantised:
+                scales = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
                 self.caches.append(KvCache(k, v, *scales))
             else:
                 self.caches.append(KvCache(k, v))
+
+        wide = torch.float32 if is_quantised else getattr(torch, spec.dtype)
+        self.states = [
+            tuple(
+                torch.empty(num_states, *one.shape, dtype=torch.float32 if one.is_f32 else wide, device=device) for one in layer
+            )
+            for layer in spec.state_shapes
+        ]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether values, or keys and values, are codes of four bits, which fused layers do not read."""
+        return any(cache.v.dtype == PACKED for cache in self.caches)
+
+    def copy_states(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole states [N] i64 in every layer, all on the device; all sources are read before any target is written."""
+        for layer in self.states:
+            for part in layer:
+                part[targets] = part[sources]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of all layers, those of recurrent states first."""
+        states = [part for layer in self.states for part in layer]
+        return [*states, *(part for cache in self.caches for part in cache if part is not None)]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks [N] i64 in every layer, all on the device; all sources are read before any target is written."""
@@ -45,4 +71,16 @@ class DeviceKvPool:
     def move_tokens(self, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
         """Move single tokens from slot to slot in every layer, all on the device; see move_tokens_launch."""
         for cache in self.caches:
+            if cache.k.numel() == 0:
+                continue
             move_tokens_launch(cache, sources, targets, starts).run()
+
+
+def _dtypes_of(spec: KvSpec) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of K and of V."""
+    if spec.dtype not in QUANTIZED_KV_BITS:
+        dtype = getattr(torch, spec.dtype)
+        return dtype, dtype
+    wide = torch.float8_e4m3fn if spec.dtype == "fp8" else torch.int8
+    k_bits, v_bits = QUANTIZED_KV_BITS[spec.dtype]
+    return wide if k_bits == 8 else PACKED, wide if v_bits == 8 else PACKED

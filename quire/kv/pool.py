@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvSpec
+from quire.kernels.cpu.pages import drop_pages
 
 _MIN_HUGE_BYTES = 1 << 24
 
@@ -17,8 +18,12 @@ _MIN_HUGE_BYTES = 1 << 24
 class KvPool:
     """Per layer one K and one V tensor of [num_blocks, kv_heads, block_size, head_dim], on the CPU or, for torch, on a device.
 
-    An int8 cache has scales [num_blocks, kv_heads, block_size] f32 for K and V of each layer; others have none. How the values
-    of a block lie in it is the kernels' affair: the shape says how many there are.
+    A quantised layer has scales [num_blocks, kv_heads, block_size] f32 for K and V; those of other layers are empty, and there
+    are none where no layer is quantised. Of codes of four bits the tensor is u8 [num_blocks, kv_heads, block_size,
+    head_dim / 2]. How the values of a block lie in it is the kernels' affair: the shape says how many there are.
+
+    The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of num_blocks. Where blocks or slots of
+    both groups are named together, the blocks of the window group come after the others: window block w is num_blocks + w.
 
     states has for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none. Which row
     holds what is decided by the worker and the scheduler.
@@ -27,18 +32,37 @@ class KvPool:
     before.
     """
 
-    def __init__(self, spec: KvSpec, num_blocks: int, num_states: int = 0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, spec: KvSpec, num_blocks: int, num_states: int = 0, device: torch.device | None = None, num_window_blocks: int = 0
+    ) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
-        dtype = getattr(torch, spec.dtype)
-        shapes = [(num_blocks, heads, spec.block_size, dim) for heads, dim in spec.layer_shapes]
-        self.k: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
-        self.v: list[Tensor] = [_zeros(shape, dtype, device) for shape in shapes]
+        is_windowed = spec.is_windowed or (False,) * len(spec.layer_shapes)
+        shapes = [
+            (num_window_blocks if flag else num_blocks, heads, spec.block_size, dim)
+            for (heads, dim), flag in zip(spec.layer_shapes, is_windowed, strict=True)
+        ]
+        self._is_windowed = is_windowed
+        self.k: list[Tensor] = []
+        self.v: list[Tensor] = []
         self.scales: list[tuple[Tensor, Tensor]] = []
-        if dtype == torch.int8:
-            self.scales = [(_mapped_zeros(s[:3], torch.float32), _mapped_zeros(s[:3], torch.float32)) for s in shapes]
-
-        self.states: list[tuple[Tensor, ...]] = [
+        for layer, shape in enumerate(shapes):
+            dtype = spec.dtype_of(layer)
+            if dtype in QUANTIZED_KV_BITS:
+                k, v = (_zeros_of_codes(shape, bits) for bits in QUANTIZED_KV_BITS[dtype])
+                num_scales = shape[:3]
+            else:
+                k, v = (_zeros(shape, getattr(torch, dtype), device) for _ in range(2))
+                num_scales = (0, *shape[1:3])
+            self.k.append(k)
+            self.v.append(v)
+            self.scales.append((_mapped_zeros(num_scales, torch.float32), _mapped_zeros(num_scales, torch.float32)))
+        if spec.dtype in QUANTIZED_KV_BITS:
+            self.states: list[tuple[Tensor, ...]] = []
+            return
+        self.scales = []
+        dtype = getattr(torch, spec.dtype)
+        self.states = [
             tuple(_mapped_zeros((num_states, *one.shape), torch.float32 if one.is_f32 else dtype) for one in layer)
             for layer in spec.state_shapes
         ]
@@ -48,16 +72,52 @@ class KvPool:
         arrays = [*self.k, *self.v, *(scale for pair in self.scales for scale in pair)]
         return [array for array in arrays if array.numel() > 0]
 
+    def drop(self) -> None:
+        """Give the memory of all blocks and states back to the system; they become zeros. Only for pools on the CPU."""
+        for array in (*self.arrays(), *(state for layer in self.states for state in layer)):
+            if array.numel() > 0:
+                drop_pages(array)
+
     def copy_blocks(self, copies: tuple[tuple[int, int], ...]) -> None:
-        """Copy whole blocks, (source, target) pairs, in every layer; all sources are read before any target is written."""
-        sources = torch.tensor([source for source, _ in copies])
-        targets = torch.tensor([target for _, target in copies])
-        for cache in self.arrays():
-            cache[targets] = cache[sources]
+        """Copy whole blocks, (source, target) pairs, in every layer of their group; all sources are read before any target is
+        written."""
+        for is_windowed in (False, True):
+            first = self.num_blocks if is_windowed else 0
+            pairs = [pair for pair in copies if (pair[0] >= self.num_blocks) is is_windowed]
+            if not pairs:
+                continue
+            sources = torch.tensor([source - first for source, _ in pairs])
+            targets = torch.tensor([target - first for _, target in pairs])
+            for cache in self._arrays_of(is_windowed):
+                cache[targets] = cache[sources]
+
+    def _arrays_of(self, is_windowed: bool) -> list[Tensor]:
+        """Return the tensors of KV of one group."""
+        layers = [index for index, flag in enumerate(self._is_windowed) if flag is is_windowed and self.k[index].numel() > 0]
+        arrays = [cache[index] for cache in (self.k, self.v) for index in layers]
+        return arrays + [scale for index in layers if self.scales for scale in self.scales[index] if scale.numel() > 0]
+
+    def split_slots(self, sources: Tensor, targets: Tensor) -> list[tuple[bool, Tensor, Tensor]]:
+        """Return which of some moves of tokens from slot to slot are in the window group, and which not, with the group's own
+        slots."""
+        if self.spec.window_tokens is None:
+            return [(False, sources, targets)]
+        first = self.num_blocks * self.spec.block_size
+        is_windowed = sources >= first
+        return [
+            (False, sources[~is_windowed], targets[~is_windowed]),
+            (True, sources[is_windowed] - first, targets[is_windowed] - first),
+        ]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | None) -> Tensor:
     return _mapped_zeros(shape, dtype) if device is None else torch.zeros(shape, dtype=dtype, device=device)
+
+
+def _zeros_of_codes(shape: tuple[int, ...], bits: int) -> Tensor:
+    if bits == 8:
+        return _mapped_zeros(shape, torch.int8)
+    return _mapped_zeros((*shape[:-1], shape[-1] // 2), torch.uint8)
 
 
 def _mapped_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

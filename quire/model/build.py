@@ -17,6 +17,7 @@ from quire.kv.pool import KvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
+from quire.model.lora.deltas import LoraDeltas
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from quire.model.transformers_backend.decoder import TransformersDecoder
@@ -55,31 +56,38 @@ def build_model(
     max_model_len: int,
     block_size: int,
     policy: QuantizationPolicy | None = None,
+    has_adapters: bool = False,
 ) -> Decoder | NativeDecoder:
     """Return the native decoder if the extension is built and supports the model, otherwise the reference; logs the choice.
 
     parameters  emptied by the native decoder, which packs one at a time
     policy      how the parameters are quantised; the native decoder quantises one at a time
+    has_adapters  LoRA adapters can be loaded into `adapters` of the decoder
 
     Raises ConfigError if the parameters are already quantised and a policy is given.
     """
     native = load_native()
     if native is None:
         logger.info("native CPU kernels are not built, or turned off by QUIRE_NATIVE=0: torch runs the model, slower")
-        return _reference(spec, parameters, max_model_len, policy)
+        return _reference(spec, parameters, max_model_len, policy, has_adapters)
     refusal = native_refusal(spec, block_size)
     if refusal is not None:
         logger.warning("the native kernels do not cover %s: torch runs this model, slower", refusal)
-        return _reference(spec, parameters, max_model_len, policy)
+        return _reference(spec, parameters, max_model_len, policy, has_adapters)
     logger.info("native CPU kernels: %s", native.isa())
-    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
     return NativeDecoder(native, spec, parameters, max_model_len, quantize)
 
 
 def _reference(
-    spec: ModelSpec, parameters: dict[str, Parameter | StoredParameter], max_model_len: int, policy: QuantizationPolicy | None
+    spec: ModelSpec,
+    parameters: dict[str, Parameter | StoredParameter],
+    max_model_len: int,
+    policy: QuantizationPolicy | None,
+    has_adapters: bool,
 ) -> Decoder:
-    return Decoder(spec, parameters if policy is None else quantize_parameters(parameters, spec, policy), max_model_len)
+    loaded = parameters if policy is None else quantize_parameters(parameters, spec, policy)
+    return Decoder(spec, loaded, max_model_len, LoraDeltas() if has_adapters else None)
 
 
 def load_model(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> Decoder:

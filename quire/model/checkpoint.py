@@ -83,6 +83,18 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     )
 
 
+def find_stored_sources(folder: Path, spec: ModelSpec) -> Sources:
+    """Return where the checkpoint folder stores each parameter, by names without prefix; no values are read.
+
+    Raises ModelFormatError.
+    """
+    page = FAMILIES.get(spec.model_type)
+    stored = _strip_names(_open(folder, page, is_logged=False), page, folder)
+    sources = page.find_sources(spec, stored)
+    _settle_head(sources, parameter_shapes(spec), stored, spec, folder)
+    return sources
+
+
 def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:
     """Return the spec of a tied model, with a warning, if an untied checkpoint stores no head; otherwise the same spec.
 

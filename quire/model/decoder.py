@@ -38,6 +38,7 @@ from quire.kernels.reference.norm import normalize
 from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies, query_factors, rotate
 from quire.kv.pool import KvPool
+from quire.model.lora.deltas import LoraDeltas
 from quire.model.mixers import run_mixer
 from quire.model.step_decoder import StepDecoder
 from quire.quant.parameters import Parameter, StoredParameter, dense_parameters
@@ -49,11 +50,19 @@ class Decoder(StepDecoder):
     parameters     canonical name -> tensor in the spec's dtype or quantised weight, as `open_parameters` or
                    `load_parameters` return them; quantised weights are made dense once, here
     max_model_len  the longest sequence; some rope scalings depend on it
+    lora           the LoRA adapters, which may be loaded later; None: there are none
     """
 
-    def __init__(self, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter], max_model_len: int) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        parameters: Mapping[str, Parameter | StoredParameter],
+        max_model_len: int,
+        lora: LoraDeltas | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.adapters = lora
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         dense = dense_parameters(parameters, self.dtype)
         self._parameters = dense
@@ -61,7 +70,7 @@ class Decoder(StepDecoder):
         self._frequencies = {rope: inverse_frequencies(rope, max_model_len) for rope in ropes}
         changing = [rope for rope in ropes if rope.depends_on_length]
         self._short_frequencies = {rope: inverse_frequencies(rope, rope.original_max) for rope in changing}
-        self._layers = [DecoderLayer(layer, f"layers.{index}.", dense) for index, layer in enumerate(spec.layers)]
+        self._layers = [DecoderLayer(layer, f"layers.{index}.", dense, lora) for index, layer in enumerate(spec.layers)]
         self._aux_hidden_state_layers: tuple[int, ...] = ()
         self._taps: list[Tensor] = []
         self._head = dense.get("lm_head.weight", dense["embed.weight"])
@@ -84,6 +93,8 @@ class Decoder(StepDecoder):
         Returns               [T, hidden_size], after the final norm
         """
         spec = self.spec
+        if self.adapters is not None:
+            self.adapters.begin(step.adapters)
         x = F.embedding(token_ids, self._parameters["embed.weight"])
         if spec.embed_scale != 1.0:
             x = x * (torch.tensor(spec.embed_scale, dtype=self.dtype) if spec.is_embed_scale_cast else spec.embed_scale)
@@ -92,6 +103,8 @@ class Decoder(StepDecoder):
         if spec.embed_norm is not None:
             x = self._norm(x, spec.embed_norm, "embed_norm")
         inputs = None if spec.per_layer_inputs is None else self._per_layer_inputs(token_ids, x, spec.per_layer_inputs)
+        x = x.float() if spec.is_residual_f32 else x
+        embeddings = x
         if spec.altup is not None:
             x = split_streams(x, self._parameters["altup_split.weight"])
         factors = {scaling: query_factors(scaling, positions, self.dtype) for scaling in self._scalings}
@@ -103,11 +116,14 @@ class Decoder(StepDecoder):
             source = spec.layers[index].attention.kv_source
             source = index if source is None else source
             cache = LayerCache(kv.k[source], kv.v[source], kv.states[index] if kv.states else ())
-            extra = LayerInputs(factors, None if inputs is None else inputs[:, index])
-            x = self._layers[index].forward(x, angles, step, cache, extra)
+            own_inputs = None if inputs is None else inputs[:, index]
+            dtype = self.dtype if spec.is_residual_f32 else None
+            extra = LayerInputs(factors, own_inputs, embeddings=embeddings, dtype=dtype)
+            own = step.window if step.window is not None and kv.spec.is_windowed[source] else step
+            x = self._layers[index].forward(x, angles, own, cache, extra)
         if spec.altup is not None:
             x = join_streams(x, self._parameters["altup_join.weight"])
-        return self._norm(x, spec.final_norm, "final_norm")
+        return self._norm(x, spec.final_norm, "final_norm").to(self.dtype)
 
     def _per_layer_inputs(self, token_ids: Tensor, x: Tensor, spec: PerLayerInputs) -> Tensor:
         weights = (self._parameters[f"per_layer_{name}.weight"] for name in ("embed", "proj", "norm"))
@@ -125,6 +141,11 @@ class Decoder(StepDecoder):
         chosen = torch.tensor(rows, dtype=torch.int64)
         return torch.cat([tap[chosen].float() for tap in self._taps], -1) if self._taps else torch.empty(len(rows), 0)
 
+    def copy_queries(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return memory [R, H, D] f32 of each layer, to which the next step writes the rotated queries of R rows."""
+        chosen = torch.tensor(rows, dtype=torch.int64)
+        return [layer.copy_queries(chosen) for layer in self._layers]
+
     def parameter(self, name: str) -> Tensor | None:
         """Return a dense parameter by its canonical name; None if the model has none."""
         return self._parameters.get(name)
@@ -132,7 +153,24 @@ class Decoder(StepDecoder):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype."""
-        logits = F.linear(hidden, self._head, self._parameters.get("lm_head.bias"))
+        return self._finish_logits(F.linear(hidden, self._head, self._parameters.get("lm_head.bias")))
+
+    @torch.inference_mode()
+    def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """See StepDecoder; with what the adapters of the step add to the LM head."""
+        if self.adapters is None:
+            return self.logits(hidden[rows])
+        read = hidden[rows]
+        logits = F.linear(read, self._head, self._parameters.get("lm_head.bias"))
+        return self._finish_logits(self.adapters.add_to_rows(logits, read, rows, "lm_head"))
+
+    def logits_at(self, first: int, last: int) -> Tensor:
+        """See StepDecoder."""
+        return (
+            super().logits_at(first, last) if self.adapters is None else self.logits_of(self._kept(), torch.arange(first, last))
+        )
+
+    def _finish_logits(self, logits: Tensor) -> Tensor:
         if self.spec.logit_scale != 1.0:
             logits = logits * self.spec.logit_scale
         if self.spec.final_softcap is not None:
@@ -154,11 +192,15 @@ class LayerInputs(NamedTuple):
     factors    on queries [T, 1, 1] of each query scaling; None: the model has none
     per_layer  [T, size], its per-layer inputs; None: it has none
     attended   what attention reads where it is not the normed residual
+    embeddings [T, H], what the first layer reads; None: no layer has a shared block
+    dtype      what the residual is rounded to before the norm; None: it has that dtype
     """
 
     factors: Mapping[QueryScaling, Tensor] | None = None
     per_layer: Tensor | None = None
     attended: Tensor | None = None
+    embeddings: Tensor | None = None
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +229,18 @@ class LayerPlace:
 class DecoderLayer:
     """One layer; it takes the `parameters` whose canonical names begin with `prefix`."""
 
-    def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, spec: LayerSpec, prefix: str, parameters: dict[str, Tensor], lora: LoraDeltas | None = None) -> None:
         self.spec = spec
+        self._prefix, self._lora = prefix, lora
         self._parameters = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+        self._query_copy: tuple[Tensor, Tensor] | None = None  # rows of the next step, and where their queries go
+
+    def copy_queries(self, rows: Tensor) -> Tensor:
+        """See Decoder.copy_queries."""
+        attention = self.spec.attention
+        found = torch.empty(len(rows), attention.num_heads, attention.head_dim)
+        self._query_copy = rows, found
+        return found
 
     def forward(
         self,
@@ -203,11 +254,15 @@ class DecoderLayer:
         spec, inputs = self.spec, inputs or LayerInputs()
         if spec.is_mlp_only:
             return self._add(x, self._mlp(self._norm(x, spec.mlp_in, "mlp_in"), x))
+        if spec.shared_block is not None:
+            block = self._shared_block(x, inputs.embeddings, self._place(angles, step, cache, inputs.factors))
+            return x + self._run_mixer(self._norm(x + block, spec.shared_block.mixer_in, "mixer_in"), step, cache)
         streams = None
         if spec.altup is not None:
             streams = predict(x, self._modalities(x[spec.altup.active], spec.altup), self._parameters["altup.predict.weight"])
             x = streams[spec.altup.active]
-        normed = self._norm(x, spec.attn_in, "attn_in") if inputs.attended is None else inputs.attended
+        read = x if inputs.dtype is None else x.to(inputs.dtype)
+        normed = self._norm(read, spec.attn_in, "attn_in") if inputs.attended is None else inputs.attended
         before = x
         y = self._mix(normed, angles, step, cache, inputs.factors)
         x = self._add(x, self._norm(y, spec.attn_out, "attn_out"))
@@ -255,21 +310,42 @@ class DecoderLayer:
     ) -> Tensor:
         """Return the output of attention, of the mixer, or of both together."""
         attention, mixer = self.spec.attention, self.spec.mixer
-        mixed = None if mixer is None else run_mixer(x, mixer, self._parameters, cache.states, step)
+        mixed = None if mixer is None else self._run_mixer(x, step, cache)
         if mixed is not None and attention == NO_ATTENTION:
             return mixed
         if self.spec.attention_in_scale != 1.0:
             x = x * self.spec.attention_in_scale
-        scaling, rope = attention.query_scaling, attention.rope
-        if scaling is not None and factors is None:
-            raise InvariantError("a layer that scales queries by their positions is run without factors")
-        factor = None if scaling is None or factors is None else factors[scaling]
-        place = LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
+        place = self._place(angles, step, cache, factors)
         run = self._attention if attention.latent is None else self._latent_attention
         y = run(x, attention, place)
         if mixed is None:
             return y
         return mixed * self.spec.mixer_out_scale + y * self.spec.attention_out_scale
+
+    def _place(
+        self,
+        angles: dict[RopeSpec, tuple[Tensor, Tensor]],
+        step: AttentionMetadata,
+        cache: LayerCache,
+        factors: Mapping[QueryScaling, Tensor] | None,
+    ) -> LayerPlace:
+        scaling, rope = self.spec.attention.query_scaling, self.spec.attention.rope
+        if scaling is not None and factors is None:
+            raise InvariantError("a layer that scales queries by their positions is run without factors")
+        factor = None if scaling is None or factors is None else factors[scaling]
+        return LayerPlace(None if rope is None else angles[rope], step, cache.k, cache.v, factor)
+
+    def _run_mixer(self, x: Tensor, step: AttentionMetadata, cache: LayerCache) -> Tensor:
+        assert self.spec.mixer is not None
+        return run_mixer(x, self.spec.mixer, self._parameters, cache.states, step)
+
+    def _shared_block(self, x: Tensor, embeddings: Tensor | None, place: LayerPlace) -> Tensor:
+        """Return what a shared block gives the mixer."""
+        if embeddings is None:
+            raise InvariantError("a layer with a shared block is run without embeddings")
+        spec = self.spec
+        y = self._attention(self._norm(torch.cat((x, embeddings), -1), spec.attn_in, "attn_in"), spec.attention, place)
+        return self._linear(self._mlp(self._norm(y, spec.mlp_in, "mlp_in"), x), "block_out")
 
     def _norm(self, x: Tensor, spec: NormSpec | None, name: str) -> Tensor:
         if spec is None:
@@ -277,7 +353,11 @@ class DecoderLayer:
         return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
+        y = F.linear(x, self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias"))
+        if self.spec.shared_block is not None and f"adapters.{name}_in.weight" in self._parameters:
+            read = F.linear(x, self._parameters[f"adapters.{name}_in.weight"])
+            y = y + F.linear(read, self._parameters[f"adapters.{name}_out.weight"])
+        return y if self._lora is None else self._lora.add_to(y, x, self._prefix + name)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return x + (y if self.spec.residual_scale == 1.0 else y * self.spec.residual_scale)
@@ -301,8 +381,12 @@ class DecoderLayer:
         if spec.kv_source is None:
             v = self._norm(heads["v"], spec.v_norm, "v_norm")
             store_kv(heads["k"], v, place.k_cache, place.v_cache, place.step.slots)
-        sinks = self._parameters.get("sinks.weight")
-        attended = attend(place.scale(heads["q"]), place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
+        sinks, q = self._parameters.get("sinks.weight"), place.scale(heads["q"])
+        if self._query_copy is not None:
+            rows, found = self._query_copy
+            found.copy_(q[rows])
+            self._query_copy = None
+        attended = attend(q, place.k_cache, place.v_cache, place.step, spec, sinks).flatten(1)
         if spec.has_output_gate:
             attended = attended * torch.sigmoid(self._linear(x, "attn_gate"))
         return self._linear(attended, "o")

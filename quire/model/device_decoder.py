@@ -13,7 +13,17 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.base.logging import get_logger
-from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import (
+    NO_ATTENTION,
+    NO_MLP,
+    AttentionSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    NormSpec,
+    RopeSpec,
+)
 from quire.kernels.reference.activation import apply_xielu
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
@@ -23,14 +33,17 @@ from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
-from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
+from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
+from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.model.device_refusal import device_refusal
 from quire.model.device_weights import DeviceWeights, load_on_device
+from quire.model.mixers import mix
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
@@ -47,6 +60,7 @@ class DeviceDecoder:
 
     parameters     as `open_parameters` or `load_parameters` return them; emptied on the way
     max_model_len  the longest sequence; some rope scalings depend on it
+    device         where it runs; OffloadedWeights: their device, with the weights of some layers in host memory
     policy         how weights are quantised during loading; None: they run as stored, quantised if a kernel supports it
     is_in_order    batch-invariant: a row has the same bits for any number of rows; quire's own kernels form sums in one order
     ranks          the tensor-parallel group of this rank: it has a part of every weight, and `spec` becomes the spec of this
@@ -62,11 +76,13 @@ class DeviceDecoder:
         spec: ModelSpec,
         parameters: MutableMapping[str, Parameter | StoredParameter],
         max_model_len: int,
-        device: torch.device,
+        device: torch.device | OffloadedWeights,
         policy: QuantizationPolicy | None = None,
         is_in_order: bool = False,
         ranks: DeviceRanks | None = None,
     ) -> None:
+        self._offload = offload = device if isinstance(device, OffloadedWeights) else None
+        device = device.device if isinstance(device, OffloadedWeights) else device
         refusal = device_refusal(spec)
         if refusal is not None:
             raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
@@ -76,8 +92,9 @@ class DeviceDecoder:
         self.device = device
         self.is_in_order = is_in_order
         quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
-        weights = load_on_device(parameters, spec, device, quantize, shard=None if ranks is None else ranks.shard)
-        own = weights.tensors
+        shard = None if ranks is None else ranks.shard
+        weights = load_on_device(parameters, spec, device, quantize, shard=shard, offload=offload)
+        self._weights, own = weights, weights.tensors
         self._positions = own.get("pos.weight")
         self.embedding = DeviceLinear(weights.linears["embed.weight"])
         head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
@@ -115,6 +132,15 @@ class DeviceDecoder:
         """Make the model's device current for this thread, within the block."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the weights on the device; some may share memory."""
+        return list(self._weights.all_tensors())
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the weights that are in host memory."""
+        return 0 if self._offload is None else self._offload.num_bytes
+
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
 
@@ -151,19 +177,26 @@ class DeviceDecoder:
             x = x + F.embedding(positions, self._positions)
         if self._embed_norm is not None:
             x = normalize(x, self._embed_norm)
-        is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode
+        is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
         y = None
+        if self._offload is not None:
+            self._offload.begin()
         for index, layer in enumerate(self._layers):
             self._keep(x, self._tapped.get(index))
+            if self._offload is not None:
+                if index > 0:
+                    self._offload.after(index - 1)
+                self._offload.before(index)
             if is_few and layer.fused is not None:
                 layer.fused.forward(x, positions, step, pool.caches[index])
                 y = None
                 continue
             if y is None:
-                y = x if layer.attn_in is None else normalize(x, layer.attn_in)
+                y = x if layer.first_norm is None else normalize(x, layer.first_norm)
             is_last = index + 1 == len(self._layers)
-            following = self._final_norm if is_last else self._layers[index + 1].attn_in
-            y = layer.forward(x, y, positions, step, pool.caches[index], following)
+            following = self._final_norm if is_last else self._layers[index + 1].first_norm
+            states = pool.states[index] if pool.states else ()
+            y = layer.forward(x, y, positions, step, pool.caches[index], following, states)
         hidden = normalize(x, self._final_norm) if y is None else y
         self._keep(hidden, None if self._tapped else 0)
         return hidden
@@ -174,11 +207,15 @@ class DeviceDecoder:
             self._features[: len(rows), column : column + rows.shape[1]].copy_(rows)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None, lora: AddsAdapters | None = None) -> Tensor:
+        """Return the logits [R, vocab_size] of rows of `forward`'s result, in the model's dtype; in `out` if that is given.
+
+        lora  the rows that have adapters; None: there are none
+        """
         if self.ranks is not None:
             return self.finish_logits(self.ranks.gather_logits(self.head(hidden), out))
-        return self.finish_logits(self.head(hidden, out))
+        logits = self.head(hidden, out)
+        return self.finish_logits(logits if lora is None else lora.add_to(logits, hidden, "lm_head"))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap logits as the model does, in place, and return them."""
@@ -220,7 +257,7 @@ class DeviceLayer:
         ranks: LayerRanks | None = None,
     ) -> None:
         own = _under(weights.tensors, prefix)
-        self._spec, self._is_in_order, self._ranks = spec, is_in_order, ranks
+        self._spec, self._prefix, self._is_in_order, self._ranks = spec, prefix, is_in_order, ranks
         whole_rows = _under(weights.whole_rows, prefix)
         self._linears = {
             name.removesuffix(".weight"): DeviceLinear(
@@ -247,6 +284,15 @@ class DeviceLayer:
         is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
+        self._own = own
+        gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
+        self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
+        self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
+
+    @property
+    def first_norm(self) -> Norm | None:
+        """The norm of what the layer reads first."""
+        return self._mlp_in if self._spec.is_mlp_only else self.attn_in
 
     def fuse(self, arrived: Tensor) -> str | None:
         """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in FusedLayer."""
@@ -258,24 +304,50 @@ class DeviceLayer:
         return reason
 
     def forward(
-        self, x: Tensor, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, following: Norm | None
+        self,
+        x: Tensor,
+        y: Tensor,
+        positions: Tensor,
+        step: DeviceAttentionMetadata,
+        cache: KvCache,
+        following: Norm | None,
+        states: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x."""
+        """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x.
+
+        states  the layer's recurrent states, of a DeviceKvPool
+        """
         scale = self._spec.residual_scale
+        if self._spec.is_mlp_only:
+            return add_and_normalize(x, self._mlp(y, step), following, self._mlp_out, scale)
+        branch = self._mix(y, positions, step, cache, states)
+        if self._spec.mlp == NO_MLP:
+            return add_and_normalize(x, branch, following, self._attn_out, scale)
         if self._spec.is_parallel:
             read = y if self._mlp_in is None else normalize(x, self._mlp_in)
-            branch = self._attention(y, positions, step, cache, self._spec.attention)
-            other = self._mlp(read)
+            other = self._mlp(read, step)
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
-        branch = self._attention(y, positions, step, cache, self._spec.attention)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        return add_and_normalize(x, self._mlp(y), following, self._mlp_out, scale)
+        return add_and_normalize(x, self._mlp(y, step), following, self._mlp_out, scale)
+
+    def _mix(
+        self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
+    ) -> Tensor:
+        """Return the output of attention, of the mixer, or of both together."""
+        spec, mixed = self._spec, None
+        if spec.mixer is not None:
+            mixed = mix(y, spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+            if spec.attention == NO_ATTENTION:
+                return mixed
+        read = y if spec.attention_in_scale == 1.0 else y * spec.attention_in_scale
+        attended = self._attention(read, positions, step, cache, spec.attention)
+        return attended if mixed is None else mixed * spec.mixer_out_scale + attended * spec.attention_out_scale
 
     def _attention(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, spec: AttentionSpec
     ) -> Tensor:
-        qkv = self._linears["qkv"](y)
+        qkv = self._product("qkv", y, step)
         if spec.clip_qkv is not None:
             qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
         q, k, v = qkv.split(self._sizes, 1)
@@ -288,14 +360,26 @@ class DeviceLayer:
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         q = place_heads(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
-        return self._close("o", attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1))
+        attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
+        if self._attention_gate is not None:
+            gate = self._attention_gate(y)
+            if step.lora is not None:
+                gate = step.lora.add_to(gate, y, f"{self._prefix}attn_gate")
+            attended = attended * torch.sigmoid(gate)
+        return self._close("o", attended, step)
 
-    def _close(self, name: str, rows: Tensor) -> Tensor:
+    def _product(self, name: str, x: Tensor, step: DeviceAttentionMetadata) -> Tensor:
+        """Return the output of a linear layer, with what the adapters of the step add."""
+        out = self._linears[name](x)
+        return out if step.lora is None else step.lora.add_to(out, x, self._prefix + name)
+
+    def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
-        linear = self._linears[name]
-        return linear(rows) if self._ranks is None else self._ranks.close_block(name, linear, rows)
+        if self._ranks is None:
+            return self._product(name, rows, step)
+        return self._ranks.close_block(name, self._linears[name], rows)
 
-    def _mlp(self, y: Tensor) -> Tensor:
+    def _mlp(self, y: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
@@ -305,26 +389,28 @@ class DeviceLayer:
             is_row_parallel = ranks is not None and "experts.down" in ranks.row_parallel
             gather = None if ranks is None or is_row_parallel else ranks.gather_inner
             out = mixture_of_experts(*given, gather=gather)
-            shared = None if spec.shared is None else self._shared_expert(y, spec.shared)
+            shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
             if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
                 return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)
             out = out if shared is None else out + shared
             return out if ranks is None else ranks.close_part(out, is_row_parallel)
-        both = self._linears["gate_up"](y)
+        both = self._product("gate_up", y, step)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
-            return self._close("down", activate(gate, up, spec.activation))
+            gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
+            out = self._close("down", activate(gate, up, spec.activation), step)
+            return out if spec.down_scale == 1.0 else out * spec.down_scale
         if self._xielu is not None:
-            return self._close("down", apply_xielu(both, *self._xielu))
-        return self._close("down", activate(both, None, spec.activation))
+            return self._close("down", apply_xielu(both, *self._xielu), step)
+        return self._close("down", activate(both, None, spec.activation), step)
 
-    def _shared_expert(self, y: Tensor, spec: MlpSpec) -> Tensor:
+    def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of the shared expert; with ranks, its partial sum or its columns."""
-        gate, up = self._linears["shared.gate_up"](y).chunk(2, 1)
+        gate, up = self._product("shared.gate_up", y, step).chunk(2, 1)
         inner = activate(gate, up, spec.activation)
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
             inner = self._ranks.gather_inner(inner, "shared.down")
-        out = self._linears["shared.down"](inner)
+        out = self._product("shared.down", inner, step)
         return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import LayerSpec, MlpSpec
+from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
@@ -21,8 +21,14 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
     """Return the feature of a layer that fused kernels do not support; None if it can be fused."""
     if any(linear.is_in_order for linear in linears.values()):
         return "sums in one order at any number of rows"
+    if spec.mixer is not None or spec.attention == NO_ATTENTION or spec.mlp == NO_MLP:
+        return "a recurrent state, or one block only"
+    if spec.attention.has_output_gate:
+        return "a gate on the output of attention"
     if not isinstance(spec.mlp, MlpSpec):
         return "a mixture of experts"
+    if spec.mlp.gate_scale != 1.0 or spec.mlp.down_scale != 1.0:
+        return "a feed-forward block with factors"
     if spec.is_parallel:
         return "blocks in parallel"
     if spec.mlp.activation == "xielu":

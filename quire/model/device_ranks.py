@@ -12,7 +12,7 @@ from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.adding import add_parts_launch
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
-from quire.parallel.torch_communicator import ORDERED_BYTES, TorchCommunicator
+from quire.parallel.torch_communicator import ORDERED_BYTES
 
 
 class Collectives(Protocol):
@@ -32,18 +32,13 @@ class Collectives(Protocol):
 class DeviceRanks:
     """The group of a rank. All ranks make the same calls in the same order; no call waits for the device.
 
-    communicator  of the group, on the model's device; closed with the ranks where it has to be
+    communicator  of the group, on the model's device
     shard         the part of this rank
     """
 
     def __init__(self, communicator: Collectives, shard: DeviceShard) -> None:
         self.communicator, self.shard = communicator, shard
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
-
-    def close(self) -> None:
-        """Close the communicator; no collective may be running."""
-        if isinstance(self.communicator, TorchCommunicator):
-            self.communicator.close()
 
     @property
     def specs(self) -> list[ModelSpec]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import NO_MLP, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.model.reference_only import reference_only_layer
+
+MAX_TAPS = 4
+"""Of a causal convolution of the GPU kernels."""
 
 
 def device_refusal(spec: ModelSpec) -> str | None:
     """Return why the GPU kernels cannot run a model, or None where they can."""
+    if all(layer.attention == NO_ATTENTION for layer in spec.layers):
+        return "a model without attention"
     return next((reason for layer in spec.layers if (reason := _refusal(layer)) is not None), None)
 
 
@@ -22,12 +27,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "attention in both directions"
     if layer.attention.latent is not None:
         return "multi-head latent attention"
-    if layer.mixer is not None:
-        return "layers with a recurrent state"
-    if layer.is_mlp_only or layer.mlp == NO_MLP:
-        return "layers without attention, or without a feed-forward block"
-    if layer.attention.has_output_gate:
-        return "a gate on the output of attention"
+    if layer.mixer is not None and layer.mixer.conv_size > MAX_TAPS:
+        return f"a convolution of more than {MAX_TAPS} taps"
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"
@@ -43,5 +44,11 @@ def _native_only(layer: LayerSpec) -> str | None:
         "values that are normalised": attention.v_norm is not None,
         "values that are made by the keys' projection": attention.is_v_from_k,
         "a learned factor on the output of a layer": layer.has_scale,
+        "experts in a latent space": isinstance(layer.mlp, MoeSpec) and layer.mlp.latent_size is not None,
+        "a shared expert without a gate": _has_plain_shared_expert(layer),
     }
     return next((name for name, is_so in has.items() if is_so), None)
+
+
+def _has_plain_shared_expert(layer: LayerSpec) -> bool:
+    return isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None and not layer.mlp.shared.is_gated

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,6 +23,7 @@ from quire.kernels.triton.quantized_weights import (
 )
 from quire.model.device_copies import DeviceCopies
 from quire.model.device_linear import DeviceWeight
+from quire.model.device_offload import OffloadedWeights
 from quire.model.device_shards import DeviceShard, Opened, reason_not_to_take_columns, take_columns, take_rows
 from quire.model.parameters import Shape, float32_parameters, parameter_shapes
 from quire.quant.float8 import Float8Weight
@@ -57,6 +58,20 @@ class DeviceWeights:
     whole_rows: dict[str, tuple[int, ...]] = field(default_factory=dict)
     row_parallel: set[str] = field(default_factory=set)
 
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor; some may share memory."""
+        yield from self.tensors.values()
+        for weight in (*(part for parts in self.linears.values() for part in parts), *self.experts.values()):
+            yield from tensors_of(weight)
+
+
+def tensors_of(weight: DeviceWeight) -> Iterator[Tensor]:
+    """Yield the tensors of one weight."""
+    if isinstance(weight, Tensor):
+        yield weight
+        return
+    yield from (part for part in (weight.codes, weight.scales, weight.offsets, weight.columns) if part is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class _Place:
@@ -78,6 +93,7 @@ def load_on_device(
     quantize: ParameterQuantizer | None = None,
     shapes: Mapping[str, Shape] | None = None,
     shard: DeviceShard | None = None,
+    offload: OffloadedWeights | None = None,
 ) -> DeviceWeights:
     """Return every parameter on a device, quantised if stored so, otherwise in the model's dtype; `parameters` is emptied.
 
@@ -87,8 +103,9 @@ def load_on_device(
     quantize  applied on the device to every weight that is dense in the checkpoint, to each expert separately
     shapes    of the parameters, q before k before v and gate before up; None: those of the spec
     shard     the part of this rank of a tensor-parallel model; None: all
+    offload   takes the weights of its layers to the host as soon as each is complete; None: all stay on the device
     """
-    return _Loader(parameters, spec, device, quantize, shapes, shard).load()
+    return _Loader(parameters, spec, device, quantize, shapes, shard).load(offload)
 
 
 class _Loader:
@@ -123,7 +140,7 @@ class _Loader:
         self._orders: dict[bytes, Tensor] = {}
         self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
-    def load(self) -> DeviceWeights:
+    def load(self, offload: OffloadedWeights | None) -> DeviceWeights:
         found = DeviceWeights()
         twins: dict[int, str] = {}
         owned: list[Parameter | StoredParameter] = []  # keeps objects alive, so that no id() is reused
@@ -138,13 +155,17 @@ class _Loader:
                     found.linears[name] = found.linears[twin]
                     found.whole_rows[name] = found.whole_rows[twin]
                     continue
-            if len(self._shapes[name]) == 3:
+            if len(self._shapes[name]) == 3 and not name.endswith("conv.weight"):
                 found.experts[name] = self._place_experts(parameter, name)
+                if offload is not None:
+                    offload.take(name, (found.experts[name],))
             elif _is_linear(place.name):
                 self._place_rows(parameter, place, name)
                 place = self._places[name]
                 if place.start + place.count == self._sizes[place.name]:
                     found.linears[place.name], found.whole_rows[place.name] = self._finish(place.name)
+                    if offload is not None:
+                        offload.take(place.name, found.linears[place.name])
             else:
                 # Biases of experts and norms of heads are joined from those of each: no view of what is stored.
                 is_stack = len(self._shapes[name]) > 1 and name != "pos.weight"
@@ -160,8 +181,10 @@ class _Loader:
             if isinstance(parameter, StoredParameter):
                 parameter.give_back()
         self._copies.finish()
+        if offload is not None:
+            offload.finish()
         found.row_parallel.update(self._row_parallel)
-        self._tell_of_shards()
+        self._log_shards()
         for reason, names in self._widened.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             logger.warning("%d weights take more memory: run in %s, as %s: %s", len(names), self._dtype, reason, shown)
@@ -249,7 +272,7 @@ class _Loader:
             self._places[name] = replace(place, count=num_rows)
             self._sizes[place.name] = num_rows
 
-    def _tell_of_shards(self) -> None:
+    def _log_shards(self) -> None:
         for reason, names in self._cut_by_outputs.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             logger.warning("%d weights are cut by their outputs, not their inputs, as %s: %s", len(names), reason, shown)
@@ -284,7 +307,7 @@ class _Loader:
     def _quantized(self, weight: Opened, name: str) -> Opened:
         if self._quantize is None or not isinstance(weight, Tensor):
             return weight
-        return self._quantize.narrowed(name, self._copies.upload(weight))
+        return self._quantize.quantized(name, self._copies.upload(weight))
 
     def _open_quantized(self, weight: Opened, name: str) -> DeviceQuantizedWeight | None:
         """Return a weight in the form of the kernels, on the device, or None if it must be dense."""

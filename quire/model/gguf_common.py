@@ -12,11 +12,19 @@ _UNTIED = ("gpt-oss", "olmo2")
 _MAX_EXPERTS = 1 << 18
 
 
-def read_common(keys: GgufKeys, eps: tuple[str, str] = RMS_EPS, *, can_be_partial: bool = False) -> dict[str, object]:
+def read_common(
+    keys: GgufKeys,
+    eps: tuple[str, str] = RMS_EPS,
+    *,
+    can_be_partial: bool = False,
+    num_kv_heads: int | None = None,
+    inner_size: int | None = None,
+) -> dict[str, object]:
     """Return what all architectures but GPT-2 share.
 
     eps             the key of the eps of norms in a config.json, and in the file
     can_be_partial  only a part of each head may be rotated
+    num_kv_heads, inner_size  where the file has a number for each layer; None: it has one for all
     """
     hidden_size, num_heads = keys.required("embedding_length"), keys.required("attention.head_count")
     head_dim = keys.integer("attention.key_length")
@@ -34,9 +42,9 @@ def read_common(keys: GgufKeys, eps: tuple[str, str] = RMS_EPS, *, can_be_partia
         "hidden_size": hidden_size,
         "num_hidden_layers": num_layers_of(keys),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": keys.integer("attention.head_count_kv") or num_heads,
+        "num_key_value_heads": num_kv_heads or keys.integer("attention.head_count_kv") or num_heads,
         "head_dim": head_dim,
-        "intermediate_size": keys.required("feed_forward_length"),
+        "intermediate_size": inner_size or keys.required("feed_forward_length"),
         eps[0]: keys.number(eps[1]),
         "max_position_embeddings": keys.required("context_length"),
         "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),

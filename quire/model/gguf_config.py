@@ -12,6 +12,7 @@ from quire.model.gguf_common import is_tied, num_layers_of, read_common, vocab_s
 from quire.model.gguf_families import FAMILY_READERS
 from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_names import find_architecture
+from quire.model.gguf_recurrent import RECURRENT_READERS
 from quire.model.gguf_rope import DEFAULT_ROPE_BASE
 
 _DTYPES = {"F32": "float32", "F64": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -44,7 +45,7 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
         raise UnsupportedError(f"{file.path} is of general.type {kind!r}, which is not supported; give the file of a model")
     keys = GgufKeys(file, name)
     architecture = find_architecture(name, keys.integer("expert_count") or 0)
-    read = FAMILY_READERS.get(name) or _READERS[architecture.model_type]
+    read = FAMILY_READERS.get(name) or RECURRENT_READERS.get(name) or _READERS[architecture.model_type]
     config = {"model_type": architecture.model_type, **read(keys), **_token_ids(keys)}
     keys.refuse_unread()
     config["dtype"] = _dtype(file, name)

@@ -56,6 +56,11 @@ def _smollm3(keys: GgufKeys) -> Config:
     return {**_plain_llama(keys), "no_rope_layer_interval": 4, "use_sliding_window": False}
 
 
+def _apertus(keys: GgufKeys) -> Config:
+    """Read Apertus; the numbers of its activation function are read with the tensors."""
+    return {**read_common(keys), "hidden_act": "xielu", "attention_bias": _has_bias(keys, "attn_q")}
+
+
 def _seed_oss(keys: GgufKeys) -> Config:
     return {**_plain_llama(keys), "attention_out_bias": _has_bias(keys, "attn_output")}
 
@@ -72,9 +77,8 @@ def _glm4(keys: GgufKeys) -> Config:
 
 
 def _chatglm(keys: GgufKeys) -> Config:
-    if keys.has_tensor("blk.0.attn_qkv.weight"):
-        raise UnsupportedError(f"{keys.file.path}: ChatGLM 2 and 3, whose q, k and v lie in one matrix, are not supported")
-    return _glm4(keys)
+    """Read ChatGLM 2 and 3 and the first GLM-4, whose q, k and v lie in one matrix, or GLM-4 as transformers has it."""
+    return {**_glm4(keys), "attention_bias": _has_bias(keys, "attn_q") or _has_bias(keys, "attn_qkv")}
 
 
 def _cohere(keys: GgufKeys) -> Config:
@@ -368,6 +372,7 @@ def _deepseek2(keys: GgufKeys) -> Config:
 
 
 FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
+    "apertus": _apertus,
     "arcee": _arcee,
     "baichuan": _baichuan,
     "chatglm": _chatglm,

@@ -69,6 +69,18 @@ class GgufKeys:
             raise self.metadata.error(self._prefix + name, "an integer >= 1")
         return value
 
+    def per_layer(self, name: str, num_layers: int) -> list[int]:
+        """Return an integer >= 0 of each layer: those of an array, or one for all."""
+        found = self.metadata.raw(self._prefix + name)
+        if found is None or not found.kind.endswith("[]"):
+            return [self.integer(name) or 0] * num_layers
+        self._read.add(name)
+        values = cast("Sequence[object]", found.value)
+        numbers = [value for value in values if type(value) is int and value >= 0]
+        if len(numbers) != len(values) or len(values) != num_layers:
+            raise self.metadata.error(self._prefix + name, f"{num_layers} integers >= 0, one for each layer")
+        return numbers
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number; without a default it must be there."""
         value = self.raw(name)

@@ -71,8 +71,62 @@ _DEEPSEEK2 = {
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": "self_attn.kv_b_proj",
 }
+
+
+def _recurrent(module: str, step_bias: str = "dt_bias") -> dict[str, str]:
+    """Return the names of a Mamba or Mamba 2 mixer, or of what a gated delta net shares with them."""
+    names = {"in": "in_proj", "x": "x_proj", "dt": "dt_proj", "norm": "norm", "out": "out_proj", "conv1d": "conv1d"}
+    norms = {f"{name}_norm": f"{name}_layernorm" for name in ("dt", "b", "c")}
+    bare = {"a": "A_log", "d": "D", "dt.bias": step_bias}
+    return {f"ssm_{ours}": f"{module}.{theirs}" for ours, theirs in {**names, **norms, **bare}.items()}
+
+
+_FEED_FORWARD = {
+    **_PRE_NORM,
+    "ffn_norm": "pre_ff_layernorm",
+    **{f"ffn_{which}": f"feed_forward.{which}_proj" for which in ("gate", "up", "down")},
+}
+_LFM2 = {
+    **_PRE_NORM,
+    "attn_norm": "operator_norm",
+    "ffn_norm": "ffn_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    **{f"shortconv.{name}": f"conv.{name}" for name in ("conv", "in_proj", "out_proj")},
+}
+_NEMOTRON_H = {
+    **_recurrent("mixer"),
+    "attn_norm": "norm",
+    "attn_output": "mixer.o_proj",
+    **{f"attn_{one}": f"mixer.{one}_proj" for one in "qkv"},
+    **{f"ffn_{which}": f"mixer.{which}_proj" for which in ("up", "down")},
+    **{f"ffn_{which}_shexp": f"mixer.shared_experts.{which}_proj" for which in ("up", "down")},
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+}
+_GATED_DELTA = {
+    **_PRE_NORM,
+    **_recurrent("linear_attn"),
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
 _GPT_OSS = {**_SANDWICH, "attn_sinks.weight": "self_attn.sinks"}
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_FEED_FORWARD_TOP = {**_TOP, "output_norm": "final_layernorm"}
+_LFM2_TOP = {**_TOP, "output_norm": "embedding_norm", "token_embd_norm": "embedding_norm"}
+_BACKBONE_TOP = {"token_embd": "embeddings", "output_norm": "norm_f", "output": "lm_head"}
 _PHI2_TOP = {**_TOP, "output_norm": "final_layernorm"}
 _GPT_NEOX_TOP = {"token_embd": "embed_in", "output_norm": "final_layer_norm", "output": "lm_head"}
 _GPT2_TOP = {"token_embd": "wte", "position_embd": "wpe", "output_norm": "ln_f", "output": "lm_head"}
@@ -82,7 +136,8 @@ _QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are read with the metadata: divisors of the rotary frequencies."""
 
-_LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)\.(weight|bias)")
+_BARE_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ssm_[ad])")
 _STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)_exps\.weight")
 _EXPERT_BIASES = re.compile(r"ffn_(gate|up|down)_exps\.bias")
 _ONE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
@@ -100,6 +155,8 @@ class GgufArchitecture:
     is_transposed     the checkpoint stores linear weights [in, out]
     is_qkv_by_head    rows of q, k and v are those of the first head, then of the next, in the checkpoint, unlike in the file
     rows              vectors that are one row of a matrix in the checkpoint
+    is_value_tiled    value heads of a gated delta net are ordered by their number under a key head first, and not by key head
+    is_qkv_split      q, k and v are apart in the checkpoint, but may be joined in the file
     """
 
     model_type: str
@@ -114,6 +171,8 @@ class GgufArchitecture:
     is_transposed: bool = False
     is_qkv_by_head: bool = False
     rows: tuple[str, ...] = ()
+    is_value_tiled: bool = False
+    is_qkv_split: bool = False
 
     def rename(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that is not stacked experts; an unknown name stays as it is."""
@@ -125,6 +184,9 @@ class GgufArchitecture:
         found = _ONE_EXPERT.fullmatch(name)
         if found is not None and self.expert:
             return self._expert(int(found[1]), found[2], int(found[3]))
+        found = _BARE_TENSOR.fullmatch(name)
+        if found is not None and found[2] in self.layer:
+            return f"{self.layers}.{int(found[1])}.{self.layer[found[2]]}"
         module, _, kind = name.rpartition(".")
         return f"{self.top[module]}.{kind}" if module in self.top else name
 
@@ -187,11 +249,28 @@ _LLAMA4 = GgufArchitecture(
     expert_block="feed_forward",
     router="router",
 )
+_GRANITE_HYBRID = replace(_GRANITE_MOE, model_type="granitemoehybrid", layer={**_GRANITE_MOE.layer, **_recurrent("mamba")})
+_NEMOTRON_H_MOE = GgufArchitecture("nemotron_h", _NEMOTRON_H, _BACKBONE_TOP, expert=_QWEN_EXPERT, expert_block="mixer")
+_QWEN3_NEXT = replace(_moe("qwen3_next", _GATED_DELTA, "shared_expert"), has_norm_offset=True, rows=("ffn_gate_inp_shexp",))
+_LFM2_MOE = GgufArchitecture("lfm2_moe", _LFM2, _LFM2_TOP, expert=_MIXTRAL_EXPERT, expert_block="feed_forward")
+_JAMBA = GgufArchitecture(
+    "jamba",
+    {**_FEED_FORWARD, **_recurrent("mamba", "dt_proj.bias")},
+    _FEED_FORWARD_TOP,
+    expert=_QWEN_EXPERT,
+    expert_block="feed_forward",
+    router="router",
+)
+_MAMBA = GgufArchitecture("mamba", {"attn_norm": "norm", **_recurrent("mixer", "dt_proj.bias")}, _BACKBONE_TOP)
+_MAMBA2 = GgufArchitecture("mamba2", {"attn_norm": "norm", **_recurrent("mixer")}, _BACKBONE_TOP)
+_FALCON_H1 = GgufArchitecture("falcon_h1", {**_FEED_FORWARD, **_recurrent("mamba")}, _FEED_FORWARD_TOP)
 _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
+_APERTUS = {**_PRE_NORM, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
 ARCHITECTURES: dict[str, GgufArchitecture] = {
+    "apertus": GgufArchitecture("apertus", _APERTUS),
     "arcee": GgufArchitecture("arcee", is_permuted=True),
     "baichuan": GgufArchitecture("llama", is_permuted=True),
-    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
+    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}, is_qkv_split=True),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
     "deepseek2": _moe("deepseek_v3", _DEEPSEEK2),
@@ -200,6 +279,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "ernie4_5-moe": _ERNIE_MOE,
     "exaone": GgufArchitecture("llama"),
     "exaone4": GgufArchitecture("exaone4", _SANDWICH),
+    "falcon-h1": _FALCON_H1,
     "gemma": GgufArchitecture("gemma", has_norm_offset=True),
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
     "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
@@ -209,23 +289,34 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
     "gptneox": GgufArchitecture("gpt_neox", _GPT_NEOX, _GPT_NEOX_TOP, is_qkv_by_head=True),
     "granite": GgufArchitecture("granite", is_permuted=True),
+    "granitehybrid": _GRANITE_HYBRID,
     "granitemoe": _GRANITE_MOE,
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense", _HUNYUAN),
     "hunyuan-moe": _HUNYUAN_MOE,
     "internlm2": GgufArchitecture("llama", is_permuted=True),
+    "jamba": _JAMBA,
+    "lfm2": GgufArchitecture("lfm2", _LFM2, _LFM2_TOP),
+    "lfm2moe": _LFM2_MOE,
     "llama": GgufArchitecture("llama", is_permuted=True),
     "llama4": _LLAMA4,
+    "mamba": _MAMBA,
+    "mamba2": _MAMBA2,
     "minicpm": GgufArchitecture("granite", is_permuted=True),
     "minimax-m2": _MINIMAX,
     "nemotron": GgufArchitecture("nemotron", has_norm_offset=True),
+    "nemotron_h": _NEMOTRON_H_MOE,
+    "nemotron_h_moe": _NEMOTRON_H_MOE,
     "olmo2": GgufArchitecture("olmo2", _SANDWICH),
     "olmoe": GgufArchitecture("olmoe", expert=_QWEN_EXPERT),
     "phi2": GgufArchitecture("phi", _PHI2, _PHI2_TOP),
     "phi3": GgufArchitecture("phi3", _PHI3),
     "qwen2": GgufArchitecture("qwen2"),
     "qwen2moe": _QWEN2_MOE,
+    "qwen35": replace(_QWEN3_NEXT, model_type="qwen3_5_text", is_value_tiled=True),
+    "qwen35moe": replace(_QWEN3_NEXT, model_type="qwen3_5_moe_text", is_value_tiled=True),
     "qwen3": GgufArchitecture("qwen3"),
     "qwen3moe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
+    "qwen3next": _QWEN3_NEXT,
     "qwen3vl": GgufArchitecture("qwen3"),
     "seed_oss": GgufArchitecture("seed_oss", _POST_NORM),
     "smollm3": GgufArchitecture("smollm3", is_permuted=True),

@@ -5,14 +5,15 @@ from __future__ import annotations
 import mmap
 import re
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from quire.base.errors import ModelFormatError
-from quire.base.gguf_file import GgufTensor, read_gguf
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.base.gguf_file import GgufFile, GgufTensor, read_gguf
 from quire.model.gguf_config import gguf_config
 from quire.model.gguf_names import ROPE_FACTORS, GgufArchitecture, find_architecture
 from quire.model.mapped_files import MappedFiles
@@ -23,6 +24,9 @@ _ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 _QKV = re.compile(r"blk\.\d+\.attn_qkv\.(weight|bias)")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LATENT_PART = re.compile(r"blk\.\d{1,6}\.attn_(k|v)_b\.weight")
+_STATE_TENSOR = re.compile(r"blk\.\d{1,6}\.(ssm_a|ssm_d|ssm_norm\.weight|ssm_conv1d\.weight|shortconv\.conv\.weight)")
+_VALUE_HEADS = re.compile(r"blk\.\d{1,6}\.(attn_qkv|attn_gate|ssm_(?:alpha|beta|a|dt|conv1d|out))(?:\.(?:weight|bias))?")
+_XIELU = {"beta": 0.5, "eps": -1e-6}
 _NORM = re.compile(r"(.*[._])?norm\.weight")
 
 
@@ -54,7 +58,28 @@ def open_gguf_tensors(path: Path, mapped: MappedFiles | None = None) -> dict[str
         if repeated is not None:
             raise ModelFormatError(f"{path} holds {repeated!r} twice, the second time as {name!r}")
         tensors |= opened
+    if config.get("hidden_act") == "xielu":
+        tensors |= _xielu_numbers(file, config)
     return _join_latent_parts(path, tensors, config) if "kv_lora_rank" in config else tensors
+
+
+def _xielu_numbers(file: GgufFile, config: dict[str, object]) -> dict[str, Tensor]:
+    """Return the two learned numbers of xIELU in each layer, which are metadata; the other two must be those of all models."""
+    num_layers, found = config["num_hidden_layers"], dict[str, Tensor]()
+    for name in ("alpha_p", "alpha_n", "beta", "eps"):
+        key = f"xielu.{name}"
+        raw = file.metadata.raw(key)
+        is_array = raw is not None and raw.kind.endswith("[]")
+        values = file.metadata.array(key, "f32") if is_array else [file.metadata.number(key)] * cast("int", num_layers)
+        if values is None or len(values) != num_layers or None in values:
+            raise file.metadata.error(key, f"{num_layers} numbers, one for each layer")
+        numbers = torch.tensor(values, dtype=torch.float32)
+        if name in _XIELU:
+            if not torch.allclose(numbers, torch.tensor(_XIELU[name]), rtol=1e-2, atol=0):
+                raise UnsupportedError(f"{file.path}: {key} must be {_XIELU[name]} in all layers, got {numbers.tolist()}")
+            continue
+        found |= {f"layers.{index}.mlp.act_fn.{name}": numbers[index : index + 1] for index in range(len(values))}
+    return found
 
 
 def _join_latent_parts(
@@ -137,7 +162,7 @@ class _MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """A matrix [O, K] in a file, and the order in which its rows are wanted."""
+    """A matrix [O, K] in a file, and the order in which its rows, or its columns, are wanted."""
 
     file: _MappedFile
     type_name: str
@@ -146,6 +171,7 @@ class _Matrix:
     start: int
     num_bytes: int
     rows: Tensor | None = None
+    columns: Tensor | None = None
 
     def load(self) -> QuantizedWeight | Tensor:
         """Return the weight, its rows in order: a view of the file where nothing has to change."""
@@ -153,8 +179,14 @@ class _Matrix:
         if self.rows is not None:
             packed = packed[self.rows]
         if self.type_name in FLOAT_TYPES:
-            return packed.view(FLOAT_TYPES[self.type_name])
-        return unpack_blocks(self.type_name, packed, self.name)
+            values = packed.view(FLOAT_TYPES[self.type_name])
+            return values if self.columns is None else values[:, self.columns]
+        weight = unpack_blocks(self.type_name, packed, self.name)
+        if self.columns is None:
+            return weight
+        if isinstance(weight, QuantizedWeight) and weight.columns is None:
+            return replace(weight, columns=torch.argsort(self.columns))
+        return (weight.dequantize() if isinstance(weight, QuantizedWeight) else weight)[:, self.columns]
 
 
 class _Opener:
@@ -165,9 +197,13 @@ class _Opener:
 
     def open(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
         """Return what one tensor of the file is: itself under its name, or its experts."""
+        if self._architecture.is_qkv_split and _QKV.fullmatch(tensor.name):
+            return self._split_qkv(tensor)
         if len(tensor.shape) == 3:
             return self._heads(tensor) if _LATENT_PART.fullmatch(tensor.name) else self._experts(tensor)
         name = self._architecture.rename(tensor.name)
+        if (found := _STATE_TENSOR.fullmatch(tensor.name)) is not None:
+            return {name: self._state_tensor(tensor, found[1])}
         if len(tensor.shape) == 1 and tensor.type_name in FLOAT_TYPES:
             values = self._vector(tensor)
             return {name: values[None] if tensor.name.split(".")[-2] in self._architecture.rows else values}
@@ -176,7 +212,28 @@ class _Opener:
         matrix = self._matrix(tensor, (tensor.shape[0], tensor.shape[1]), tensor.start, tensor.num_bytes)
         is_transposed = self._architecture.is_transposed and tensor.name.startswith("blk.")
         # What the checkpoint stores transposed is given as a weight, which is [out, in] by definition.
-        return {name: self._lazy(matrix) if is_transposed or matrix.rows is not None else self._opened(matrix)}
+        return {
+            name: self._lazy(matrix)
+            if is_transposed or matrix.rows is not None or matrix.columns is not None
+            else self._opened(matrix)
+        }
+
+    def _split_qkv(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
+        num_heads, num_kv_heads, head_dim = self._sizes("num_attention_heads", "num_key_value_heads", "head_dim")
+        counts = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+        if tensor.shape[0] != sum(counts.values()):
+            raise _shape_error(tensor)
+        opened: dict[str, Tensor | StoredWeight] = {}
+        start, row_bytes = tensor.start, tensor.num_bytes // tensor.shape[0]
+        for one, count in counts.items():
+            name, shape, num_bytes = (
+                tensor.name.replace("attn_qkv", f"attn_{one}"),
+                (count, *tensor.shape[1:]),
+                count * row_bytes,
+            )
+            opened |= self.open(replace(tensor, name=name, shape=shape, start=start, num_bytes=num_bytes))
+            start += num_bytes
+        return opened
 
     def _heads(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
         """Return a part of what makes keys and values of latent rows, under its own name; see join_latent_parts."""
@@ -199,6 +256,26 @@ class _Opener:
             for index, name in enumerate(names)
         }
 
+    def _state_tensor(self, tensor: GgufTensor, what: str) -> Tensor:
+        """Return a tensor of a mixer in the form of the checkpoint.
+
+        Files have -exp(A_log) as ssm_a; what the checkpoint has in one dimension may be stored as a matrix; and convolutions
+        lack the dimension of their one input channel.
+        """
+        if tensor.type_name not in FLOAT_TYPES or len(tensor.shape) > 2:
+            raise _shape_error(tensor)
+        values = self._file.bytes_at(tensor.start, tensor.num_bytes).view(FLOAT_TYPES[tensor.type_name]).view(tensor.shape)
+        rows = self._row_order(tensor)
+        values = values if rows is None else values[rows]
+        if what.endswith("conv.weight") or what == "ssm_conv1d.weight":
+            return values[:, None]
+        if what == "ssm_a":
+            if not bool((values < 0).all()):
+                raise ModelFormatError(f"{tensor.path}: {tensor.name} must hold negative numbers, -exp(A_log)")
+            values = torch.log(-values.float())
+            return values if values.ndim == 2 and values.shape[1] > 1 else values.flatten()
+        return values.flatten()
+
     def _vector(self, tensor: GgufTensor) -> Tensor:
         values = self._file.bytes_at(tensor.start, tensor.num_bytes).view(FLOAT_TYPES[tensor.type_name])
         rows = self._row_order(tensor)
@@ -209,7 +286,16 @@ class _Opener:
         return values
 
     def _matrix(self, tensor: GgufTensor, shape: tuple[int, int], start: int, num_bytes: int) -> _Matrix:
-        return _Matrix(self._file, tensor.type_name, tensor.name, shape, start, num_bytes, self._row_order(tensor))
+        return _Matrix(
+            self._file,
+            tensor.type_name,
+            tensor.name,
+            shape,
+            start,
+            num_bytes,
+            self._row_order(tensor),
+            self._column_order(tensor),
+        )
 
     @staticmethod
     def _opened(matrix: _Matrix) -> Tensor | StoredWeight:
@@ -226,6 +312,9 @@ class _Opener:
 
     def _row_order(self, tensor: GgufTensor) -> Tensor | None:
         """Return which row of the file comes where, for q and k that are stored for rotating neighbours [O] i64."""
+        values = _VALUE_HEADS.fullmatch(tensor.name) if self._architecture.is_value_tiled else None
+        if values is not None:
+            return None if values[1] == "ssm_out" else self._value_rows(tensor, values[1])
         if self._architecture.is_qkv_by_head and _QKV.fullmatch(tensor.name):
             return self._rows_by_head(tensor)
         rotated = _ROTATED.fullmatch(tensor.name)
@@ -236,6 +325,28 @@ class _Opener:
         if not isinstance(num_heads, int) or num_rows % (2 * num_heads):
             raise ModelFormatError(f"{tensor.path}: {tensor.name} has {num_rows} rows, which are not {num_heads} heads")
         return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    def _column_order(self, tensor: GgufTensor) -> Tensor | None:
+        """Return which column of the file comes where, for the output projection of tiled value heads [K] i64."""
+        if not self._architecture.is_value_tiled or not tensor.name.endswith(".ssm_out.weight"):
+            return None
+        return self._value_order(tensor, tensor.shape[1], self._sizes("linear_value_head_dim")[0])
+
+    def _value_rows(self, tensor: GgufTensor, module: str) -> Tensor:
+        num_k_heads, k_dim, v_dim = self._sizes("linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+        first = 2 * num_k_heads * k_dim if module in ("attn_qkv", "ssm_conv1d") else 0
+        per_head = v_dim if module in ("attn_qkv", "attn_gate", "ssm_conv1d") else 1
+        order = self._value_order(tensor, tensor.shape[0] - first, per_head)
+        return torch.cat((torch.arange(first), first + order))
+
+    def _value_order(self, tensor: GgufTensor, count: int, per_head: int) -> Tensor:
+        num_k_heads, num_v_heads = self._sizes("linear_num_key_heads", "linear_num_value_heads")
+        if count != num_v_heads * per_head or num_v_heads % num_k_heads:
+            raise _shape_error(tensor)
+        return torch.arange(count).view(-1, num_k_heads, per_head).transpose(0, 1).reshape(-1)
+
+    def _sizes(self, *keys: str) -> tuple[int, ...]:
+        return tuple(size if isinstance(size := self._config[key], int) else 0 for key in keys)
 
     def _rows_by_head(self, tensor: GgufTensor) -> Tensor:
         num_heads, num_rows = self._config["num_attention_heads"], tensor.shape[0]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +27,56 @@ from quire.kernels.reference.recurrent import Recurrence, StateRows, causal_conv
 Parameters = Mapping[str, Tensor]
 
 
+class MixerInputs(Protocol):
+    """What a mixer computes with, besides its spec: its parameters, and the states of the sequences of a step.
+
+    parameters  of the layer, by their canonical names in it
+    """
+
+    @property
+    def parameters(self) -> Parameters: ...
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """Return a linear layer of x [T, N]."""
+        ...
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """Return the causal convolution of x [T, C] with conv.weight and conv.bias; its state is the first one."""
+        ...
+
+    def recur(self, inputs: Recurrence) -> Tensor:
+        """Return the outputs [T, Hv, Dv] of a recurrence, whose state is the second one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class HostMixerInputs:
+    """Implements MixerInputs on a CPU.
+
+    states  the layer's tensors of a KvPool's states; without any, all sequences must start
+    starts  S + 1 offsets of the runs
+    """
+
+    parameters: Parameters
+    states: Sequence[Tensor]
+    starts: list[int]
+    rows: StateRows
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        """See MixerInputs."""
+        return F.linear(x, self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias"))
+
+    def convolve(self, x: Tensor) -> Tensor:
+        """See MixerInputs."""
+        weight, bias = self.parameters["conv.weight"][:, 0], self.parameters.get("conv.bias")
+        return causal_conv(x, weight, bias, self.states[0], self.starts, self.rows)
+
+    def recur(self, inputs: Recurrence) -> Tensor:
+        """See MixerInputs."""
+        pool = self.states[1]
+        return recur(inputs, pool.view(len(pool), *inputs.state_shape), self.starts, self.rows)
+
+
 def run_mixer(x: Tensor, spec: MixerSpec, parameters: Parameters, states: Sequence[Tensor], step: AttentionMetadata) -> Tensor:
     """Return what a layer's mixer makes of the tokens of a step [T, H], and keep the states that the step asks for.
 
@@ -34,34 +87,33 @@ def run_mixer(x: Tensor, spec: MixerSpec, parameters: Parameters, states: Sequen
     if rows is None:
         rows = StateRows.none(len(step.context_lens))
         states = [x.new_zeros((0, *one.shape), dtype=torch.float32 if one.is_f32 else x.dtype) for one in spec.state_shapes]
-    return _RUNS[type(spec)](x, spec, parameters, states, step.query_starts, rows)
+    return mix(x, spec, HostMixerInputs(parameters, states, step.query_starts, rows))
 
 
-def _linear(x: Tensor, name: str, parameters: Parameters) -> Tensor:
-    return F.linear(x, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))
+def mix(x: Tensor, spec: MixerSpec, own: MixerInputs) -> Tensor:
+    """Return what a mixer makes of the tokens of a step [T, H]."""
+    return _RUNS[type(spec)](x, spec, own)
 
 
-def _gated_delta(
-    x: Tensor, spec: GatedDeltaSpec, parameters: Parameters, states: Sequence[Tensor], starts: list[int], rows: StateRows
-) -> Tensor:
+def _gated_delta(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
     key_size = spec.num_k_heads * spec.k_dim
-    qkv = causal_conv(_linear(x, "delta.qkv", parameters), parameters["conv.weight"][:, 0], None, states[0], starts, rows)
+    qkv = own.convolve(own.linear(x, "delta.qkv"))
     q, k, v = F.silu(qkv).split((key_size, key_size, spec.num_v_heads * spec.v_dim), -1)
     q, k = (part.view(len(x), spec.num_k_heads, spec.k_dim) for part in (q, k))
     v = v.view(len(x), spec.num_v_heads, spec.v_dim)
-    beta = _linear(x, "delta.b", parameters).sigmoid()
-    y = recur(gated_delta_inputs((q, k, v), _delta_decay(x, spec, parameters), beta), states[1], starts, rows).to(x.dtype)
-    z = _linear(x if spec.gate_rank is None else _linear(x, "delta.z_in", parameters), "delta.z", parameters).view_as(y)
+    beta = own.linear(x, "delta.b").sigmoid()
+    y = own.recur(gated_delta_inputs((q, k, v), _delta_decay(x, spec, own), beta)).to(x.dtype)
+    z = own.linear(x if spec.gate_rank is None else own.linear(x, "delta.z_in"), "delta.z").view_as(y)
     norm = _gated_norm if spec.gate_rank is None else _sigmoid_gated_norm
-    return _linear(norm(y, z, parameters["delta.norm.weight"], spec.norm_eps).flatten(1), "delta.o", parameters)
+    return own.linear(norm(y, z, own.parameters["delta.norm.weight"], spec.norm_eps).flatten(1), "delta.o")
 
 
-def _delta_decay(x: Tensor, spec: GatedDeltaSpec, parameters: Parameters) -> Tensor:
+def _delta_decay(x: Tensor, spec: GatedDeltaSpec, own: MixerInputs) -> Tensor:
     """Return the logarithm of the decay [T, heads] or, of each row of the state, [T, heads, k_dim], f32."""
-    rate = -parameters["delta.a.log"].float().flatten().exp()
+    rate = -own.parameters["delta.a.log"].float().flatten().exp()
     if spec.gate_rank is None:
-        return rate * F.softplus(_linear(x, "delta.a", parameters).float() + parameters["delta.a.step"])
-    steps = _linear(_linear(x, "delta.a_in", parameters), "delta.a", parameters).float() + parameters["delta.a.step"].float()
+        return rate * F.softplus(own.linear(x, "delta.a").float() + own.parameters["delta.a.step"])
+    steps = own.linear(own.linear(x, "delta.a_in"), "delta.a").float() + own.parameters["delta.a.step"].float()
     return rate[:, None] * F.softplus(steps).view(len(x), spec.num_v_heads, spec.k_dim)
 
 
@@ -81,43 +133,49 @@ def _sigmoid_gated_norm(y: Tensor, gate: Tensor, weight: Tensor, eps: float) -> 
     return (weight.float() * _rms(y, eps) * gate.float().sigmoid()).to(y.dtype)
 
 
-def _short_conv(
-    x: Tensor, spec: ShortConvSpec, parameters: Parameters, states: Sequence[Tensor], starts: list[int], rows: StateRows
-) -> Tensor:
-    b, c, inner = _linear(x, "conv.in", parameters).split(spec.channels, -1)
-    y = causal_conv(b * inner, parameters["conv.weight"][:, 0], parameters.get("conv.bias"), states[0], starts, rows)
-    return _linear(c * y, "conv.out", parameters)
+def _short_conv(x: Tensor, spec: ShortConvSpec, own: MixerInputs) -> Tensor:
+    b, c, inner = own.linear(x, "conv.in").split(spec.channels, -1)
+    y = own.convolve(b * inner)
+    return own.linear(c * y, "conv.out")
 
 
-def _mamba2(
-    x: Tensor, spec: Mamba2Spec, parameters: Parameters, states: Sequence[Tensor], starts: list[int], rows: StateRows
-) -> Tensor:
-    z, xbc, steps = _project(x, spec, parameters)
-    bias, num_tokens, group_size = parameters.get("conv.bias"), len(x), spec.num_groups * spec.state_size
-    xbc = F.silu(causal_conv(xbc, parameters["conv.weight"][:, 0], bias, states[0], starts, rows))
+def _mamba2(x: Tensor, spec: Mamba2Spec, own: MixerInputs) -> Tensor:
+    z, xbc, steps = _project(x, spec, own)
+    num_tokens, group_size = len(x), spec.num_groups * spec.state_size
+    xbc = F.silu(own.convolve(xbc))
     inner, b, c = (part.float() for part in xbc.split((spec.channels, group_size, group_size), -1))
     inner = inner.reshape(num_tokens, spec.num_heads, spec.head_dim)
     b, c = (part.reshape(num_tokens, spec.num_groups, spec.state_size) for part in (b, c))
-    steps = F.softplus(steps + parameters["mamba.step"]).clamp(spec.min_step, spec.max_step).float()
-    decay = (-parameters["mamba.log"].float().exp() * steps).exp()
-    y = recur(Recurrence(c, b, inner * steps[..., None], decay), states[1], starts, rows)
-    y = (y + parameters["mamba.skip"][:, None] * inner).flatten(1)
-    y = y * F.silu(z) if spec.norm is None else _group_norm(y, z, parameters["mamba.norm.weight"], spec.norm)
-    return _linear(y.to(x.dtype), "mamba.out", parameters)
+    steps = F.softplus(steps + own.parameters["mamba.step"]).clamp(spec.min_step, spec.max_step).float()
+    decay = (-own.parameters["mamba.log"].float().exp() * steps).exp()
+    y = own.recur(Recurrence(c, b, inner * steps[..., None], decay))
+    y = (y + own.parameters["mamba.skip"][:, None] * inner).flatten(1)
+    y = y * F.silu(z) if spec.norm is None else _group_norm(y, z, own.parameters["mamba.norm.weight"], spec.norm)
+    return own.linear(y.to(x.dtype), "mamba.out")
 
 
-def _project(x: Tensor, spec: Mamba2Spec, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+def _project(x: Tensor, spec: Mamba2Spec, own: MixerInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return z, what the convolution reads, and the steps, before their bias."""
     scales, group_size = spec.scales, spec.num_groups * spec.state_size
     sizes = (spec.channels, spec.conv_channels, spec.num_heads)
     if scales == Mamba2Scales():
-        z, xbc, steps = _linear(x, "mamba.in", parameters).split(sizes, -1)
+        z, xbc, steps = own.linear(x, "mamba.in").split(sizes, -1)
         return z, xbc, steps
-    factors = (scales.z, scales.x, scales.b, scales.c, scales.step)
-    counts = (spec.channels, spec.channels, group_size, group_size, spec.num_heads)
-    vector = torch.tensor(factors, dtype=x.dtype).repeat_interleave(torch.tensor(counts))
-    z, xbc, steps = (_linear(x * scales.input, "mamba.in", parameters) * vector).split(sizes, -1)
+    vector = _scale_vector(scales, (spec.channels, group_size, spec.num_heads), x.dtype, x.device)
+    z, xbc, steps = (own.linear(x * scales.input, "mamba.in") * vector).split(sizes, -1)
     return z, xbc, steps
+
+
+@lru_cache
+def _scale_vector(scales: Mamba2Scales, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the factor of each row of the input projection; made once, as a CUDA graph copies nothing from the host.
+
+    sizes  rows of z and of x, of B and of C, and of the steps
+    """
+    channels, group_size, num_heads = sizes
+    factors = (scales.z, scales.x, scales.b, scales.c, scales.step)
+    counts = torch.tensor((channels, channels, group_size, group_size, num_heads))
+    return torch.tensor(factors, dtype=dtype).repeat_interleave(counts).to(device)
 
 
 def _group_norm(y: Tensor, gate: Tensor, weight: Tensor, spec: GatedNormSpec) -> Tensor:
@@ -128,23 +186,21 @@ def _group_norm(y: Tensor, gate: Tensor, weight: Tensor, spec: GatedNormSpec) ->
     return y if spec.order == "gate_first" else y * gate
 
 
-def _mamba1(
-    x: Tensor, spec: Mamba1Spec, parameters: Parameters, states: Sequence[Tensor], starts: list[int], rows: StateRows
-) -> Tensor:
-    inner, z = _linear(x, "mamba.in", parameters).split(spec.channels, -1)
-    inner = F.silu(causal_conv(inner, parameters["conv.weight"][:, 0], parameters.get("conv.bias"), states[0], starts, rows))
-    read = _linear(inner, "mamba.x", parameters).split((spec.step_rank, spec.state_size, spec.state_size), -1)
+def _mamba1(x: Tensor, spec: Mamba1Spec, own: MixerInputs) -> Tensor:
+    inner, z = own.linear(x, "mamba.in").split(spec.channels, -1)
+    inner = F.silu(own.convolve(inner))
+    read = own.linear(inner, "mamba.x").split((spec.step_rank, spec.state_size, spec.state_size), -1)
     if spec.norm_eps is not None:
-        weights = [parameters.get(f"mamba.{name}_norm.weight") for name in ("step", "b", "c")]
+        weights = [own.parameters.get(f"mamba.{name}_norm.weight") for name in ("step", "b", "c")]
         normed = [_rms(part, spec.norm_eps).to(x.dtype) for part in read]
         read = [part if weight is None else weight * part for part, weight in zip(normed, weights, strict=True)]
     steps, b, c = read
-    steps = F.softplus(F.linear(steps, parameters["mamba.step.weight"]) + parameters["mamba.step.bias"]).float()
-    rates, wide = -parameters["mamba.log"].float().exp().T, inner.float()
+    steps = F.softplus(F.linear(steps, own.parameters["mamba.step.weight"]) + own.parameters["mamba.step.bias"]).float()
+    rates, wide = -own.parameters["mamba.log"].float().exp().T, inner.float()
     one_head = Recurrence(c.float()[:, None], b.float()[:, None], (steps * wide)[:, None], steps[:, None], rates=rates[None])
-    y = recur(one_head, states[1][:, None], starts, rows)[:, 0]
-    y = (y + wide * parameters["mamba.skip"].float()) * F.silu(z)
-    return _linear(y.to(x.dtype), "mamba.out", parameters)
+    y = own.recur(one_head)[:, 0]
+    y = (y + wide * own.parameters["mamba.skip"].float()) * F.silu(z)
+    return own.linear(y.to(x.dtype), "mamba.out")
 
 
 _RUNS: dict[type, Callable[..., Tensor]] = {

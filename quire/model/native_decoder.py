@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -12,14 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
+from quire.contracts.expert_options import MAX_EXPERT_BIAS, LossyRouting
+from quire.contracts.kv_spec import KvDtype
 from quire.contracts.model_spec import ModelSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
+from quire.model.lora.native_adapters import NativeAdapters
+from quire.model.native_experts import PackedExpert
 from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
-from quire.model.tensor_shards import RankGroup
+from quire.model.tensor_shards import ContextPlace, ExpertShard, RankGroup, RowDivision
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
@@ -36,7 +40,10 @@ class PlanMirror(Protocol):
         ...
 
 
-_KV_FORMATS = {torch.bfloat16: 0, torch.float32: 1, torch.int8: 2}
+_KV_FORMATS: dict[KvDtype, int] = {"bfloat16": 0, "float32": 1, "int8": 2, "turboquant_4bit": 3, "k8v4": 4}
+"""KvFormat in csrc/attention.h."""
+_RUN = 16
+"""Tokens that the layout of the cache keeps together, RUN in csrc/attention.h."""
 _FIRST_POSITIONS = 4096
 """Positions whose angles are computed at start; the tables double for longer sequences."""
 _UNUSED = 1
@@ -82,10 +89,19 @@ class NativeDecoder:
         self._gives_results = group is None or group.shard.rank == 0
         if group is not None:
             shard = group.shard
-            self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, shard.vocabulary.start, group.rows_file)
+            first_output = 0 if isinstance(shard, RowDivision) else shard.vocabulary.start
+            self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, first_output, group.rows_file)
+            if isinstance(shard, RowDivision):
+                self._plan.divide_rows()
+            if group.context is not None and group.has_homes:
+                self._plan.set_homes(group.context.num_local_blocks)
+            elif group.context is not None:
+                self._plan.set_context(group.context.place, group.context.size, group.context.num_local_blocks)
             if group.exchange is not None:
                 self._plan.set_exchange(group.exchange)
         self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
+        own_shard = None if group is None or isinstance(group.shard, RowDivision) else group.shard
+        self.adapters = NativeAdapters(native, self._plan, spec, own_shard)
         self._extend_angles(_FIRST_POSITIONS)
         self._kv: KvPool | None = None
         self._hidden_rows: list[int] = []
@@ -97,9 +113,19 @@ class NativeDecoder:
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
         """Return what makes the plan; args: see NativeModelBuilder."""
-        if self._group is None:
+        if self._group is None or isinstance(self._group.shard, RowDivision):
             return NativeModelBuilder(*args)
         return NativeModelBuilder(*args, shard=self._group.shard, has_whole_vocabulary=self._group.has_whole_vocabulary)
+
+    @property
+    def context(self) -> ContextPlace | None:
+        """The place of this rank among those that share the tokens of sequences, or are homes; None: it has all tokens."""
+        return None if self._group is None else self._group.context
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this rank has a shard of the model."""
+        return self._group is not None and not isinstance(self._group.shard, RowDivision)
 
     @property
     def embedding(self) -> NativeWeight:
@@ -123,7 +149,7 @@ class NativeDecoder:
     @property
     def spared_bytes(self) -> int:
         """Bytes of the LM head, which greedy steps do not read: they read its int8 copy."""
-        return self.head.num_bytes - self._parts.screen_bytes if self._parts.screen_bytes else 0
+        return self.head.num_bytes - self._parts.int8_head_bytes if self._parts.int8_head_bytes else 0
 
     @property
     def scratch_bytes(self) -> int:
@@ -147,15 +173,35 @@ class NativeDecoder:
             source = self.spec.layers[index].attention.kv_source
             source = index if source is None else source
             scales = kv.scales[source] if kv.scales else (None, None)
-            addresses = (0 if scale is None else scale.data_ptr() for scale in scales)
+            addresses = (0 if scale is None or scale.numel() == 0 else scale.data_ptr() for scale in scales)
             layer.set_cache(
-                _KV_FORMATS[kv.k[source].dtype],
+                _KV_FORMATS[kv.spec.dtype_of(source)],
                 kv.spec.block_size,
                 kv.k[source].data_ptr(),
                 kv.v[source].data_ptr(),
                 *addresses,
+                bool(kv.spec.is_windowed) and kv.spec.is_windowed[source],
             )
         self._kv = kv
+
+    @property
+    def dense_stacks(self) -> frozenset[str]:
+        """See NativeParts."""
+        return self._parts.dense_stacks
+
+    def place_experts(self, layer: int, added: Mapping[int, PackedExpert], own: ExpertShard) -> None:
+        """Give this rank other experts of a layer, between two steps; added: those that it gets."""
+        experts = [(expert, *weights) for expert, weights in added.items()]
+        self._plan.place_experts(layer, experts, list(own.num_copies), list(own.own_copies))
+
+    def use_lossy_routing(self, lossy: LossyRouting) -> None:
+        """Change how experts are chosen. Raises ConfigError where the model's routing does not allow it."""
+        try:
+            self._plan.set_lossy_routing(lossy.capacity_factor, lossy.bias_rate, MAX_EXPERT_BIAS, lossy.min_share)
+        except ValueError as error:
+            raise ConfigError(
+                f"expert_capacity_factor, expert_bias_rate and expert_min_share: {error}; leave them out"
+            ) from error
 
     @property
     def plan(self) -> Any:
@@ -198,6 +244,7 @@ class NativeDecoder:
         if step.short_ropes is not None:
             positions = positions + step.short_ropes * self.num_angles
         trees, kept = step.trees, None if layers is None else _int32(layers)
+        numbers = self.adapters.numbers.of_rows(step.adapters, len(token_ids))
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])
@@ -220,6 +267,7 @@ class NativeDecoder:
             logits.data_ptr(),
             *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
             *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
+            0 if numbers is None else numbers.ctypes.data,
         )
         return logits
 
@@ -238,18 +286,20 @@ class NativeDecoder:
 
         needs_logits  False, with wants_best: the logits may be empty if every row has a best token
         """
-        self.prepare(kv, max(runs.ends))
+        self.prepare(kv, max(runs.position_ends))
         wanted = logit_rows
         if hidden_rows:
             wanted = logit_rows + hidden_rows
             self._note_hidden_rows(hidden_rows, len(logit_rows), keeps_all)
+        numbers = None if runs.adapters is None else self.adapters.numbers.of_runs(runs.adapters, runs.starts)
         is_best_alone = wants_best and not needs_logits and self._plan.has_plain_logits
+        is_best_alone = is_best_alone and (numbers is None or not self.adapters.adapts_head(runs.adapters))
         is_empty = is_best_alone or not self._gives_results
         logits, trees = self._no_logits if is_empty else self._new_logits(len(logit_rows)), runs.trees
         places = () if trees is None else tuple(x.ctypes.data for x in (trees.positions, trees.num_drafts, trees.ancestors))
         short = None if runs.short_ropes is None else runs.short_rope_tokens()
-        if short is not None:
-            rows = runs.positions() + short * self.num_angles
+        if short is not None or (runs.num_dropped is not None and trees is None):
+            rows = runs.positions() if short is None else runs.positions() + short * self.num_angles
             places = (rows.ctypes.data, *places[1:])
         best = self._plan.run(
             runs.token_ids,
@@ -263,6 +313,7 @@ class NativeDecoder:
             wants_best,
             0 if is_best_alone else logits.data_ptr() if self._gives_results else _UNUSED,
             *places,
+            row_adapters=0 if numbers is None else numbers.ctypes.data,
         )
         if is_best_alone and min(best, default=0) < 0:
             return self.logits_of(logit_rows if keeps_all else range(len(logit_rows))), best
@@ -296,7 +347,33 @@ class NativeDecoder:
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
         """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer, one after the other."""
         self._bind(kv)
-        self._plan.move_tokens(sources.data_ptr(), targets.data_ptr(), len(sources))
+        for is_windowed, own_sources, own_targets in kv.split_slots(sources, targets):
+            self._plan.move_tokens(own_sources.data_ptr(), own_targets.data_ptr(), len(own_sources), is_windowed)
+
+    def copy_queries(self, rows: Sequence[int]) -> list[Tensor]:
+        """Return memory [R, H, D] f32 of each layer, to which the next step writes the rotated queries of R rows."""
+        attentions = [layer.attention for layer in self.spec.layers]
+        sizes = [len(rows) * one.num_heads * one.head_dim for one in attentions]
+        found = torch.empty(sum(sizes))
+        self._plan.copy_queries(list(rows), found.data_ptr())
+        parts = zip(attentions, found.split(sizes), strict=True)
+        return [part.view(len(rows), one.num_heads, one.head_dim) for one, part in parts]
+
+    def cached_keys(self, kv: KvPool, layer: int, block_ids: Tensor) -> Tensor:
+        """Return the keys [K, N * block_size, D] f32, as queries meet them, of N blocks of a layer with a cache of its own.
+
+        See csrc/attention.h for the layout. Not of formats that keep rotated keys.
+        """
+        stored = kv.k[layer][block_ids]
+        num_blocks, num_heads, size, dim = stored.shape
+        if stored.dtype == torch.bfloat16:
+            keys = stored.view(num_blocks, num_heads, -1, dim // 2, _RUN, 2).transpose(3, 4)
+        else:
+            keys = stored.view(num_blocks, num_heads, -1, dim, _RUN).transpose(3, 4)
+        keys = keys.reshape(num_blocks, num_heads, size, dim).float()
+        if kv.scales and kv.scales[layer][0].numel() > 0:
+            keys = keys * kv.scales[layer][0][block_ids][..., None]
+        return keys.transpose(0, 1).flatten(1, 2)
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits [last - first, vocab_size] f32 of a run of rows of the last step, which kept all."""

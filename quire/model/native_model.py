@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,26 +27,23 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import XIELU_BETA
-from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
+from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
+from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
 from quire.model.reference_only import reference_only
-from quire.model.tensor_shards import LayerShard, ModelShard
+from quire.model.tensor_shards import ExpertShard, LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
-from quire.quant.weight import QuantizedWeight
 
 logger = get_logger(__name__)
 
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse": 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
-_CHECKED_ROWS = 1024
-"""Elements of a weight that are copied at once."""
-
 _PROGRESS_DELAY_S = 3.0
 _SHORT_FROM = 1 << 26
 """Number of weights above which a model does not fit into the CPU's caches, so that 12-bit bfloat16 is worthwhile."""
-_SCREENED_FROM = 1 << 20
+_INT8_HEAD_FROM = 1 << 20
 """Number of weights above which an LM head gets an int8 copy for the argmax; a smaller one is read quickly enough."""
 _MAX_EXPERTS, _MAX_GROUPS = 4096, 64
 """See csrc/elementwise.h."""
@@ -99,15 +96,15 @@ def _changes_rope(layer: LayerSpec) -> bool:
     return layer.attention.rope is not None and layer.attention.rope.depends_on_length
 
 
-def is_screened(spec: ModelSpec) -> bool:
+def has_int8_head(spec: ModelSpec) -> bool:
     """Return whether a model's dense LM head gets an int8 copy for the argmax."""
     has_plain_logits = spec.logit_scale == 1.0 and not spec.final_softcap
-    return has_plain_logits and spec.vocab_size * spec.hidden_size >= _SCREENED_FROM
+    return has_plain_logits and spec.vocab_size * spec.hidden_size >= _INT8_HEAD_FROM
 
 
-def screen_bytes(spec: ModelSpec) -> int:
+def int8_head_bytes(spec: ModelSpec) -> int:
     """Return the bytes of the copy of a dense head: one per weight, and three numbers per output."""
-    return -(-spec.vocab_size // 16) * 16 * (-(-spec.hidden_size // 8) * 8 + 12) if is_screened(spec) else 0
+    return -(-spec.vocab_size // 16) * 16 * (-(-spec.hidden_size // 8) * 8 + 12) if has_int8_head(spec) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +114,16 @@ class NativeParts:
     embedding, head  None if the pipeline stage does not have it
     layers        native layers, whose cache is set later
     weight_bytes  of all packed weights
-    screen_bytes  of the head's copy, which tells most outputs that are not the best (csrc/screen.h); 0: there is none
+    int8_head_bytes  of the int8 copy of the head, which rules most outputs out (csrc/argmax_prefilter.h); 0: there is none
+    dense_stacks  names of experts' parameters that are kept dense, as their stored forms differ
     """
 
     embedding: NativeWeight | None
     head: NativeWeight | None
     layers: list[Any]
     weight_bytes: int
-    screen_bytes: int = 0
+    int8_head_bytes: int = 0
+    dense_stacks: frozenset[str] = frozenset()
 
 
 class NativeModelBuilder:
@@ -161,10 +160,11 @@ class NativeModelBuilder:
         self._parameters = parameters
         self._rope_index = ropes
         self._quantize = quantize
-        self._has_said_inputs = False
         num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
         self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= _SHORT_FROM)
-        self._screen_bytes = 0
+        self._forms = WeightForms(spec.dtype, quantize)
+        self._experts = ExpertPacker(self._forms, self._packer, self._dtype)
+        self._int8_head_bytes = 0
 
     def build(self) -> NativeParts:
         """Pack all weights and complete the plan. Raises InvariantError if parameters remain unread."""
@@ -187,13 +187,14 @@ class NativeModelBuilder:
         """As build, for one pipeline stage; a tied embedding is on the first and on the last."""
         embedding = self._parameters.get("embed.weight")
         own_head = self._parameters.get("lm_head.weight")
-        embed = None if embedding is None else self._pack("embed")
+        vocabulary = None if self._shard is None else self._shard.vocabulary
+        embed = None if embedding is None else self._pack("embed", rows=vocabulary)
         head = None
         if stage.is_first and embed is not None:
             self._set_embedding(embed)
         if stage.is_last:
             is_head_own = own_head is not None and own_head is not embedding
-            head = self._pack("lm_head") if is_head_own else embed
+            head = self._pack("lm_head", rows=vocabulary) if is_head_own else embed
             if not is_head_own:
                 self._parameters.pop("lm_head.weight", None)
             self._set_head(head)
@@ -204,6 +205,7 @@ class NativeModelBuilder:
         if spec.is_embed_scale_cast:
             scale = float(torch.tensor(scale, dtype=self._dtype))
         self._plan.set_embedding(embed, self._pack("pos") if spec.num_learned_positions else None, scale)
+        self._set_norm(self._plan.embed_norm, spec.embed_norm, "embed_norm", spec.hidden_size)
         if spec.per_layer_inputs is not None:
             self._set_per_layer_inputs(spec.per_layer_inputs)
 
@@ -220,8 +222,7 @@ class NativeModelBuilder:
         if head is None:
             raise InvariantError("the model has no LM head")
         plan.set_head(head, spec.logit_scale, spec.final_softcap or 0.0)
-        self._screen_bytes = plan.screen_head() if is_screened(spec) else 0
-        self._set_norm(plan.embed_norm, spec.embed_norm, "embed_norm", spec.hidden_size)
+        self._int8_head_bytes = plan.screen_head() if has_int8_head(spec) else 0
         self._set_norm(plan.final_norm, spec.final_norm, "final_norm", spec.hidden_size)
 
     def _pack_whole_vocabulary(self) -> tuple[NativeWeight, NativeWeight]:
@@ -253,61 +254,30 @@ class NativeModelBuilder:
         if self._parameters:
             raise InvariantError(f"the native kernels left parameters unread: {sorted(self._parameters)[:8]}")
         self._plan.is_near = self._packer.is_near
-        return NativeParts(embedding, head, kept, self._packer.num_bytes, self._screen_bytes)
+        dense = frozenset(self._experts.dense_stacks)
+        return NativeParts(embedding, head, kept, self._packer.num_bytes, self._int8_head_bytes, dense)
 
     def _pack(
         self, name: str, dtype: torch.dtype | None = None, rows: ShardRange | None = None, is_exact: bool = False
     ) -> NativeWeight:
         """Return a packed weight with its bias; rows: those of this rank."""
         parameter = self._parameters.pop(f"{name}.weight")
-        weight = self._open(parameter) if isinstance(parameter, StoredParameter) else parameter
+        weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
         if isinstance(weight, QuantizedStack):
             raise TypeError(f"{name} is a stack of weights")
         bias = self._vector(f"{name}.bias")
         is_quantized = False
         if rows is not None:
-            if isinstance(weight, Tensor) and self._quantize is not None and not _is_finite(weight, self._dtype):
+            if isinstance(weight, Tensor) and self._quantize is not None and not is_finite(weight, self._dtype):
                 # Non-finite values make a quantised weight dense, so all ranks must check the whole weight.
-                weight, is_quantized = self._quantized(f"{name}.weight", weight), True
+                weight, is_quantized = self._forms.of(f"{name}.weight", weight), True
             weight = self._packer.fitting(weight, dtype)
-            weight, bias = _rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
-        weight = weight if is_quantized else self._quantized(f"{name}.weight", weight)
+            weight, bias = weight_rows(weight, rows.start, rows.stop), None if bias is None else bias[rows.start : rows.stop]
+        weight = weight if is_quantized else self._forms.of(f"{name}.weight", weight)
         packed = self._packer.pack(weight, bias, dtype, is_exact=is_exact)
         if isinstance(parameter, StoredParameter):
             parameter.give_back()
         return packed
-
-    def _open(self, parameter: StoredParameter, index: int | None = None) -> DenseOrQuantized:
-        """Return a stored weight, or that of one expert: in its stored form, or dense if it will be quantised."""
-        if self._quantize is None:
-            return parameter.open_quantized(index)
-        return parameter.open() if index is None else parameter.open_expert(index)
-
-    def _quantized(self, name: str, weight: DenseOrQuantized) -> DenseOrQuantized:
-        """Return a weight in the form in which it is packed: quantised if requested, or made exact, see `is_made_exact`."""
-        if isinstance(weight, Tensor):
-            return weight if self._quantize is None else self._quantize(name, weight)
-        if not isinstance(weight, QuantizedWeight) or weight.is_token_quantized:
-            return weight
-        is_exact = is_made_exact(self._spec.dtype)
-        self._say_inputs(is_exact)
-        return weight.dequantize() if is_exact else weight
-
-    def _say_inputs(self, is_exact: bool) -> None:
-        """Log once whether the inputs of integer weights are quantised."""
-        if self._has_said_inputs:
-            return
-        self._has_said_inputs = True
-        if is_exact:
-            logger.info(
-                "the checkpoint's quantised weights are run as float32, which is exact: it does not declare quantised inputs; "
-                "dtype bfloat16 keeps the weights small and is faster"
-            )
-            return
-        logger.info(
-            "inputs of the checkpoint's quantised weights are rounded to int8, with a scale for each group of them, although "
-            "it does not declare that: the kernels multiply integers; dtype float32 does without, in more memory"
-        )
 
     def _vector(self, name: str) -> Tensor | None:
         """Return a bias or the weight of a norm, None if there is none."""
@@ -351,7 +321,8 @@ class NativeModelBuilder:
             layer.query_beta, layer.query_max, layer.query_offset = scaling.beta, scaling.original_max, scaling.offset
         sinks = self._vector(f"{prefix}sinks.weight")
         if sinks is not None and shard is not None:
-            sinks = sinks[shard.heads.heads.start : shard.heads.heads.stop]
+            heads = (shard.heads if shard.context is None else shard.context).heads
+            sinks = sinks[heads.start : heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
@@ -399,7 +370,7 @@ class NativeModelBuilder:
         q_dim = latent.nope_dim + latent.rope_dim
         layer.q = self._pack(f"{prefix}q", rows=None if shard is None else ShardRange(heads.start * q_dim, heads.stop * q_dim))
         layer.k = self._pack(f"{prefix}kv_a")
-        layer.o = self._pack(f"{prefix}o", rows=None if shard is None else shard.outputs)
+        layer.o = self._pack(f"{prefix}o", rows=None if shard is None else shard.o_outputs)
         sizes = latent.kv_rank, latent.nope_dim, latent.rope_dim, latent.value_dim
         layer.set_latent(*sizes, latent.is_interleaved, q_a)
         if latent.q_rank is not None:
@@ -444,14 +415,22 @@ class NativeModelBuilder:
         layer.routing, layer.weighs_inputs = self._routing(spec, prefix), spec.weighs_inputs
         if spec.shared is not None:
             self._build_shared(layer, spec, prefix, shard)
-        size = spec.expert.intermediate_size
+        size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
-        outputs = ShardRange(0, self._spec.hidden_size) if shard is None else shard.outputs
+        outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
         up = ShardRange(size + inner.start, size + inner.stop)
-        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (inner, up))
-        down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,))
+        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (inner, up), own)
+        down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,), own)
         for parts in zip(both, down, strict=True):
-            layer.add_expert(*parts[0], *parts[1])
+            layer.add_expert(*(parts[0] or (None, None)), *(parts[1] or (None,)))
+        if own is not None:
+            layer.expert_copies, layer.own_copies = list(own.num_copies), list(own.own_copies)
+
+    def _pack_experts(
+        self, module: str, num_experts: int, ranges: tuple[ShardRange, ...], own: ExpertShard | None
+    ) -> list[list[NativeWeight] | None]:
+        stack = ExpertStack(module, self._parameters.pop(f"{module}.weight"), self._vector(f"{module}.bias"))
+        return self._experts.pack(stack, num_experts, ranges, own)
 
     def _routing(self, spec: MoeSpec, prefix: str) -> Any:
         routing, correction = self._native.Routing(), self._vector(f"{prefix}correction.bias")
@@ -473,63 +452,6 @@ class NativeModelBuilder:
         if spec.has_shared_gate:
             layer.shared_scale = self._pack(f"{prefix}shared_scale")
 
-    def _pack_experts(self, module: str, num_experts: int, ranges: tuple[ShardRange, ...]) -> list[list[NativeWeight]]:
-        """Return the weights of every expert of a stack, one for each range of its rows. All read their inputs in the same
-        form: if the stored forms differ, the weights become dense."""
-        name = f"{module}.weight"
-        stack, bytes_before = self._parameters.pop(name), self._packer.num_bytes
-        biases = self._vector(f"{module}.bias")
-        packed: list[list[NativeWeight]] = []
-        form: InputForm | None = None
-        for index in range(num_experts):
-            # Check whole weights: all ranks must choose the same form.
-            weight = self._packer.fitting(self._quantized(name, self._expert(stack, index)))
-            if index > 0 and input_form(weight) != form:
-                break
-            form = input_form(weight)
-            parts = [_rows(weight, part.start, part.stop) for part in ranges]
-            packed.append(self._pack_parts(stack, index, parts, biases, ranges))
-        if len(packed) == num_experts:
-            return packed
-        logger.warning("the experts of a layer are quantised in different forms: they are kept in %s", self._spec.dtype)
-        self._packer.num_bytes = bytes_before
-        packed.clear()
-        for index in range(num_experts):
-            weight = self._expert(stack, index)
-            dense = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
-            packed.append(self._pack_parts(stack, index, [dense[part.start : part.stop] for part in ranges], biases, ranges))
-        return packed
-
-    def _expert(self, stack: Parameter | StoredParameter, index: int) -> DenseOrQuantized:
-        if isinstance(stack, StoredParameter):
-            return self._open(stack, index)
-        if isinstance(stack, QuantizedStack):
-            return stack.weights[index]
-        return stack[index] if isinstance(stack, Tensor) else stack
-
-    def _pack_parts(
-        self,
-        stack: Parameter | StoredParameter,
-        index: int,
-        parts: Sequence[DenseOrQuantized],
-        biases: Tensor | None,
-        ranges: tuple[ShardRange, ...],
-    ) -> list[NativeWeight]:
-        bias = None if biases is None else biases[index]
-        # Gate and up of an expert are one job, which requires the same form.
-        packed = [
-            self._packer.pack(part, None if bias is None else bias[rows.start : rows.stop], may_be_short=False)
-            for part, rows in zip(parts, ranges, strict=True)
-        ]
-        if isinstance(stack, StoredParameter):
-            stack.give_back(index)
-        return packed
-
-
-def _is_finite(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether all values of a weight are finite, once they are rounded to a dtype."""
-    return all(bool(torch.isfinite(rows.to(dtype)).all()) for rows in weight.split(_CHECKED_ROWS))
-
 
 def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, ShardRange]:
     """Return the rows of q, k, v and o that a rank has."""
@@ -537,7 +459,7 @@ def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shar
         return {}
     dim = spec.attention.head_dim
     heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "k": kv_heads, "v": kv_heads, "o": shard.outputs}
+    return {"q": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
 
 
 def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
@@ -547,14 +469,12 @@ def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
     layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
     layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
+    if shard.context is not None:
+        heads, kv_heads = shard.context.heads, shard.context.kv_heads
+        layer.first_context_head, layer.num_context_heads = heads.start, heads.size
+        layer.first_context_kv_head, layer.num_context_kv_heads = kv_heads.start, kv_heads.size
+        layer.writes_kv_heads = shard.writes_kv_heads
     is_mixture = isinstance(spec.mlp, MoeSpec)
     if is_mixture and spec.mlp.shared is not None:
         layer.first_shared_inner, layer.total_shared_inner = shard.shared_inner.start, spec.mlp.shared.intermediate_size
     layer.total_inner = spec.mlp.expert.intermediate_size if is_mixture else spec.mlp.intermediate_size
-
-
-def _rows(weight: DenseOrQuantized, start: int, stop: int) -> DenseOrQuantized:
-    """Return rows of a weight; the weight itself where these are all."""
-    if start == 0 and stop == weight.shape[0]:
-        return weight
-    return weight[start:stop] if isinstance(weight, Tensor) else weight.rows(start, stop)

@@ -28,6 +28,27 @@ def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_thre
     return 4 * num_tokens * row_words + rows + attention + angles + rounding
 
 
+def adapter_scratch_bytes(num_tokens: int, max_rank: int) -> int:
+    """Return the maximum memory of a step's adapters of at most this rank (LoraState::reserve in csrc/lora.cpp).
+
+    num_tokens  of the step, or its rows that get logits, if these are more
+    """
+    rank = 3 * (-(-max_rank // 16) * 16)  # of q, k and v joined
+    return 4 * num_tokens * 3 * rank + _HUGE_PAGE_BYTES
+
+
+def home_scratch_bytes(spec: ModelSpec, num_tokens: int) -> int:
+    """Return what each further rank takes for a step if it has all heads (enable_dp_attention): queries, keys, values and
+    results of all tokens, and the packed input of the output projection."""
+    words = 0
+    for layer in spec.layers:
+        attention = layer.attention
+        sizes = (attention.num_heads + 2 * attention.num_kv_heads, attention.num_heads)
+        rows = sum(_stride(_heads_size(size, layer)) for size in sizes) + _latent_words(attention)
+        words = max(words, rows + _packed_words(spec, _heads_size(attention.num_heads, layer)))
+    return 4 * num_tokens * words
+
+
 def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: int) -> int:
     """Return the maximum memory of a step's attention, for any sequences."""
     units = attention.num_kv_heads * -(-attention.num_heads // attention.num_kv_heads // _TILE_HEADS)
@@ -53,7 +74,7 @@ def _row_words(spec: ModelSpec) -> int:
             inner = max(inner, _stride(size) * top_k)
             # Every token is packed once for each of its experts; so are its results.
             sites += [spec.hidden_size * top_k, size * top_k]
-            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 5))
+            experts = max(experts, hidden + layer.mlp.num_experts + top_k * (hidden + 6))
             if layer.mlp.shared is not None:
                 inner = max(inner, _stride(layer.mlp.shared.intermediate_size))
                 sites.append(layer.mlp.shared.intermediate_size)

@@ -42,14 +42,19 @@ class WeightPacker:
     native   the extension module
     dtype    torch.bfloat16, float16 or float32: how weights that are not quantised are kept
     is_short compress bfloat16 to 12 bits without loss if few weights are exceptions: fewer bytes to read, more arithmetic
+    num_threads  that pack; None: all of the process
     """
 
-    def __init__(self, native: ModuleType, dtype: torch.dtype, is_short: bool = False) -> None:
+    def __init__(self, native: ModuleType, dtype: torch.dtype, is_short: bool = False, num_threads: int | None = None) -> None:
+        self._num_threads = num_threads
         self._native = native
         self._dtype = dtype
         self._is_short = is_short
         self.num_bytes = 0
         self._has_warned = False
+
+    def _threads(self) -> int:
+        return self._num_threads or torch.get_num_threads()
 
     @property
     def is_near(self) -> bool:
@@ -114,7 +119,12 @@ class WeightPacker:
             rows = (rows if is_exact else rows.to(self._dtype)).to(dtype).contiguous()
             packed = packed or self._native.Weight(self._format(rows, may_be_short), num_rows, num_columns)
             packed.pack(
-                rows.data_ptr(), num_columns, first, len(rows), is_mapped=is_mapped, num_threads=torch.get_num_threads()
+                rows.data_ptr(),
+                num_columns,
+                first,
+                len(rows),
+                is_mapped=is_mapped,
+                num_threads=self._threads(),
             )
             if not is_view:
                 spent.add((weight[first : first + step],))
@@ -141,7 +151,7 @@ class WeightPacker:
         name = "f8" if self._dtype == torch.bfloat16 else "f8_wide"
         packed = self._native.Weight(name, num_rows, num_columns, block)
         codes = weight.codes.view(torch.uint8).contiguous()
-        packed.pack(codes.data_ptr(), num_columns, 0, num_rows, num_threads=torch.get_num_threads())
+        packed.pack(codes.data_ptr(), num_columns, 0, num_rows, num_threads=self._threads())
         scale = weight.by_row().scale * self._native.float8_divisor()
         self._set_extras(packed, bias=bias, **{"block_scale" if block else "column_scale": scale if block else scale[:, 0]})
         return packed
@@ -161,7 +171,7 @@ class WeightPacker:
             num_rows,
             levels=levels.data_ptr(),
             num_levels=len(levels),
-            num_threads=torch.get_num_threads(),
+            num_threads=self._threads(),
         )
         column_scale = weight.scale.abs().amax(1)
         if weight.offset is not None:

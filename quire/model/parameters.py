@@ -17,6 +17,7 @@ from quire.contracts.model_spec import (
     MoeSpec,
     NormSpec,
     PerLayerGate,
+    SharedBlockSpec,
 )
 
 Shape = tuple[int, ...]
@@ -64,6 +65,8 @@ def float32_parameters(spec: ModelSpec) -> frozenset[str]:
 
 
 def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
+    if layer.shared_block is not None:
+        return _layer_with_shared_block(layer, layer.shared_block, hidden)
     mlp = _moe(layer.mlp, hidden) if isinstance(layer.mlp, MoeSpec) else _mlp(layer.mlp, hidden)
     return {
         **({} if layer.altup is None else _altup(layer.altup, hidden)),
@@ -77,6 +80,31 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         **_norm("mlp_out", layer.mlp_out, hidden),
         **({} if layer.per_layer_gate is None else _per_layer_gate(layer.per_layer_gate, hidden)),
         **({"layer_scale.weight": (1,)} if layer.has_scale else {}),
+    }
+
+
+def _layer_with_shared_block(layer: LayerSpec, block: SharedBlockSpec, hidden: int) -> dict[str, Shape]:
+    """Return the parameters of the block and the mixer; a linear layer has its adapter in adapters.{name}_in and _out."""
+    assert layer.mixer is not None
+    assert isinstance(layer.mlp, MlpSpec)
+    width, attention, mlp = 2 * hidden, _attention(layer.attention, 2 * hidden), _mlp(layer.mlp, hidden)
+    adapted = {name: (block.attention_rank, width, attention) for name in ("q", "k", "v") if block.attention_rank is not None}
+    adapted |= dict.fromkeys(("gate", "up"), (block.mlp_rank, hidden, mlp))
+    adapters: dict[str, Shape] = {}
+    for name, (rank, num_inputs, shapes) in adapted.items():
+        assert rank is not None
+        adapters |= _linear(f"adapters.{name}_in", rank, num_inputs, False)
+        adapters |= _linear(f"adapters.{name}_out", shapes[f"{name}.weight"][0], rank, False)
+    return {
+        **_norm("attn_in", layer.attn_in, width),
+        **attention,
+        **_linear("o", hidden, layer.attention.output_size, layer.attention.has_o_bias),
+        **_norm("mlp_in", layer.mlp_in, hidden),
+        **mlp,
+        **adapters,
+        **_linear("block_out", hidden, hidden, False),
+        **_norm("mixer_in", block.mixer_in, hidden),
+        **_mixer(layer.mixer, hidden),
     }
 
 

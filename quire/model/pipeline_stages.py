@@ -12,7 +12,7 @@ from quire.contracts.model_spec import ModelSpec
 
 Value = TypeVar("Value")
 
-_EMBEDDING = ("embed.", "pos.")
+_EMBEDDING = ("embed.", "embed_norm.", "pos.")
 _HEAD = ("lm_head.", "final_norm.")
 
 

@@ -14,6 +14,7 @@ def reference_only_layer(layer: LayerSpec) -> str | None:
     """Return what a layer has that only the torch decoder runs; None where it has nothing of that kind."""
     mlp = layer.mlp
     has = {
+        "a shared block before the mixer": layer.shared_block is not None,
         "several residual streams (AltUp)": layer.altup is not None,
         "a low-rank residual (LAuReL)": layer.laurel is not None,
         "a mixture of experts next to a feed-forward block": isinstance(mlp, MoeSpec) and mlp.branch_norm is not None,

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from quire.base.errors import InvariantError
 from quire.contracts.model_spec import ModelSpec
 from quire.kv.pool import KvPool
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import NativeModelBuilder
 from quire.model.pipeline_stages import PipelineStage
+from quire.model.tensor_shards import RankGroup, RowDivision
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
@@ -48,6 +50,8 @@ class StageDecoder(NativeDecoder):
     """The decoder of a stage: results have the bits of a decoder of the whole model.
 
     spec, parameters  of the whole model, see NativeDecoder; parameters of other stages are not opened
+    group             of the stage's ranks, with the shard of its layers; None: one rank has the stage. Only the first rank
+                      changes rows and writes results; the others compute in copies of the rows
     """
 
     def __init__(
@@ -58,6 +62,7 @@ class StageDecoder(NativeDecoder):
         parameters: dict[str, Parameter | StoredParameter],
         max_model_len: int,
         quantize: Callable[[str, Tensor], DenseOrQuantized] | None = None,
+        group: RankGroup | None = None,
     ) -> None:
         self.stage = stage
         own = stage.select(parameters, spec.is_tied or _is_tied(parameters))
@@ -73,17 +78,21 @@ class StageDecoder(NativeDecoder):
             own,
             max_model_len,
             None if quantize is None else quantize_own,
+            group,
             rope_switch_len=spec.rope_switch_len(max_model_len) or 0,
         )
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
-        self._plan.set_stage(self.stage.is_first, self.stage.is_last)
-        return NativeModelBuilder(*args, stage=self.stage)
+        self._plan.set_stage(self.stage.is_first, self.stage.is_last, self.stage.start)
+        shard = None if self._group is None else self._group.shard
+        if isinstance(shard, RowDivision):
+            raise InvariantError("ranks that divide the rows of a step have no pipeline stages")
+        return NativeModelBuilder(*args, shard=shard, stage=self.stage)
 
     def run_stage(self, runs: TokenRuns, kv: KvPool, rows: int, outputs: StageOutputs | None) -> list[int]:
         """Compute the stage's layers of a step on the rows at an address; return the requested best tokens.
 
-        outputs  of the last stage. If a row has no best token (-1), its logits are written
+        outputs  of the last stage. If a row has no best token (-1), which all its ranks know, its logits are written
         """
         self.prepare(kv, max(runs.ends))
         trees, out = runs.trees, outputs or _NO_OUTPUTS
@@ -113,7 +122,7 @@ class StageDecoder(NativeDecoder):
         return best
 
     def write_logits(self, rows: int, places: list[int], address: int) -> None:
-        """Write the logits [R, vocab_size] of some of the rows that a step has left."""
+        """Write the logits [R, vocab_size] of some of the rows that a step has left; called by all ranks of the last stage."""
         self._plan.use_rows(rows)
         self.logits_into(places, address)
 

@@ -60,7 +60,11 @@ class StepDecoder(ABC):
         hidden = self.forward(token_ids, positions, step, kv, layers)
         self._hidden = hidden if keeps_all or hidden_rows else None
         self._hidden_rows = hidden_rows or []
-        return self.logits(hidden[torch.tensor(logit_rows, dtype=torch.int64)])
+        return self.logits_of(hidden, torch.tensor(logit_rows, dtype=torch.int64))
+
+    def logits_of(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the logits [R, vocab_size] of the tokens `rows` [R] i64 of the last step, given the result of `forward`."""
+        return self.logits(hidden[rows])
 
     def run(
         self,
@@ -75,12 +79,21 @@ class StepDecoder(ABC):
     ) -> tuple[Tensor, list[int] | None]:
         """As `step`, of runs of tokens; None in place of the best tokens: only the native decoder finds them on the way."""
         self._kept_rows = None if keeps_all else logit_rows
-        return self.step(*runs.tensors(kv.spec.block_size), kv, logit_rows, True, hidden_rows), None
+        return self.step(
+            *runs.tensors(kv.spec.block_size, has_windows=kv.spec.window_tokens is not None), kv, logit_rows, True, hidden_rows
+        ), None
 
     def move_tokens(self, kv: KvPool, sources: Tensor, targets: Tensor) -> None:
         """Copy the KV of the slots `sources` [N] i64 to `targets` in every layer; all are read before any is written."""
-        for k_cache, v_cache in zip(kv.k, kv.v, strict=True):
-            move_kv(k_cache, v_cache, sources, targets)
+        flags = kv.spec.is_windowed or (False,) * len(kv.k)
+        for is_windowed, own_sources, own_targets in kv.split_slots(sources, targets):
+            for k_cache, v_cache, flag in zip(kv.k, kv.v, flags, strict=True):
+                if flag is is_windowed:
+                    move_kv(k_cache, v_cache, own_sources, own_targets)
+
+    def cached_keys(self, kv: KvPool, layer: int, block_ids: Tensor) -> Tensor:
+        """Return the keys [K, N * block_size, D] f32, as queries meet them, of N blocks of a layer with a cache of its own."""
+        return kv.k[layer][block_ids].transpose(0, 1).flatten(1, 2).float()
 
     def logits_at(self, first: int, last: int) -> Tensor:
         """Return the logits of rows [first, last) of the last step, which kept all."""

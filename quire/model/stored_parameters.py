@@ -124,8 +124,8 @@ class CheckpointParameter(StoredParameter):
         if index is not None and not self._source.is_stacked:
             return self.open_expert(index)
         parts = [self._tensors.rows(piece, keeps_float8=True) for piece in self._source.groups[index or 0]]
-        narrow = [part for part in parts if isinstance(part, Float8Weight)]
-        joined = concatenate_float8(narrow) if len(narrow) == len(parts) else None
+        float8 = [part for part in parts if isinstance(part, Float8Weight)]
+        joined = concatenate_float8(float8) if len(float8) == len(parts) else None
         if joined is not None:
             return joined
         return self._join_parts([part.dequantize() if isinstance(part, Float8Weight) else part for part in parts])

@@ -8,13 +8,33 @@ results are gathered, and have the same bits for any number of ranks. This is th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.shards import OUTPUT_MULTIPLE, HeadRange, ShardRange, head_range, shard_range
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """The experts of a layer that an expert-parallel rank holds whole.
+
+    experts     in ascending order
+    num_copies  of each expert of the layer: how many ranks hold it
+    own_copies  of each: which of its copies this rank holds, -1: none
+    """
+
+    experts: tuple[int, ...]
+    num_copies: tuple[int, ...]
+    own_copies: tuple[int, ...]
+
+    @classmethod
+    def of(cls, placement: ExpertPlacement, rank: int) -> ExpertShard:
+        """Return the part of a rank."""
+        return cls(placement.ranks[rank], placement.num_copies, placement.own_copies(rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +42,14 @@ class LayerShard:
     """The part of a layer that a rank has.
 
     heads    its query heads, and the key and value heads that they read
-    inner    its intermediate columns of the feed-forward block, or of every expert
+    inner    its intermediate columns of the feed-forward block, or of every expert; with expert parallelism all of them
     shared_inner  the same of the shared expert
     outputs  its columns of the residual stream: rows of o and down
+    attention_outputs  those of o only; all of them where the rank has whole attention weights
     total_heads, total_kv_heads  of all ranks together
+    experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
+    context  with decode context parallelism: the heads of all ranks that share the tokens of sequences, which its KV cache has
+    writes_kv_heads  the first of the ranks that have its key and value heads
     """
 
     heads: HeadRange
@@ -34,19 +58,67 @@ class LayerShard:
     outputs: ShardRange
     total_heads: int
     total_kv_heads: int
+    experts: ExpertShard | None = None
+    context: HeadRange | None = None
+    writes_kv_heads: bool = True
+    attention_outputs: ShardRange | None = None
+
+    @property
+    def o_outputs(self) -> ShardRange:
+        """Its rows of o."""
+        return self.outputs if self.attention_outputs is None else self.attention_outputs
+
+    @property
+    def cached_kv_heads(self) -> ShardRange:
+        """The key and value heads in its KV cache."""
+        return (self.heads if self.context is None else self.context).kv_heads
 
     @classmethod
-    def of(cls, layer: LayerSpec, hidden_size: int, rank: int, shares: Sequence[float]) -> LayerShard:
-        """Return the part of a rank."""
-        attention = layer.attention
+    def of(
+        cls,
+        layer: LayerSpec,
+        hidden_size: int,
+        rank: int,
+        shares: Sequence[float],
+        placement: ExpertPlacement | None = None,
+        has_homes: bool = False,
+    ) -> LayerShard:
+        """Return the part of a rank; placement: of the experts, with expert parallelism; has_homes: see ModelShard.of."""
+        attention, inner = layer.attention, _inner_size(layer)
+        whole = HeadRange(ShardRange(0, attention.num_heads), ShardRange(0, attention.num_kv_heads))
         return cls(
-            head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
-            _output_range(_inner_size(layer), rank, shares),
+            whole if has_homes else head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
+            _output_range(inner, rank, shares) if placement is None else ShardRange(0, inner),
             _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
             attention.num_heads,
             attention.num_kv_heads,
+            None if placement is None else ExpertShard.of(placement, rank),
+            attention_outputs=ShardRange(0, hidden_size) if has_homes else None,
         )
+
+
+def _with_context(shard: LayerShard, rank: int, shares: Sequence[float], size: int) -> LayerShard:
+    """Return a layer of a rank, of which `size` consecutive ranks share the tokens of sequences. Raises ConfigError where the
+    groups of ranks would have other numbers of heads."""
+    ranges = [head_range(shard.total_heads, shard.total_kv_heads, other, shares) for other in range(len(shares))]
+    groups = [
+        HeadRange(
+            ShardRange(ranges[first].heads.start, ranges[first + size - 1].heads.stop),
+            ShardRange(ranges[first].kv_heads.start, ranges[first + size - 1].kv_heads.stop),
+        )
+        for first in range(0, len(shares), size)
+    ]
+    sizes = {(group.heads.size, group.kv_heads.size) for group in groups}
+    num_heads, num_kv_heads = next(iter(sizes))
+    if len(sizes) > 1 or (num_kv_heads > 1 and num_heads * shard.total_kv_heads != shard.total_heads * num_kv_heads):
+        raise ConfigError(
+            f"decode_context_parallel_size is {size} and tensor_parallel_size {len(shares)}: the groups of {size} ranks must "
+            f"have equal numbers of attention heads, but {shard.total_heads} heads with {shard.total_kv_heads} key and value "
+            "heads cannot be divided so; choose decode_context_parallel_size equal to tensor_parallel_size, or other sizes"
+        )
+    is_first = rank == 0 or ranges[rank - 1].kv_heads.stop <= ranges[rank].kv_heads.start
+    return replace(shard, context=groups[rank // size], writes_kv_heads=is_first)
 
 
 def _inner_size(layer: LayerSpec) -> int:
@@ -56,6 +128,12 @@ def _inner_size(layer: LayerSpec) -> int:
 def _shared_inner_size(layer: LayerSpec) -> int:
     shared = layer.mlp.shared if isinstance(layer.mlp, MoeSpec) else None
     return _inner_size(layer) if shared is None else shared.intermediate_size
+
+
+def _sharded_sizes(layer: LayerSpec, has_whole_experts: bool) -> list[int]:
+    """Return the numbers of intermediate columns that the ranks divide."""
+    has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None
+    return [_inner_size(layer)] * (not has_whole_experts) + [_shared_inner_size(layer)] * has_shared
 
 
 def _output_range(total: int, rank: int, shares: Sequence[float]) -> ShardRange:
@@ -77,8 +155,20 @@ class ModelShard:
     layers: tuple[LayerShard, ...]
 
     @classmethod
-    def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float]) -> ModelShard:
+    def of(
+        cls,
+        spec: ModelSpec,
+        rank: int,
+        shares: Sequence[float],
+        placements: Mapping[int, ExpertPlacement] | None = None,
+        context_size: int = 1,
+        has_homes: bool = False,
+    ) -> ModelShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
+
+        placements    with expert parallelism: of the experts of each layer that has any, by its index
+        context_size  consecutive ranks that share the tokens of sequences
+        has_homes     each rank has whole attention weights, for sequences of its own
 
         Raises ConfigError if a rank would have no part of a weight.
         """
@@ -91,14 +181,29 @@ class ModelShard:
                 f"tensor_parallel_size is {len(shares)}, but per-layer inputs and layers that read the keys and values of "
                 f"another layer ({spec.model_type}) run on one rank"
             )
-        layers = tuple(LayerShard.of(layer, spec.hidden_size, rank, shares) for layer in spec.layers)
+        layers = tuple(
+            LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), has_homes)
+            for index, layer in enumerate(spec.layers)
+        )
+        if context_size > 1:
+            layers = tuple(_with_context(layer, rank, shares, context_size) for layer in layers)
         found = cls(rank, len(shares), _output_range(spec.vocab_size, rank, shares), layers)
         least = min(
-            spec.vocab_size, spec.hidden_size, *(min(_inner_size(layer), _shared_inner_size(layer)) for layer in spec.layers)
+            spec.vocab_size,
+            spec.hidden_size,
+            *(
+                size
+                for layer, shard in zip(spec.layers, layers, strict=True)
+                for size in _sharded_sizes(layer, shard.experts is not None)
+            ),
         )
         if least < len(shares):
             raise ConfigError(f"tensor_parallel_size must be at most {least} for this model, got {len(shares)}")
         return found
+
+    def part(self, first: int, last: int) -> ModelShard:
+        """Return the rank's part of the layers [first, last) only; they are numbered from 0."""
+        return replace(self, layers=self.layers[first:last])
 
     def parameter_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return the shapes of the rank's part of parameters, given the whole ones by their canonical names."""
@@ -119,34 +224,95 @@ class ModelShard:
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
             return (shape[0] // total * own, *shape[1:])
         if module in ("o", "down", "gate", "up"):
-            return ((layer.inner if module in ("gate", "up") else layer.outputs).size, *shape[1:])
+            rows = layer.inner if module in ("gate", "up") else layer.o_outputs if module == "o" else layer.outputs
+            return (rows.size, *shape[1:])
         if module.startswith("shared."):
             rows = layer.outputs if module == "shared.down" else layer.shared_inner
             return (rows.size, *shape[1:])
+        if module.startswith("experts.") and layer.experts is not None:
+            return (len(layer.experts.experts), *shape[1:])
         if module.startswith("experts."):
             return (shape[0], 2 * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
         return shape
 
-    def kv_spec(self, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
-        """Return the shape of the rank's KV cache."""
+    def output_rows(self, name: str, num_rows: int) -> ShardRange:
+        """Return which outputs of a linear layer that can have a LoRA adapter the rank computes.
+
+        name  canonical, without ".weight"; num_rows: outputs of the whole layer
+        """
+        if name == "lm_head":
+            return self.vocabulary
+        _, index, module = name.split(".", 2)
+        layer = self.layers[int(index)]
+        if module in ("q", "k", "v"):
+            heads, total = (
+                (layer.heads.heads, layer.total_heads) if module == "q" else (layer.heads.kv_heads, layer.total_kv_heads)
+            )
+            return ShardRange(heads.start * num_rows // total, heads.stop * num_rows // total)
+        ranges = {
+            "o": layer.outputs,
+            "down": layer.outputs,
+            "gate": layer.inner,
+            "up": layer.inner,
+            "shared.down": layer.outputs,
+            "shared.gate": layer.shared_inner,
+            "shared.up": layer.shared_inner,
+        }
+        return ranges.get(module, ShardRange(0, num_rows))  # the projections to latent rows are whole
+
+    def kv_spec(self, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
+        """Return the shape of the rank's KV cache; see KvSpec.of."""
         shapes = tuple(
-            (shard.heads.kv_heads.size, layer.attention.head_dim) for shard, layer in zip(self.layers, spec.layers, strict=True)
+            (shard.cached_kv_heads.size, layer.attention.head_dim)
+            for shard, layer in zip(self.layers, spec.layers, strict=True)
         )
-        return KvSpec(block_size, dtype, shapes)
+        return replace(KvSpec.of(spec, block_size, dtype, limits_windows), layer_shapes=shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class ContextPlace:
+    """A rank's place among the ranks that share the tokens of sequences (decode context parallelism), or among homes.
+
+    num_local_blocks  in the KV cache of each of them; block b of a block table is block b % num_local_blocks of the rank at
+                      place b // num_local_blocks
+    """
+
+    place: int
+    size: int
+    num_local_blocks: int
+
+    def local(self, block_ids: Sequence[int]) -> list[int]:
+        """Return which of some blocks this rank has, by their numbers in its cache."""
+        first = self.place * self.num_local_blocks
+        return [block_id - first for block_id in block_ids if 0 <= block_id - first < self.num_local_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class RowDivision:
+    """A rank's place among ranks that each have the whole model and compute some of the tokens of a step (prefill context
+    parallelism)."""
+
+    rank: int
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """A rank's place in a tensor-parallel group on one host, for the native kernels.
+    """A rank's place in a group of ranks on one host, for the native kernels.
 
+    shard            of a tensor-parallel group; a RowDivision: every rank has the whole model
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
     exchange         the exchange at each barrier if the ranks share no memory, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
+    context          where the ranks share the tokens of sequences, or are homes
+    has_homes        each rank attends to the sequences whose blocks it has
     """
 
-    shard: ModelShard
+    shard: ModelShard | RowDivision
     barrier_address: int
     rows_file: int
     has_whole_vocabulary: bool = False
     exchange: Callable[[int, Sequence[tuple[int, int, int, int]]], bool] | None = None
+    context: ContextPlace | None = None
+    has_homes: bool = False

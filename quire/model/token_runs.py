@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,21 @@ def short_rope_tokens(starts: list[int], short_ropes: list[bool] | None) -> NDAr
     return np.repeat(short_ropes, np.diff(starts))
 
 
+def adapter_rows(keys: list[str] | None, starts: list[int]) -> dict[str, Tensor] | None:
+    """Return key -> indices of the tokens that use the adapter; None where all use the base model.
+
+    keys    of the adapters of S sequences; "": the base model
+    starts  S + 1 offsets: sequence s has the tokens [starts[s], starts[s + 1])
+    """
+    if keys is None or not any(keys):
+        return None
+    found: dict[str, list[NDArray[np.int64]]] = {}
+    for index, key in enumerate(keys):
+        if key:
+            found.setdefault(key, []).append(np.arange(starts[index], starts[index + 1]))
+    return {key: torch.from_numpy(np.concatenate(parts)) for key, parts in found.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class TreePlaces:
     """The draft trees among a step's tokens; their cache slots are consecutive, independent of their positions.
@@ -52,10 +67,14 @@ class TokenRuns(NamedTuple):
 
     starts     S + 1 offsets: sequence s owns token_ids [starts[s], starts[s + 1]), at least one
     ends       S positions, each one after the last token of its run
-    tables     S block tables [max_blocks], which hold these positions, and `addresses` their addresses
+    tables     S block tables [max_blocks], which hold these positions, and `addresses` their addresses. Where the cache has a
+               window group, the second half of each is the table of that group
     trees      None: there are none
     short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
     states     rows of recurrent states; None: the model has none
+    adapters   keys of the S sequences' LoRA adapters, "": none; None: no sequence has one
+    num_dropped  S numbers of tokens that the cache has no longer: `ends` are places in the cache, and positions minus these.
+               None: all are 0
     """
 
     token_ids: list[int]
@@ -66,48 +85,72 @@ class TokenRuns(NamedTuple):
     trees: TreePlaces | None = None
     short_ropes: list[bool] | None = None
     states: StateRows | None = None
+    adapters: list[str] | None = None
+    num_dropped: list[int] | None = None
 
     def positions(self) -> NDArray[np.int64]:
         """Return the positions [T] of the tokens; those of a tree by their depths."""
         if self.trees is not None:
             return self.trees.positions
-        return run_places(np.array(self.starts), np.array(self.ends))
+        return run_places(np.array(self.starts), np.array(self.position_ends))
+
+    @property
+    def position_ends(self) -> list[int]:
+        """The position after the last token of each run."""
+        if self.num_dropped is None:
+            return self.ends
+        return [end + dropped for end, dropped in zip(self.ends, self.num_dropped, strict=True)]
 
     def short_rope_tokens(self) -> NDArray[np.bool_] | None:
         """Return which tokens [T] take the short variant of the rope; None where none does."""
         return short_rope_tokens(self.starts, self.short_ropes)
 
     def tensors(
-        self, block_size: int, origins: list[int] | None = None, room: list[int] | None = None
+        self,
+        block_size: int,
+        origins: list[int] | None = None,
+        room: list[int] | None = None,
+        has_windows: bool = False,
     ) -> tuple[Tensor, Tensor, AttentionMetadata]:
         """Return token ids and positions [T] i64, and what attention reads.
 
         origins  positions (starts of blocks) from which on a sequence is attended to; None: from its start
         room     positions after the end of each run that its table must hold; None: none
+        has_windows  there is a window group: fill AttentionMetadata.window
         """
         counts = np.diff(self.starts)
         ends, first_seen = np.array(self.ends), np.zeros(len(counts), np.int64) if origins is None else np.array(origins)
         places = run_places(np.array(self.starts), ends)
         firsts, lasts = first_seen // block_size, -(-(ends + (0 if room is None else np.array(room))) // block_size)
-        tables = np.zeros((len(counts), int((lasts - firsts).max())), dtype=np.int64)
-        for row, (table, first, last) in enumerate(zip(self.tables, firsts, lasts, strict=True)):
-            tables[row, : last - first] = table[first:last]
         row_of = np.repeat(np.arange(len(counts)), counts)
-        slots = tables[row_of, places // block_size - firsts[row_of]] * block_size + places % block_size
+
+        def place(offset: int) -> tuple[Tensor, Tensor]:
+            tables = np.zeros((len(counts), int((lasts - firsts).max())), dtype=np.int64)
+            for row, (table, first, last) in enumerate(zip(self.tables, firsts, lasts, strict=True)):
+                tables[row, : last - first] = table[offset + first : offset + last]
+            slots = tables[row_of, places // block_size - firsts[row_of]] * block_size + places % block_size
+            return torch.from_numpy(slots), torch.from_numpy(tables)
+
+        slots, tables = place(0)
+        window_slots, window_tables = place(len(self.tables[0]) // 2) if has_windows else (slots, tables)
         trees = None
         if self.trees is not None:
-            places = self.trees.positions
             ancestors = torch.from_numpy(self.trees.ancestors.view(np.int64))
             trees = TreeInput(torch.from_numpy(self.trees.num_drafts), ancestors)
+        positions = places if self.trees is None and self.num_dropped is None else self.positions()
         lengths = (ends - first_seen).tolist()
         short = self.short_rope_tokens()
         attention = AttentionMetadata(
-            torch.from_numpy(slots),
+            slots,
             self.starts,
             lengths,
-            torch.from_numpy(tables),
+            tables,
             trees,
             short_ropes=None if short is None else torch.from_numpy(short),
             states=self.states,
+            adapters=adapter_rows(self.adapters, self.starts),
         )
-        return torch.tensor(self.token_ids, dtype=torch.int64), torch.from_numpy(places), attention
+        if has_windows:
+            window = replace(attention, slots=window_slots, block_tables=window_tables, decode_groups={})
+            attention = replace(attention, window=window)
+        return torch.tensor(self.token_ids, dtype=torch.int64), torch.from_numpy(positions), attention

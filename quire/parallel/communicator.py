@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.rank_stats import CollectiveStats
+
+Launch = Callable[[], None]
 
 
 class Communicator(Protocol):
@@ -195,7 +198,7 @@ class OperationCount:
     """Statistics of one operation.
 
     num_bytes  of the tensors that this rank passed
-    seconds    of the calls, as measured on the host: on a GPU the time to launch
+    seconds    of the calls, as measured on the host: on a GPU the time to launch them one by one
     """
 
     num_calls: int = 0
@@ -212,11 +215,54 @@ class CountingCommunicator:
         self.rank = inner.rank
         self.size = inner.size
         self.counts: dict[str, OperationCount] = {}
+        self._counted = self.counts  # where calls are counted; a recording has its own
+
+    def stats(self) -> dict[str, CollectiveStats]:
+        """Return a copy of the counts."""
+        return {
+            name: CollectiveStats(num_calls=count.num_calls, num_bytes=count.num_bytes, seconds=count.seconds)
+            for name, count in tuple(self.counts.items())
+        }
+
+    def close(self) -> None:
+        """Close the other communicator, where it has something to close; no collective may be running."""
+        close = getattr(self._inner, "close", None)
+        if close is not None:
+            close()
+
+    def recorded(
+        self, record: Callable[[Callable[[], None]], Callable[[], None]], step: Callable[[], None]
+    ) -> Callable[[], None]:
+        """Record a step with `record`, and return what launches it again and counts its collectives each time.
+
+        Recording runs nothing, so it counts nothing. Launching a recording takes the host no time per collective: `seconds`
+        do not rise.
+        """
+        added: dict[str, OperationCount] = {}
+
+        def counted_step() -> None:
+            added.clear()  # a step may be recorded again where memory ended
+            self._counted = added
+            try:
+                step()
+            finally:
+                self._counted = self.counts
+
+        replay = record(counted_step)
+
+        def counted_replay() -> None:
+            replay()
+            for name, one in added.items():
+                count = self.counts.setdefault(name, OperationCount())
+                count.num_calls += one.num_calls
+                count.num_bytes += one.num_bytes
+
+        return counted_replay
 
     def _count(self, name: str, num_bytes: int, call: Callable[[], None]) -> None:
         began_s = self._clock()
         call()
-        count = self.counts.setdefault(name, OperationCount())
+        count = self._counted.setdefault(name, OperationCount())
         count.num_calls += 1
         count.num_bytes += num_bytes
         count.seconds += self._clock() - began_s

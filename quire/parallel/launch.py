@@ -10,8 +10,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from quire.base.environment import environment_with_quire
@@ -26,7 +26,7 @@ from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
 from quire.parallel.startup import StartupBoard, StartupReporter
-from quire.parallel.worker_group import LaunchOptions, WorkerGroup
+from quire.parallel.worker_group import LaunchOptions, WorkerGroup, attach_subgroups
 
 if TYPE_CHECKING:
     from torch.distributed import Store, TCPStore
@@ -51,6 +51,7 @@ class WorkerStart:
     watchdog_timeout_s: float
     store_port: int | None
     config: dict[str, Any]
+    subgroups: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 class SpawnedWorkers(WorkerGroup):
@@ -97,6 +98,7 @@ class SpawnedWorkers(WorkerGroup):
             watchdog_timeout_s=self._options.watchdog_timeout_s,
             store_port=None if self.store is None else self.store.port,
             config=dict(config),
+            subgroups=dict(self._options.subgroups),
         )
         body = json.dumps(dataclasses.asdict(start)).encode()
         process = subprocess.Popen(
@@ -146,6 +148,7 @@ class WorkerContext:
     ring     messages of the leader
     leader_pid  of the leader's process if it is not this one's parent but on the same host
     own      what this process's starter has given to it, not the leader
+    subgroups  the barriers of those of LaunchOptions.subgroups that this rank is in
     exchange if the ranks are on several hosts and share no memory: exchanges rows; `memory` and `barrier` are then this rank's
              own; num_on_host: number of ranks on this host
     """
@@ -164,6 +167,7 @@ class WorkerContext:
     own: Any = None
     exchange: RowExchange | None = None
     num_on_host: int | None = None
+    subgroups: Mapping[str, ProcessBarrier] = field(default_factory=dict)
 
     def open_descriptor(self, number: int) -> int:
         """Return a descriptor of this process for the leader's descriptor `number` (LaunchOptions.pass_fds)."""
@@ -225,7 +229,8 @@ def run_attached(
     WorkerContext."""
     barrier = ProcessBarrier(memory, start.rank, start.size)
     startup = StartupReporter(StartupBoard(memory), start.rank)
-    monitor = ProcessMonitor(barrier, watchdog_timeout_s=start.watchdog_timeout_s)
+    subgroups = attach_subgroups(memory, start.rank, start.subgroups)
+    monitor = ProcessMonitor(barrier, tuple(subgroups.values()), watchdog_timeout_s=start.watchdog_timeout_s)
     monitor.start()
     context = WorkerContext(
         rank=start.rank,
@@ -240,6 +245,7 @@ def run_attached(
         store_port=start.store_port,
         leader_pid=leader_pid,
         own=own,
+        subgroups=subgroups,
     )
     return run_main(main, context)
 

@@ -8,19 +8,17 @@ from typing import Literal
 from quire.base.errors import ConfigError
 from quire.contracts.parallel import ParallelConfig
 
-MeshDimension = Literal["tensor", "context", "attention_data", "pipeline"]
-MeshGroup = Literal["tensor", "context", "attention_data", "pipeline", "expert", "stage", "world"]
+MeshDimension = Literal["tensor", "context", "pipeline"]
+MeshGroup = Literal["tensor", "context", "pipeline", "stage", "world"]
 
-_DIMENSIONS: tuple[MeshDimension, ...] = ("tensor", "context", "attention_data", "pipeline")
+_DIMENSIONS: tuple[MeshDimension, ...] = ("tensor", "context", "pipeline")
 """From the innermost, whose ranks are consecutive."""
 
 _VARYING: dict[MeshGroup, tuple[MeshDimension, ...]] = {
     "tensor": ("tensor",),
     "context": ("context",),
-    "attention_data": ("attention_data",),
     "pipeline": ("pipeline",),
-    "expert": ("tensor", "attention_data"),
-    "stage": ("tensor", "context", "attention_data"),
+    "stage": ("tensor", "context"),
     "world": _DIMENSIONS,
 }
 
@@ -31,17 +29,15 @@ class MeshCoordinates:
 
     tensor: int = 0
     context: int = 0
-    attention_data: int = 0
     pipeline: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMesh:
-    """The ranks of one replica as a grid of four dimensions. Raises ConfigError for ranks outside of it."""
+    """The ranks of one replica as a grid of three dimensions. Raises ConfigError for ranks outside of it."""
 
     tensor: int = 1
     context: int = 1
-    attention_data: int = 1
     pipeline: int = 1
 
     @classmethod
@@ -49,15 +45,14 @@ class DeviceMesh:
         """Return the mesh of a configuration."""
         return cls(
             tensor=config.tensor_parallel_size,
-            context=config.decode_context_parallel_size,
-            attention_data=config.attention_data_parallel_size,
+            context=config.prefill_context_parallel_size,
             pipeline=config.pipeline_parallel_size,
         )
 
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return self.tensor * self.context * self.attention_data * self.pipeline
+        return self.tensor * self.context * self.pipeline
 
     def coordinates(self, rank: int) -> MeshCoordinates:
         """Return the coordinates of a rank."""
@@ -81,8 +76,8 @@ class DeviceMesh:
     def group(self, rank: int, group: MeshGroup) -> tuple[int, ...]:
         """Return the ranks of one of a rank's groups, this rank included, in ascending order.
 
-        "tensor", "context", "attention_data", "pipeline": the ranks that differ from it in this coordinate only;
-        "expert": in tensor and attention_data; "stage": all of its pipeline stage; "world": all.
+        "tensor", "context", "pipeline": the ranks that differ from it in this coordinate only; "stage": all of its pipeline
+        stage; "world": all.
         """
         if group not in _VARYING:
             raise ConfigError(f"group must be one of {', '.join(_VARYING)}, got {group!r}")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
-from quire.contracts.rank_stats import CollectiveStats, RankStats
+from quire.contracts.rank_stats import RankStats
 from quire.parallel.barrier import AbortReason, ProcessBarrier
 from quire.parallel.communicator import CountingCommunicator
 from quire.parallel.launch import WorkerContext, run_main
@@ -123,10 +123,7 @@ class RemoteWorkers(StartingWorkers):
             state = self.board.read(rank).state if cause is None else "failed" if cause[0] == rank else "ended"
             found.append(RankStats(rank=rank, pid=self._pids[rank], host=self._hosts[rank], state=state))
         counts = self.barrier.counts(0)
-        collectives = {
-            name: CollectiveStats(num_calls=count.num_calls, num_bytes=count.num_bytes, seconds=count.seconds)
-            for name, count in self.communicator.counts.items()
-        }
+        collectives = self.communicator.stats()
         found[0] = dataclasses.replace(
             found[0],
             memory_bytes=resident_bytes(os.getpid()),

@@ -35,7 +35,7 @@ _MAX_SHOWN = 200
 class Rendezvous:
     """The rank of this process, the number of ranks, and the address of rank 0.
 
-    local_rank     among the ranks of this host
+    local_rank     among the num_local_ranks ranks of this host; None: how many there are was not told
     is_store_made  the launcher has a store at the address already (torchrun's agent), so rank 0 makes none
     source         the origin of these values, for messages
     """
@@ -47,6 +47,7 @@ class Rendezvous:
     port: int
     is_store_made: bool = False
     source: str = "torchrun"
+    num_local_ranks: int | None = None
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -55,6 +56,12 @@ class Rendezvous:
             )
         if not 0 <= self.local_rank < self.world_size:
             raise ConfigError(f"{self.source}: local rank must be from 0 to {self.world_size - 1}, got {self.local_rank}")
+        most = self.world_size - self.rank + self.local_rank
+        if self.num_local_ranks is not None and not self.local_rank < self.num_local_ranks <= most:
+            raise ConfigError(
+                f"{self.source}: the number of ranks on this host must be above local rank {self.local_rank} and leave "
+                f"room for rank {self.rank} in {self.world_size} ranks, got {self.num_local_ranks}"
+            )
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"{self.source}: port must be from 1 to 65535, got {self.port}")
         if not self.address:
@@ -62,8 +69,8 @@ class Rendezvous:
 
 
 def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous | None:
-    """Return the settings of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) or of a LeaderWorkerSet
-    (LWS_WORKER_INDEX, LWS_GROUP_SIZE, LWS_LEADER_ADDRESS); None if there are neither.
+    """Return the settings of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) or of a
+    LeaderWorkerSet (LWS_WORKER_INDEX, LWS_GROUP_SIZE, LWS_LEADER_ADDRESS); None if there are neither.
 
     Raises ConfigError if some variables are missing or not numbers. MASTER_PORT may be set in addition to LWS_*.
     """
@@ -74,6 +81,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous 
             rank=rank,
             world_size=_number("WORLD_SIZE", environment),
             local_rank=_number("LOCAL_RANK", environment) if "LOCAL_RANK" in environment else 0,
+            num_local_ranks=_number("LOCAL_WORLD_SIZE", environment) if "LOCAL_WORLD_SIZE" in environment else None,
             address=environment["MASTER_ADDR"],
             port=_number("MASTER_PORT", environment),
             is_store_made=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -84,6 +92,7 @@ def read_environment(environment: Mapping[str, str] = os.environ) -> Rendezvous 
             rank=_number("LWS_WORKER_INDEX", environment),
             world_size=_number("LWS_GROUP_SIZE", environment),
             local_rank=0,
+            num_local_ranks=1,
             address=environment["LWS_LEADER_ADDRESS"],
             port=_number("MASTER_PORT", environment) if "MASTER_PORT" in environment else DEFAULT_PORT,
             source="LeaderWorkerSet",

@@ -35,6 +35,11 @@ class HeadRange:
     heads: ShardRange
     kv_heads: ShardRange
 
+    def describe(self) -> str:
+        """Return "heads 0 to 7, kv heads 0 to 1"."""
+        heads, kv = self.heads, self.kv_heads
+        return f"heads {heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
+
 
 def equal_shares(num_ranks: int) -> tuple[float, ...]:
     """Return equal shares."""

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +18,10 @@ from typing import Protocol
 from quire.base import errors
 from quire.base.errors import ConfigError, QuireError, WorkerError
 from quire.base.logging import get_logger
+from quire.base.threads import num_usable_cores
 from quire.contracts.parallel import MAX_RANKS
 from quire.contracts.rank_stats import RankStats
-from quire.parallel.barrier import AbortReason, ProcessBarrier
+from quire.parallel.barrier import AbortReason, ProcessBarrier, RankCounts
 from quire.parallel.process_monitor import WATCHDOG_TIMEOUT_S, ProcessMonitor
 from quire.parallel.ring import RingWriter, ring_areas
 from quire.parallel.row_exchange import RowExchange
@@ -47,6 +48,7 @@ class LaunchOptions:
     start_timeout_s     until all are ready; all are killed after it
     watchdog_timeout_s  see ProcessMonitor
     areas               additional areas of the shared memory, by name, in bytes
+    subgroups           ranks that have a barrier of their own, by its name
     with_store          create a store of torch.distributed on this host, for gloo or NCCL: its port is bound before a worker
                         learns it, so two groups that start at once cannot choose the same
     log_level           of the workers
@@ -56,6 +58,7 @@ class LaunchOptions:
     start_timeout_s: float = 600.0
     watchdog_timeout_s: float = WATCHDOG_TIMEOUT_S
     areas: Mapping[str, int] = field(default_factory=dict)
+    subgroups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     with_store: bool = False
     log_level: str = "INFO"
     pass_fds: tuple[int, ...] = ()
@@ -208,13 +211,16 @@ class WorkerGroup(StartingWorkers):
         """Create the memory. Raises ConfigError."""
         if not 2 <= size <= MAX_RANKS:
             raise ConfigError(f"a group of processes must have 2 to {MAX_RANKS} ranks, got {size}")
-        memory = SharedMemoryFile.create({**group_areas(size), **options.areas})
+        memory = SharedMemoryFile.create({**group_areas(size), **subgroup_areas(options.subgroups), **options.areas})
         ProcessBarrier.initialise(memory, size)
         super().__init__(size, options, StartupBoard(memory), memory, ProcessBarrier(memory, 0, size))
+        self._subgroups = initialise_subgroups(memory, options.subgroups)
         self.session = secrets.token_hex(16)
         self.communicator = ShmCommunicator(self.memory, self.barrier)
         self.ring = RingWriter(self.memory, self.barrier)
-        self._monitor = ProcessMonitor(self.barrier, watchdog_timeout_s=options.watchdog_timeout_s, on_abort=self._kill_soon)
+        self._monitor = ProcessMonitor(
+            self.barrier, self._subgroups, watchdog_timeout_s=options.watchdog_timeout_s, on_abort=self._kill_soon
+        )
         self._processes: dict[int, WorkerProcess] = {}
 
     @property
@@ -223,11 +229,11 @@ class WorkerGroup(StartingWorkers):
         return {rank: process.pid for rank, process in self._processes.items()}
 
     def stats(self) -> list[RankStats]:
-        """Return the statistics of each rank, the leader included."""
+        """Return the statistics of each rank, the leader included: of a rank in a subgroup the barriers of that."""
         cause = self.barrier.abort_cause
         found: list[RankStats] = []
         for rank in range(self.size):
-            counts = self.barrier.counts(rank)
+            counts = rank_counts(rank, self.barrier, self._subgroups)
             pid = os.getpid() if rank == 0 else self.barrier.pid(rank) or self.pids.get(rank, 0)
             state = self.board.read(rank).state if cause is None else "failed" if cause[0] == rank else "ended"
             found.append(
@@ -299,6 +305,36 @@ class WorkerGroup(StartingWorkers):
 def group_areas(size: int) -> dict[str, int]:
     """Return the areas of shared memory that every group has."""
     return {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
+
+
+def subgroup_areas(subgroups: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Return the areas of the barriers of subgroups; see LaunchOptions."""
+    areas = [ProcessBarrier.areas(len(ranks), name) for name, ranks in subgroups.items()]
+    return {name: num_bytes for each in areas for name, num_bytes in each.items()}
+
+
+def initialise_subgroups(memory: SharedMemoryFile, subgroups: Mapping[str, Sequence[int]]) -> list[ProcessBarrier]:
+    """Initialise the barriers of subgroups, before any rank attaches; return them, for a process that does not wait in them."""
+    num_ranks, cores = sum(map(len, subgroups.values())), num_usable_cores()
+    for name, ranks in subgroups.items():
+        ProcessBarrier.initialise(memory, len(ranks), name, cores * len(ranks) // num_ranks)
+    return [ProcessBarrier(memory, 0, len(ranks), name, ranks) for name, ranks in subgroups.items()]
+
+
+def attach_subgroups(memory: SharedMemoryFile, rank: int, subgroups: Mapping[str, Sequence[int]]) -> dict[str, ProcessBarrier]:
+    """Return the barriers of the subgroups that a rank is in."""
+    found: dict[str, ProcessBarrier] = {}
+    for name, ranks in subgroups.items():
+        if rank in ranks:
+            found[name] = ProcessBarrier(memory, ranks.index(rank), len(ranks), name, ranks)
+            found[name].set_pid(os.getpid())
+    return found
+
+
+def rank_counts(rank: int, barrier: ProcessBarrier, subgroups: Sequence[ProcessBarrier]) -> RankCounts:
+    """Return the statistics of a rank's barriers: those of its subgroup, if it is in one."""
+    own = next((each for each in subgroups if rank in each.ranks), barrier)
+    return own.counts(own.ranks.index(rank))
 
 
 def resident_bytes(pid: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
-from quire.planner.memory import Lengths, Limits, users_that_fit
+from quire.planner.memory import Lengths, Limits, WindowPool, users_that_fit
 from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import StepTime, StepWork
 
@@ -71,6 +71,7 @@ class Replica:
     """One replica: its model, step times, limits and blocks.
 
     num_in_flight  steps in flight at once: the pipeline stages, each of which computes other sequences
+    window         pool of the layers that keep only a window; None: all layers keep all tokens
     """
 
     shape: ModelShape
@@ -78,6 +79,7 @@ class Replica:
     limits: Limits
     num_kv_blocks: int
     num_in_flight: int = 1
+    window: WindowPool | None = None
 
     def operate(self, num_sequences: int, lengths: Lengths, hit_share: float = 0.0) -> Operation:
         """Return the steady state with so many sequences; hit_share: of prompt tokens that the prefix cache has."""
@@ -137,13 +139,19 @@ class Replica:
         return total
 
     def users(self, num_tokens: int, num_shared: int = 0) -> int:
-        """Return how many sequences of num_tokens the KV pool holds, whatever max_num_seqs is."""
+        """Return how many sequences of num_tokens the memory of the KV pools holds, whatever max_num_seqs is."""
+        if self.window is not None:
+            return self.window.users(num_tokens, self.limits.block_size, num_shared)
         return users_that_fit(self.num_kv_blocks, self.limits.block_size, num_tokens, num_shared)
 
     def largest_batch(self, lengths: Lengths, objectives: Objectives, hit_share: float = 0.0) -> tuple[int, int]:
         """Return the largest batches: by memory (at mean lengths), and by the objectives within that; 0: none."""
         mean_tokens = max(1, math.ceil(lengths.mean_input + lengths.mean_output))
-        by_memory = min(self.users(mean_tokens, lengths.num_shared), self.limits.max_num_seqs)
+        block_size = self.limits.block_size
+        by_memory = users_that_fit(self.num_kv_blocks, block_size, mean_tokens, lengths.num_shared)
+        if self.window is not None:
+            by_memory = min(by_memory, self.window.num_blocks // self.window.blocks_of(mean_tokens, block_size))
+        by_memory = min(by_memory, self.limits.max_num_seqs)
         low, high = 0, by_memory
         while low < high:  # step times grow with the batch
             middle = (low + high + 1) // 2
@@ -182,7 +190,7 @@ class Cost:
     kwh_per_million_output: float | None
 
 
-def cost_of(operation: Operation, lengths: Lengths, price_per_hour: float, watts: float | None) -> Cost:
+def cost_of(operation: Operation, price_per_hour: float, watts: float | None) -> Cost:
     """Return the cost of a replica in a steady state; price and watts are of all of its devices."""
     per_s = price_per_hour / 3600.0
     decode_share = min(1.0, operation.decode_step_s / operation.step_s)

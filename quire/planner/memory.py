@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import PoolDivision, window_blocks_of
 from quire.contracts.memory import format_bytes
 from quire.planner.hardware import Hardware
 from quire.planner.model_shape import KV_FORMATS, ModelShape
 
 GPU_RUNTIME_BYTES = 10**9
-"""CUDA context, compiled kernels and recorded steps: an assumption."""
+"""CUDA context, compiled kernels and CUDA graphs: an assumption."""
 
 CPU_RUNTIME_BYTES = 40 << 20
 """Arrays of a step are rounded up to huge pages."""
@@ -77,12 +78,40 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowPool:
+    """The pool of the window group of a replica, see KvSpec.
+
+    num_tokens        that its layers keep of a sequence
+    bytes_per_block   of the replica, and full_bytes_per_block those of a block of the other layers
+    kv_bytes          that both pools may take on all devices of the replica
+    """
+
+    num_blocks: int
+    num_tokens: int
+    bytes_per_block: float
+    full_bytes_per_block: float
+    kv_bytes: float
+
+    def blocks_of(self, num_tokens: int, block_size: int) -> int:
+        """Return the most blocks of this pool that a decoding sequence of num_tokens holds."""
+        return window_blocks_of(self.num_tokens, num_tokens, block_size)
+
+    def users(self, num_tokens: int, block_size: int, num_shared_tokens: int) -> int:
+        """Return how many sequences of num_tokens the memory holds, if its division suits them."""
+        shared_blocks = num_shared_tokens // block_size
+        own_bytes = (-(-num_tokens // block_size) - shared_blocks) * self.full_bytes_per_block
+        own_bytes += self.blocks_of(num_tokens, block_size) * self.bytes_per_block
+        return max(0, int((self.kv_bytes - shared_blocks * self.full_bytes_per_block) // own_bytes))
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """The memory of one device of a layout, in bytes.
 
     kv_bytes       what is left for the KV pool; 0 where the model does not fit
     num_kv_blocks  of the replica: all of its devices together hold them
     missing_bytes  by how much the weights and activations are too large; 0 where they fit
+    window         pool of the layers that keep only a window; None: all layers keep all tokens
     """
 
     total_bytes: int
@@ -93,6 +122,7 @@ class DeviceMemory:
     kv_bytes: int
     num_kv_blocks: int
     missing_bytes: int
+    window: WindowPool | None = None
 
     @property
     def fits(self) -> bool:
@@ -105,6 +135,8 @@ class DeviceMemory:
             f"weights {format_bytes(self.weight_bytes)}, activations {format_bytes(self.activation_bytes)} (estimate), "
             f"KV pool {format_bytes(self.kv_bytes)}"
         )
+        if self.window is not None:
+            parts += f" ({self.num_kv_blocks:,} blocks, and {self.window.num_blocks:,} of layers with a window)"
         if self.fits:
             return parts
         return f"{parts}: DOES NOT FIT, {format_bytes(self.missing_bytes)} are missing"
@@ -132,9 +164,18 @@ def activation_bytes(shape: ModelShape, limits: Limits) -> int:
 
 
 def divide_memory(
-    shape: ModelShape, hardware: Hardware, limits: Limits, precision: str, kv_format: str, num_devices: int = 1
+    shape: ModelShape,
+    hardware: Hardware,
+    limits: Limits,
+    precision: str,
+    kv_format: str,
+    num_devices: int = 1,
+    has_tiers: bool = False,
 ) -> DeviceMemory:
-    """Return how the memory of each device of a replica is divided; weights, activations and KV are shared evenly."""
+    """Return how the memory of each device of a replica is divided; weights, activations and KV are shared evenly.
+
+    has_tiers  of the KV cache: their pages have all layers, so that layers with a window keep all tokens, as they do on a GPU
+    """
     usable = int(hardware.memory_bytes * limits.memory_share)
     copies = shape.copy_bytes if precision == shape.dtype else 0
     weights = -(-(shape.weight_bytes[precision] + copies) // num_devices)
@@ -143,9 +184,34 @@ def divide_memory(
     room = usable - weights - activations - runtime
     states = limits.max_num_seqs * shape.state_bytes // num_devices
     kv = max(0, room - states)
-    per_block = max(1.0, shape.kv_bytes_per_token(kv_format) * limits.block_size / num_devices)
+    per_token = max(1.0 / limits.block_size, shape.kv_bytes_per_token(kv_format) / num_devices)
+    per_block = per_token * limits.block_size
     missing = max(0, states + round(per_block) - room)
-    return DeviceMemory(hardware.memory_bytes, usable, weights, activations, runtime, kv, int(kv // per_block), missing)
+    num_blocks, window = int(kv // per_block), None
+    if hardware.kind == "cpu" and not has_tiers:
+        num_blocks, window = divide_pools(shape, limits, kv_format, num_blocks)
+    return DeviceMemory(hardware.memory_bytes, usable, weights, activations, runtime, kv, num_blocks, missing, window)
+
+
+def divide_pools(
+    shape: ModelShape, limits: Limits, kv_format: str, num_blocks: int, is_given: bool = False
+) -> tuple[int, WindowPool | None]:
+    """Return the blocks of the full group and the pool of the window group, as the engine divides them.
+
+    num_blocks  for which the memory suffices if all layers keep all tokens; is_given: of the full group, whatever that takes
+    """
+    cache, longest = shape.window_cache, shape.longest_window
+    if cache is None or cache.window_tokens is None or longest is None or longest >= limits.max_model_len:
+        return num_blocks, None
+    division = PoolDivision(
+        cache.window_tokens, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
+    )
+    window_bytes = cache.kv_bytes(kv_format) * limits.block_size
+    full_bytes = shape.full_cache.kv_bytes(kv_format) * limits.block_size
+    num_window = division.num_window_blocks(num_blocks)
+    num_full = num_blocks if is_given else division.num_full_blocks(num_blocks, full_bytes, window_bytes)
+    kv_bytes = num_full * full_bytes + num_window * window_bytes if is_given else num_blocks * (full_bytes + window_bytes)
+    return num_full, WindowPool(num_window, cache.window_tokens, window_bytes, full_bytes, kv_bytes)
 
 
 def users_that_fit(num_kv_blocks: int, block_size: int, num_tokens: int, num_shared_tokens: int = 0) -> int:

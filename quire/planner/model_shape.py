@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 
@@ -18,8 +19,16 @@ KV_FORMATS: dict[str, tuple[float, bool]] = {
     "float16": (2.0, False),
     "int8": (1.0, True),
     "fp8": (1.0, True),
+    "k8v4": (0.75, True),
+    "turboquant_4bit": (0.5, True),
 }
-"""Bytes per element of each KV format, and whether each token and head has a scale in f32 (one for K, one for V)."""
+"""Bytes per element of each KV format, the mean of K and V, and whether each token and head has a scale in f32 (one for K, one
+for V)."""
+
+
+def _kv_bytes(num_rows: int, num_elements: int, kv_format: str) -> float:
+    width, has_scales = KV_FORMATS[kv_format]
+    return num_elements * width + (2 * num_rows * _SCALE_BYTES if has_scales else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,25 @@ class AttentionGroup:
 
     def kv_bytes(self, kv_format: str) -> float:
         """Return the bytes of K and V of one token over these layers."""
-        width, has_scales = KV_FORMATS[kv_format]
-        return self.num_kv_elements * width + (2 * self.num_kv_rows * _SCALE_BYTES if has_scales else 0)
+        return _kv_bytes(self.num_kv_rows, self.num_kv_elements, kv_format)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """What a KV pool keeps of one token: the layers of a KV cache group that have a cache of their own.
+
+    window_tokens  the group keeps only so many last tokens of a sequence; None: the full group, which keeps all
+    num_rows       rows of K and of V, over all of its layers
+    num_elements   elements of K and V, over all of its layers
+    """
+
+    window_tokens: int | None
+    num_rows: int
+    num_elements: int
+
+    def kv_bytes(self, kv_format: str) -> float:
+        """Return the bytes of K and V of one token over these layers."""
+        return _kv_bytes(self.num_rows, self.num_elements, kv_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +95,8 @@ class ModelShape:
     weight_bytes       bytes of all weights by precision ("bfloat16", "int8", "int4", "fp8", ...)
     state_bytes        recurrent state of one sequence; 0: there is none
     copy_bytes         copies of weights that are held in addition where they are not quantised: of the output head, on a CPU
+    caches             what the pools keep, see KvSpec: the full group, and the window group where the engine may have one.
+                       Empty: every layer of `attention` keeps all tokens
     """
 
     name: str
@@ -85,6 +113,7 @@ class ModelShape:
     experts: tuple[ExpertGroup, ...] = ()
     state_bytes: int = 0
     copy_bytes: int = 0
+    caches: tuple[CacheGroup, ...] = ()
 
     @classmethod
     def of(cls, name: str, report: ModelReport, weight_bytes: Mapping[str, int], copy_bytes: int = 0) -> ModelShape:
@@ -107,6 +136,7 @@ class ModelShape:
             experts=_expert_groups(report),
             state_bytes=report.memory.kv.bytes_per_state,
             copy_bytes=copy_bytes,
+            caches=_cache_groups(spec),
         )
 
     @classmethod
@@ -117,6 +147,7 @@ class ModelShape:
                 **figures,
                 "attention": tuple(AttentionGroup(**one) for one in figures["attention"]),
                 "experts": tuple(ExpertGroup(**one) for one in figures["experts"]),
+                "caches": tuple(CacheGroup(**one) for one in figures.get("caches", ())),
             }
         )
 
@@ -153,14 +184,53 @@ class ModelShape:
         dense = self.num_parameters - self.num_embed - self.num_expert_parameters
         return per_weight * (dense + sum(group.num_parameters * group.share_read(num_tokens) for group in self.experts))
 
+    @property
+    def full_cache(self) -> CacheGroup:
+        """What the pool of the full group keeps of a token, where there is a window group."""
+        return self.caches[0] if self.caches else self._whole_cache
+
+    @property
+    def window_cache(self) -> CacheGroup | None:
+        """What the pool of the window group keeps of a token; None: the engine has no such group."""
+        return self.caches[1] if len(self.caches) > 1 else None
+
+    @property
+    def _whole_cache(self) -> CacheGroup:
+        groups = self.attention
+        return CacheGroup(None, sum(one.num_kv_rows for one in groups), sum(one.num_kv_elements for one in groups))
+
+    @property
+    def longest_window(self) -> int | None:
+        """The largest window of a layer; None: no layer has one."""
+        return max((window for window in self.windows if window is not None), default=None)
+
     def kv_bytes_per_token(self, kv_format: str) -> float:
-        """Return the bytes of K and V of a token over all layers, which quire's pool reserves, windows or not."""
-        return sum(group.kv_bytes(kv_format) for group in self.attention)
+        """Return the bytes of K and V of a token over all layers."""
+        return sum(cache.kv_bytes(kv_format) for cache in self.caches or (self._whole_cache,))
 
     def kv_bytes_of(self, num_tokens: int, kv_format: str) -> float:
         """Return the bytes of K and V that a sequence of so many tokens can still attend to: windows are counted."""
-        lengths = (num_tokens if group.window is None else min(num_tokens, group.window) for group in self.attention)
-        return sum(length * group.kv_bytes(kv_format) for length, group in zip(lengths, self.attention, strict=True))
+        if self.caches:
+            kept = ((cache, cache.window_tokens) for cache in self.caches)
+        else:
+            kept = ((group, group.window) for group in self.attention)
+        return sum(
+            one.kv_bytes(kv_format) * (num_tokens if window is None else min(num_tokens, window)) for one, window in kept
+        )
+
+
+def _cache_groups(spec: ModelSpec) -> tuple[CacheGroup, ...]:
+    """Return the KV cache groups that an engine has for a model, by the rules of KvSpec."""
+    limits_windows = spec.implementation == "quire" and spec.is_causal and not spec.has_recurrent_state
+    kv = KvSpec.of(spec, 1, spec.dtype, limits_windows)
+    flags = kv.is_windowed or (False,) * len(kv.layer_shapes)
+    groups: list[CacheGroup] = []
+    for is_windowed in (False, True):
+        shapes = [shape for shape, flag in zip(kv.layer_shapes, flags, strict=True) if flag is is_windowed]
+        if not is_windowed or kv.window_tokens is not None:
+            window = kv.window_tokens if is_windowed else None
+            groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), sum(2 * heads * dim for heads, dim in shapes)))
+    return tuple(groups)
 
 
 def _attention_groups(spec: ModelSpec) -> tuple[AttentionGroup, ...]:

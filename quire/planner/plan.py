@@ -48,8 +48,9 @@ class Question:
         longest = self.lengths.p95
         if longest > self.limits.max_model_len:
             raise ConfigError(
-                f"the p95 length of the workload is {longest} tokens, but --max-model-len is {self.limits.max_model_len}: "
-                "shorten the workload (--max-input-len) or raise it where the model takes more"
+                f"the 95th percentile of the workload's lengths (prompt and output) is {longest} tokens, but the context "
+                f"(--max-model-len) has {self.limits.max_model_len}: shorten the workload (--input-len and --output-len; "
+                "--max-input-len and --max-output-len for a trace), or raise --max-model-len where the model takes more"
             )
 
 
@@ -192,7 +193,8 @@ def replica_of(question: Question, layout: Layout) -> tuple[Replica, DeviceMemor
         layout.num_tensor_parallel,
         layout.num_pipeline_stages,
     )
-    return Replica(question.shape, times, question.limits, memory.num_kv_blocks, layout.num_pipeline_stages), memory
+    stages = layout.num_pipeline_stages
+    return Replica(question.shape, times, question.limits, memory.num_kv_blocks, stages, memory.window), memory
 
 
 def _plan_layout(question: Question, layout: Layout) -> LayoutPlan:
@@ -214,7 +216,7 @@ def _plan_layout(question: Question, layout: Layout) -> LayoutPlan:
     if operation is not None:
         watts = None if question.hardware.watts is None else question.hardware.watts * layout.num_devices
         if question.price is not None:
-            cost = cost_of(operation, lengths, question.price * layout.num_devices, watts)
+            cost = cost_of(operation, question.price * layout.num_devices, watts)
         if question.rate is not None:
             needed = replicas_needed(question.rate, operation.requests_per_s)
     users = (replica.users(lengths.p50, lengths.num_shared), replica.users(lengths.p95, lengths.num_shared))

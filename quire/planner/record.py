@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.contracts.config import SchedulerConfig
 from quire.planner.hardware import CPU_EFFICIENCY, GPU_EFFICIENCY, Hardware
 from quire.planner.model_shape import KV_FORMATS, ModelShape
 from quire.planner.step_time import FittedTime, MachineRates, MeasuredStep, StepWork, fit_steps
@@ -21,7 +22,8 @@ class StepsRecord:
 
     memory_bytes     memory that the engine could plan with
     request_s        median time from adding a request to the start of its first step, at an idle engine
-    scheduler        the limits of the scheduler: max_num_seqs, max_num_batched_tokens, block_size, num_kv_blocks, max_model_len
+    scheduler        the limits of the scheduler: max_num_seqs, max_num_batched_tokens, block_size, num_kv_blocks,
+                     max_model_len, num_window_blocks (0: there is no window group; older records have none)
     provenance       machine, commit, date
     """
 
@@ -96,6 +98,13 @@ class StepsRecord:
         if record.kv_format not in KV_FORMATS:
             raise ConfigError(f"{option} {path}: kv_format must be one of {', '.join(KV_FORMATS)}, got {record.kv_format!r}")
         return record
+
+    def scheduler_config(self, enable_prefix_caching: bool = False) -> SchedulerConfig:
+        """Return the limits for a scheduler, window group included."""
+        figures = {"num_window_blocks": 0, **self.scheduler}
+        cache = self.shape.window_cache
+        window = cache.window_tokens if cache is not None and figures["num_window_blocks"] else None
+        return SchedulerConfig(**figures, window_tokens=window, enable_prefix_caching=enable_prefix_caching)
 
     @property
     def hardware(self) -> Hardware:

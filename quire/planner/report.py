@@ -36,7 +36,7 @@ def describe_model(shape: ModelShape, precision: str, kv_format: str) -> list[st
     weights = ", ".join(
         f"{name}{'*' if name == precision else ''} {format_bytes(size)}" for name, size in shape.weight_bytes.items()
     )
-    formats = [name for name in KV_FORMATS if name in (shape.dtype, kv_format, "int8", "fp8")]
+    formats = [name for name in KV_FORMATS if name in (shape.dtype, kv_format, "int8", "fp8", "turboquant_4bit")]
     cache = ", ".join(
         f"{name}{'*' if name == kv_format else ''} {format_bytes(shape.kv_bytes_per_token(name))}" for name in formats
     )

@@ -35,9 +35,9 @@ class QuantizationPolicy:
     embedding, head  of the embedding and the output head; a tied model uses only the first. None: not quantised
     int8_linears     names of projections (q, k, v, o, gate, up, down) that get int8 in every layer
     has_int8_ends    the MLPs of the first and of the last layer get int8, but not mixtures of experts
-    min_columns      weights with fewer columns count as narrow: each of their values matters more
-    narrow_linears   of narrow projections; None: as the others. Quantised narrow embeddings and heads get int8
-    narrow_int8      names of projections that get int8 if they are narrow
+    min_columns      weights with fewer columns count as small: each of their values matters more
+    small_linears   of small projections; None: as the others. Quantised small embeddings and heads get int8
+    small_int8      names of projections that get int8 if they are small
     """
 
     linears: Scheme
@@ -46,8 +46,8 @@ class QuantizationPolicy:
     int8_linears: frozenset[str] = frozenset()
     has_int8_ends: bool = False
     min_columns: int = 0
-    narrow_linears: Scheme | None = None
-    narrow_int8: frozenset[str] = frozenset()
+    small_linears: Scheme | None = None
+    small_int8: frozenset[str] = frozenset()
 
     def scheme_of(self, name: str, num_columns: int, num_layers: int) -> Scheme | None:
         """Return the scheme of a parameter by its canonical name, or None if it is not quantised."""
@@ -65,16 +65,16 @@ class QuantizationPolicy:
         if module not in _LINEARS:
             return None
         is_end = self.has_int8_ends and module in _MLP and int(index) in (0, num_layers - 1)
-        is_narrow = num_columns < self.min_columns
-        if is_end or module in self.int8_linears or (is_narrow and module in self.narrow_int8):
+        is_small = num_columns < self.min_columns
+        if is_end or module in self.int8_linears or (is_small and module in self.small_int8):
             return fit_scheme(INT8, num_columns)
-        return fit_scheme((is_narrow and self.narrow_linears) or self.linears, num_columns)
+        return fit_scheme((is_small and self.small_linears) or self.linears, num_columns)
 
 
 POLICIES = {
     "int8": QuantizationPolicy(INT8),
     "int4": QuantizationPolicy(
-        INT4, INT4, INT4, has_int8_ends=True, min_columns=256, narrow_linears=FINE_INT4, narrow_int8=frozenset({"k", "v"})
+        INT4, INT4, INT4, has_int8_ends=True, min_columns=256, small_linears=FINE_INT4, small_int8=frozenset({"k", "v"})
     ),
     "fp8": QuantizationPolicy(FLOAT8, None, None),
 }
@@ -109,7 +109,7 @@ class ParameterQuantizer:
             return QuantizedStack(tuple(self._quantize(expert, scheme) for expert in weight))
         return self._quantize(weight, scheme)
 
-    def narrowed(self, name: str, weight: Tensor) -> DenseOrQuantized:
+    def quantized(self, name: str, weight: Tensor) -> DenseOrQuantized:
         """Return one weight, or that of one expert, according to the policy, including float8; it may be on a GPU."""
         scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
         if scheme is None:
@@ -137,8 +137,8 @@ DEVICE_POLICIES = {
         INT8,
         has_int8_ends=True,
         min_columns=256,
-        narrow_linears=Scheme("linear", 32),
-        narrow_int8=frozenset({"k", "v"}),
+        small_linears=Scheme("linear", 32),
+        small_int8=frozenset({"k", "v"}),
     ),
     "fp8": POLICIES["fp8"],
 }

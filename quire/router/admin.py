@@ -8,9 +8,10 @@ import msgspec
 
 from quire.base.errors import ConfigError
 from quire.router.backend import Backend, BackendTable
-from quire.router.config import parse_backend
+from quire.router.config import KvEventSource, parse_backend
 from quire.router.health import HealthMonitor
 from quire.router.incoming import Incoming
+from quire.router.kv_subscriber import KvSubscriber
 from quire.serving.errors import ApiError, invalid
 
 PATH = "/router/backends"
@@ -22,6 +23,16 @@ class NewBackend(msgspec.Struct, forbid_unknown_fields=True):
     """The body of `POST /router/backends`."""
 
     url: str
+    kv_events_endpoint: str | None = None
+    kv_events_replay_endpoint: str | None = None
+
+    def sources(self) -> tuple[KvEventSource, ...]:
+        """Return where it publishes KV events. Raises ConfigError."""
+        if self.kv_events_endpoint is None:
+            if self.kv_events_replay_endpoint is not None:
+                raise ConfigError("kv_events_replay_endpoint needs kv_events_endpoint")
+            return ()
+        return (KvEventSource(self.kv_events_endpoint, self.kv_events_replay_endpoint),)
 
 
 class AdminApi:
@@ -54,7 +65,7 @@ class AdminApi:
         if not action and method == "GET":
             return 200, describe(backend)
         if not action and method == "DELETE":
-            self._monitor.unwatch(name)
+            await self._monitor.unwatch(backend)
             self._table.remove(name)
             return 200, describe(backend)
         if action in _ACTIONS and method == "POST":
@@ -67,15 +78,19 @@ class AdminApi:
     async def _add(self, incoming: Incoming) -> Backend:
         body = await incoming.read_body(_MAX_BODY_BYTES)
         try:
-            url = msgspec.json.decode(body, type=NewBackend).url
+            new = msgspec.json.decode(body, type=NewBackend)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise invalid(f'the body must be {{"url": "http://host:port"}}: {error}', code="invalid_json") from None
         try:
-            address = parse_backend(url)
+            address = parse_backend(new.url)
         except ConfigError as error:
             raise invalid(str(error), "url") from None
         try:
-            backend = self._table.add(address)
+            sources = new.sources()
+        except ConfigError as error:
+            raise invalid(str(error), "kv_events_endpoint") from None
+        try:
+            backend = self._table.add(address, sources)
         except ConfigError as error:
             raise ApiError(409, str(error), code="backend_exists", param="url") from None
         self._monitor.watch(backend)
@@ -101,5 +116,20 @@ def describe(backend: Backend) -> dict[str, Any]:
         "num_queued_tokens": backend.num_queued_tokens,
         "num_prefix_chunks": len(backend.prefixes),
         "ms_per_prompt_token": None if backend.s_per_token is None else round(backend.s_per_token * 1000, 4),
+        "kv_events": [_describe_events(subscriber) for subscriber in backend.kv_subscribers],
         "load": None if load is None else msgspec.to_builtins(load),
+    }
+
+
+def _describe_events(subscriber: KvSubscriber) -> dict[str, Any]:
+    counts = subscriber.counts
+    return {
+        "state": subscriber.state,
+        "is_complete": subscriber.is_complete,
+        "num_blocks": len(subscriber.index),
+        "num_batches": counts.num_batches,
+        "num_gaps": counts.num_gaps,
+        "num_lost": counts.num_lost,
+        "num_restarts": counts.num_restarts,
+        "num_invalid": counts.num_invalid,
     }

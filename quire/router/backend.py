@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from quire.base.errors import ConfigError
-from quire.router.config import BackendAddress, RouterConfig
+from quire.router.config import BackendAddress, KvEventSource, RouterConfig
+from quire.router.kv_subscriber import KvSubscriber
 from quire.router.prefix_index import PrefixIndex
+from quire.router.prompt import Prompt
 from quire.router.upstream import Upstream
 
 State = Literal["starting", "ready", "unhealthy"]
@@ -20,6 +22,8 @@ WILDCARD = "*"
 _FIRST_S_PER_TOKEN = 0.0005
 _LEARNING_RATE = 0.1
 _MAX_PAUSE_S = 30.0
+_MAX_DOUBLINGS = 32
+"""Of the pause; 2.0 ** 1024 raises OverflowError."""
 _RECOVERY_S = 10.0
 """For so long a backend that came back gets less: its caches are empty, and it may fail again."""
 
@@ -69,6 +73,8 @@ class Backend:
     s_per_token         seconds that a prompt token takes, as learned from streams
     request_s           mean duration of a request; None until one has ended
     retry_at_s          it is left out until then, after failures of requests
+    kv_subscribers      of its KV events, one for each engine; empty without
+    num_answers         requests that it has answered whole
     """
 
     address: BackendAddress
@@ -88,6 +94,8 @@ class Backend:
     num_failures: int = 0
     num_probe_failures: int = 0
     flights: set[Flight] = field(default_factory=set)
+    kv_subscribers: tuple[KvSubscriber, ...] = ()
+    num_answers: int = 0
 
     @property
     def name(self) -> str:
@@ -117,6 +125,28 @@ class Backend:
         """Prompt tokens that it has still to compute, as predicted."""
         return sum([flight.num_prompt_tokens for flight in self.flights])
 
+    def num_cached(self, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt its cache holds: by its KV events, or, where they do not tell, by an estimate."""
+        estimate = self.prefixes.num_known(prompt.keys) * prompt.chunk_tokens
+        if prompt.token_ids is None or not self.has_live_events:
+            return min(estimate, prompt.num_tokens - 1)
+        is_complete = all(subscriber.is_complete for subscriber in self.kv_subscribers)
+        found = 0 if is_complete else estimate
+        for index in [subscriber.index for subscriber in self.kv_subscribers]:
+            size = index.block_size
+            if size is None:
+                continue
+            found = max(found, size * index.num_cached(prompt.block_keys(size, is_separate=False)))
+            if index.has_separate:  # of this client's salt, or another's: what this client sent is the bound
+                num_separate = size * index.num_cached(prompt.block_keys(size, is_separate=True))
+                found = max(found, min(num_separate, estimate))
+        return min(found, prompt.num_tokens - 1)
+
+    @property
+    def has_live_events(self) -> bool:
+        """Whether all its engines tell which blocks they hold."""
+        return bool(self.kv_subscribers) and all(subscriber.is_live for subscriber in self.kv_subscribers)
+
     def begin(self, num_prompt_tokens: int, is_streaming: bool) -> Flight:
         """Note that a request is sent."""
         flight = Flight(num_prompt_tokens, self.num_queued_tokens, self.clock(), is_streaming)
@@ -137,6 +167,7 @@ class Backend:
         """Note that a request has ended; only one that was answered whole says how long requests take."""
         self.flights.discard(flight)
         if is_good:
+            self.num_answers += 1
             took_s = self.clock() - flight.started_s
             self.request_s = took_s if self.request_s is None else _mean(self.request_s, took_s)
 
@@ -147,7 +178,7 @@ class Backend:
             self.mark_unhealthy(error)
         elif self.num_failures >= 2:
             self.error = error
-            self.retry_at_s = self.clock() + min(0.5 * 2.0**self.num_failures, _MAX_PAUSE_S)
+            self.retry_at_s = self.clock() + backoff_s(0.5, self.num_failures, _MAX_PAUSE_S)
 
     def note_success(self) -> None:
         """Note a request that was answered."""
@@ -160,6 +191,8 @@ class Backend:
         self.num_probe_failures = 0
         if was == "unhealthy":
             self.prefixes.clear()
+            for subscriber in self.kv_subscribers:
+                subscriber.restart()
             self.recovered_s = self.clock()
         return was != "ready"
 
@@ -177,6 +210,11 @@ class Backend:
             self.num_others = 0
             return
         self.num_others = max((load.running or 0) + (load.waiting or 0) - self.num_in_flight, 0)
+
+
+def backoff_s(first_s: float, num_failures: int, max_s: float) -> float:
+    """Return a pause that doubles with each failure, up to a limit."""
+    return min(first_s * 2.0 ** min(num_failures, _MAX_DOUBLINGS), max_s)
 
 
 def _mean(old: float, new: float) -> float:
@@ -203,13 +241,20 @@ class BackendTable:
         """Return the backend of a name."""
         return self._backends.get(name)
 
-    def add(self, address: BackendAddress) -> Backend:
-        """Add a backend; it gets requests once it answers. Raises ConfigError where it is there already."""
+    def add(self, address: BackendAddress, sources: Sequence[KvEventSource] | None = None) -> Backend:
+        """Add a backend; it gets requests once it answers. Raises ConfigError where it is there already.
+
+        sources  of its KV events; None: those of the configuration
+        """
         if address.name in self._backends:
             raise ConfigError(f"the backend {address.name} is there already")
         config = self._config
         upstream = Upstream(address, config.connect_timeout_s)
         backend = Backend(address, upstream, PrefixIndex(config.max_prefix_chunks), self._clock)
+        backend.kv_subscribers = tuple(
+            KvSubscriber(address.name, source, lambda: backend.num_answers, config.kv_events_silence_s)
+            for source in (config.kv_events.get(address.name, ()) if sources is None else sources)
+        )
         self._backends[address.name] = backend
         return backend
 

@@ -8,29 +8,42 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from quire.base.errors import ConfigError
+from quire.serving.engine_client.kv_events import check_endpoint
 
 Policy = Literal["prefix", "round-robin", "least-loaded"]
 POLICIES: tuple[Policy, ...] = ("prefix", "round-robin", "least-loaded")
 MIB = 1 << 20
+_KV_TIMES = ("kv_events_silence_s", "tokenize_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
 class BackendAddress:
-    """Where a backend listens. `name` ("host:port") identifies it in logs, metrics and the admin API."""
+    """Where a backend listens. `name` identifies it in logs, metrics and the admin API.
+
+    uds    path of the Unix socket that it listens on, instead of the port
+    label  its name; empty: host:port
+    """
 
     host: str
     port: int
     is_tls: bool = False
+    uds: str = ""
+    label: str = ""
 
     @property
     def name(self) -> str:
+        """Return the label, or else host:port."""
+        return self.label or self.authority
+
+    @property
+    def authority(self) -> str:
         """Return host:port, as the Host header has it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
         """Return the URL without a path."""
-        return f"{'https' if self.is_tls else 'http'}://{self.name}"
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
 def parse_backend(url: str) -> BackendAddress:
@@ -62,6 +75,34 @@ def parse_aliases(pairs: Sequence[str]) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class KvEventSource:
+    """Where an engine publishes its KV events, and where it replays them (None: nowhere)."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        check_endpoint("a KV events endpoint", self.endpoint)
+        if self.replay_endpoint is not None:
+            check_endpoint("a KV events replay endpoint", self.replay_endpoint)
+
+
+def parse_kv_events(texts: Sequence[str]) -> dict[str, tuple[KvEventSource, ...]]:
+    """Return {name of a backend: its sources} of BACKEND=ENDPOINT[,REPLAY] texts; a backend may have several, one for each of
+    its replicas. Raises ConfigError."""
+    found: dict[str, tuple[KvEventSource, ...]] = {}
+    for text in texts:
+        backend, separator, endpoints = text.partition("=")
+        endpoint, comma, replay = endpoints.partition(",")
+        if not separator or not endpoint or (comma and not replay):
+            form = "BACKEND=ENDPOINT[,REPLAY], like http://host:8000=tcp://host:5557,tcp://host:5558"
+            raise ConfigError(f"--kv-events takes {form}, got {text[:200]!r}")
+        name = parse_backend(backend).name
+        found[name] = (*found.get(name, ()), KvEventSource(endpoint, replay or None))
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
     """Options of `quire router`. Raises ConfigError, naming the option, when one is invalid.
@@ -71,7 +112,11 @@ class RouterConfig:
     admin_key           of the admin API; None switches that API off
     backend_key         sent with the router's own questions (health, models, load); clients' keys are passed on unchanged
     allowed_hosts       Host names that are answered; None: those of this machine if host is one of them, else all
+    enable_page         serve the web page at /
     policy              prefix: least predicted time to the first token; the others look at no prompt
+    kv_events           {name of a backend: where it publishes KV events}; of the others the cache is estimated
+    kv_events_silence_s  without events from a backend that answers requests, after which it is asked for a replay
+    tokenize_timeout_s  for a backend to turn a prompt into tokens, with KV events; after it the estimate decides
     prefix_chunk_bytes  of a prompt that one entry of the prefix index stands for
     max_prefix_chunks   entries for each backend; the least recently used are forgotten
     health_interval_s   between two questions to each backend
@@ -80,17 +125,23 @@ class RouterConfig:
     connect_timeout_s   for a connection to a backend
     idle_timeout_s      without a byte from a backend that answers; the request then fails
     max_retries         other backends that are tried for one request, before its first byte
+    max_resumes         how often other backends continue a stream whose backend failed; 0: never
     retry_ratio         retries for each request over time (the budget), so that failures do not multiply the load
     drain_timeout_s     after SIGTERM: time for running requests to end
+    adds_backends       this process adds backends by itself, so none need to be given
     """
 
     host: str = "127.0.0.1"
     port: int = 8080
     backends: tuple[BackendAddress, ...] = ()
     aliases: dict[str, str] = field(default_factory=dict)
+    kv_events: dict[str, tuple[KvEventSource, ...]] = field(default_factory=dict[str, tuple[KvEventSource, ...]])
+    kv_events_silence_s: float = 10.0
+    tokenize_timeout_s: float = 0.05
     admin_key: str | None = None
     backend_key: str | None = None
     allowed_hosts: tuple[str, ...] | None = None
+    enable_page: bool = True
     policy: Policy = "prefix"
     prefix_chunk_bytes: int = 256
     max_prefix_chunks: int = 1 << 16
@@ -102,8 +153,10 @@ class RouterConfig:
     connect_timeout_s: float = 3.0
     idle_timeout_s: float = 600.0
     max_retries: int = 2
+    max_resumes: int = 3
     retry_ratio: float = 0.2
     drain_timeout_s: float = 25.0
+    adds_backends: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -113,11 +166,18 @@ class RouterConfig:
         for name in ("prefix_chunk_bytes", "max_prefix_chunks", "max_body_bytes", "max_held_body_bytes", "max_health_failures"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("health_interval_s", "health_timeout_s", "connect_timeout_s", "idle_timeout_s"):
+        for name in ("health_interval_s", "health_timeout_s", "connect_timeout_s", "idle_timeout_s", *_KV_TIMES):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {getattr(self, name)}")
+        unknown = sorted(set(self.kv_events) - {backend.name for backend in self.backends})
+        if unknown:
+            raise ConfigError(f"kv_events: {unknown[0]} is none of the backends")
+        if self.kv_events and self.policy != "prefix":
+            raise ConfigError(f"kv_events are of use for the policy prefix only, got {self.policy!r}")
         if self.max_retries < 0:
             raise ConfigError(f"max_retries must not be negative, got {self.max_retries}")
+        if self.max_resumes < 0:
+            raise ConfigError(f"max_resumes must not be negative, got {self.max_resumes}")
         if not 0 <= self.retry_ratio <= 1:
             raise ConfigError(f"retry_ratio must be between 0 and 1, got {self.retry_ratio}")
         if not 0 <= self.drain_timeout_s < float("inf"):
@@ -128,5 +188,5 @@ class RouterConfig:
             raise ConfigError(f"each backend may be given once, got {repeated[0]} twice")
         if self.admin_key is not None and not self.admin_key.strip():
             raise ConfigError("admin_key must not be empty")
-        if not self.backends and self.admin_key is None:
+        if not self.backends and self.admin_key is None and not self.adds_backends:
             raise ConfigError("give at least one --backend, or an --admin-key so that backends can be added later")

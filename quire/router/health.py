@@ -1,4 +1,4 @@
-"""HealthMonitor: asks each backend whether it is ready, which models it serves, and how loaded it is."""
+"""HealthMonitor: asks each backend whether it is ready, which models it serves, and how loaded it is; follows its KV events."""
 
 from __future__ import annotations
 
@@ -51,12 +51,16 @@ class HealthMonitor:
     def watch(self, backend: Backend) -> None:
         """Ask a backend from now on."""
         self._tasks[backend.name] = asyncio.create_task(self._watch(backend))
+        for subscriber in backend.kv_subscribers:
+            subscriber.start()
 
-    def unwatch(self, name: str) -> None:
+    async def unwatch(self, backend: Backend) -> None:
         """Ask it no more."""
-        task = self._tasks.pop(name, None)
+        task = self._tasks.pop(backend.name, None)
         if task is not None:
             task.cancel()
+        for subscriber in backend.kv_subscribers:
+            await subscriber.close()
 
     async def close(self) -> None:
         """Stop all questions."""
@@ -65,6 +69,9 @@ class HealthMonitor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks.clear()
+        for backend in self._table:
+            for subscriber in backend.kv_subscribers:
+                await subscriber.close()
 
     async def _watch(self, backend: Backend) -> None:
         probe = _Probe()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import uvicorn
 import uvloop
@@ -21,32 +19,27 @@ from quire.router.config import RouterConfig
 from quire.router.health import HealthMonitor
 from quire.router.metrics import RouterMetrics
 from quire.router.owners import ObjectOwners
+from quire.router.page import RouterPage
 from quire.router.policy import make_policy
+from quire.router.prompt_tokens import PromptTokens
 from quire.router.proxy import Proxy
-from quire.serving.auth import is_loopback
 from quire.serving.config import ServerConfig
-from quire.serving.http.lifecycle import listen
+from quire.serving.hosts import LOOPBACK, is_loopback
+from quire.serving.http.lifecycle import SignalFreeServer, StopRequest, end_serving, listen
 from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
 
 logger = get_logger(__name__)
 
-_LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
-_POLL_S = 0.05
-_LAST_WORDS_S = 2.0
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+MakeApp = Callable[[RouterParts, HealthMonitor], RouterApp]
+"""Makes the application of a router from its parts."""
 
 
 class Router:
     """The parts of a router put together; `run` serves until `stop` is called."""
 
-    def __init__(self, config: RouterConfig, sock: socket.socket) -> None:
+    def __init__(
+        self, config: RouterConfig, sock: socket.socket, make_app: MakeApp = lambda parts, monitor: RouterApp(parts)
+    ) -> None:
         self._config = config
         self._sock = sock
         self.table = BackendTable(config)
@@ -56,21 +49,19 @@ class Router:
         proxy = Proxy(config, self.table, choose, metrics, owners)
         self._state = RouterState()
         admin = AdminApi(self.table, self.monitor)
-        self.app = RouterApp(RouterParts(config, self.table, proxy, owners, metrics, admin, self._state))
-        self._stopping = asyncio.Event()
-        self._hurrying = asyncio.Event()
+        tokens, page = PromptTokens(config, metrics), RouterPage(is_enabled=config.enable_page)
+        parts = RouterParts(config, self.table, proxy, owners, metrics, admin, self._state, tokens, page)
+        self.app = make_app(parts, self.monitor)
+        self._stop = StopRequest()
 
     def stop(self) -> None:
         """Begin to drain; called again, stop at once."""
-        if self._stopping.is_set():
-            logger.warning("stopping at once")
-            self._hurrying.set()
-        self._stopping.set()
+        self._stop.stop()
 
     async def run(self) -> None:
         """Serve until `stop` is called, then let what runs end."""
         limits = ServerConfig(host=self._config.host, port=self._config.port)
-        server = _Server(
+        server = SignalFreeServer(
             uvicorn.Config(
                 self.app,
                 http=guarded_protocol(limits),  # type: ignore[arg-type]
@@ -87,7 +78,7 @@ class Router:
         serving = asyncio.create_task(server.serve(sockets=[self._sock]))
         self.monitor.start()
         self._announce()
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         await self._drain(server, serving)
         await self.monitor.close()
@@ -96,31 +87,26 @@ class Router:
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
 
-    async def _drain(self, server: _Server, serving: asyncio.Task[None]) -> None:
+    async def _drain(self, server: SignalFreeServer, serving: asyncio.Task[None]) -> None:
         self._state.is_draining = True
         logger.info("draining: what runs may take %.0f s", self._config.drain_timeout_s)
         server.should_exit = True  # closes the listening socket; what is open goes on
-        end_s = time.monotonic() + self._config.drain_timeout_s
-        while self._state.num_running and time.monotonic() < end_s and not self._hurrying.is_set():
-            await asyncio.sleep(_POLL_S)
-        server.force_exit = True
-        await asyncio.wait({serving}, timeout=_LAST_WORDS_S)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await self._stop.unless_hurried(self._state.drained(self._config.drain_timeout_s))
+        await end_serving(server, serving, 0.0)
 
     def _announce(self) -> None:
         host, port = self._sock.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         logger.info("listening on http://%s:%d, policy %s", shown, port, self._config.policy)
-        if not is_loopback(self._config.host):
+        if not is_loopback(self._config.host) and not self._config.adds_backends:
             logger.warning("anyone who reaches %s reaches the backends: give them API keys", self._config.host)
 
 
 def allowed_hosts(config: RouterConfig) -> tuple[str, ...] | None:
     """Return the Host names that are answered; None for all."""
     if config.allowed_hosts is not None:
-        return None if "*" in config.allowed_hosts else (*config.allowed_hosts, config.host)
-    return (*_LOOPBACK_NAMES, config.host) if is_loopback(config.host) else None
+        return (*config.allowed_hosts, config.host)
+    return (*LOOPBACK, config.host) if is_loopback(config.host) else None
 
 
 def route(config: RouterConfig) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from quire.router.backend import STATES, BackendTable
+from quire.router.backend import STATES, Backend, BackendTable
+from quire.router.kv_subscriber import SOURCE_STATES
 from quire.serving.metrics.instruments import Counter, Gauge, Histogram, InstrumentCollector
 
 PREFIX = "quire_router:"
@@ -35,6 +36,7 @@ class RouterMetrics:
         self.broken = Counter(
             PREFIX + "broken_answers", "Answers that ended early because their backend did.", none, ("backend",)
         )
+        self.resumes = Counter(PREFIX + "resumes", "Streams that another backend was to continue.", none, ("backend",))
         self.ttft = Histogram(
             PREFIX + "time_to_first_byte_seconds", "From the arrival to the first byte of the body.", none, _SECONDS
         )
@@ -46,6 +48,12 @@ class RouterMetrics:
         )
         self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens sent, about.", none)
         self.cached_tokens = Counter(PREFIX + "predicted_cached_tokens", "Of these, predicted to be cached.", none)
+        self.tokenized = Counter(
+            PREFIX + "tokenized_prompts",
+            "Prompts that backends tokenised: done, timeout, failed.",
+            none,
+            ("result",),
+        )
         self.state = Gauge(PREFIX + "backend_state", "1 for the state of a backend.", none, ("backend", "state"))
         self.in_flight = Gauge(PREFIX + "backend_in_flight", "Requests of this router at a backend.", none, ("backend",))
         self.queued = Gauge(
@@ -55,7 +63,15 @@ class RouterMetrics:
             ("backend",),
         )
         self.chunks = Gauge(PREFIX + "prefix_chunks", "Entries of the prefix index of a backend.", none, ("backend",))
-        self._of_backends = (self.state, self.in_flight, self.queued, self.chunks)
+        self.kv_blocks = Gauge(PREFIX + "kv_event_blocks", "KV blocks that a backend holds by its events.", none, ("backend",))
+        self.kv_state = Gauge(
+            PREFIX + "kv_event_sources", "Sources of KV events by state: waiting, live, silent.", none, ("backend", "state")
+        )
+        self.kv_batches = Gauge(PREFIX + "kv_event_batches", "Batches of KV events taken in.", none, ("backend",))
+        self.kv_gaps = Gauge(PREFIX + "kv_event_gaps", "Gaps in the numbers of batches.", none, ("backend",))
+        self.kv_lost = Gauge(PREFIX + "kv_event_losses", "Gaps that no replay filled.", none, ("backend",))
+        self._of_events = (self.kv_blocks, self.kv_state, self.kv_batches, self.kv_gaps, self.kv_lost)
+        self._of_backends = (self.state, self.in_flight, self.queued, self.chunks, *self._of_events)
         found = [value for value in vars(self).values() if isinstance(value, Counter | Gauge | Histogram)]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(InstrumentCollector(found))
@@ -71,4 +87,16 @@ class RouterMetrics:
             self.in_flight.labels(backend.name).set(backend.num_in_flight)
             self.queued.labels(backend.name).set(backend.num_queued_tokens)
             self.chunks.labels(backend.name).set(len(backend.prefixes))
+            self._show_events(backend)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def _show_events(self, backend: Backend) -> None:
+        subscribers, name = backend.kv_subscribers, backend.name
+        if not subscribers:
+            return
+        for state in SOURCE_STATES:
+            self.kv_state.labels(name, state).set(sum(one.state == state for one in subscribers))
+        self.kv_blocks.labels(name).set(sum(len(one.index) for one in subscribers))
+        self.kv_batches.labels(name).set(sum(one.counts.num_batches for one in subscribers))
+        self.kv_gaps.labels(name).set(sum(one.counts.num_gaps for one in subscribers))
+        self.kv_lost.labels(name).set(sum(one.counts.num_lost for one in subscribers))

@@ -1,4 +1,4 @@
-"""ObjectOwners: which backend holds a stored response, file or batch. Backends do not share them."""
+"""ObjectOwners: which backend holds a stored response, conversation, file or batch. Backends do not share them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from collections import OrderedDict
 
 from quire.base.logging import get_logger
 from quire.router.backend import Backend, BackendTable
-from quire.router.incoming import Incoming
+from quire.router.incoming import KEY_HEADERS, Incoming
 from quire.router.upstream import UpstreamError
 from quire.serving.errors import ApiError
 
 logger = get_logger(__name__)
 
-COLLECTIONS = ("responses", "files", "batches")
+COLLECTIONS = ("responses", "conversations", "files", "batches", "messages/batches")
 _PATH = re.compile(rf"/v1/({'|'.join(COLLECTIONS)})/([A-Za-z0-9_-]+)(?:/.*)?")
-_ID = re.compile(rb'"id"\s*:\s*"((?:resp|file|batch)[_-][A-Za-z0-9_-]+)"')
+_ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv|file|batch|msgbatch)[_-][A-Za-z0-9_-]+)"')
+_OBJECT_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
+"""An id in a body may be any text. Other characters would change the path that a backend is asked for, or add a request."""
 _ACTIONS = frozenset({"input_tokens", "compact"})
 """Names below /v1/responses that are no ids."""
 _MAX_KNOWN = 1 << 16
@@ -25,8 +27,7 @@ _ASK_TIMEOUT_S = 10.0
 
 def collection_of(path: str) -> str | None:
     """Return the collection that a path is about: /v1/files and what is below it; None for others."""
-    parts = path.split("/")
-    return parts[2] if len(parts) > 2 and parts[1] == "v1" and parts[2] in COLLECTIONS else None
+    return next((name for name in COLLECTIONS if f"{path}/".startswith(f"/v1/{name}/")), None)
 
 
 def object_id_of(path: str) -> str | None:
@@ -52,6 +53,8 @@ class ObjectOwners:
 
     async def find(self, collection: str, object_id: str, incoming: Incoming) -> Backend:
         """Return the backend that has an object. Raises ApiError: 404, or 503 where one that may have it cannot be asked."""
+        if not _OBJECT_ID.fullmatch(object_id):
+            raise ApiError(404, f"no backend has {object_id[:100]!r}", code="not_found")
         name = self._names.get(object_id)
         owner = None if name is None else self._table.get(name)
         if owner is not None:
@@ -83,7 +86,7 @@ class ObjectOwners:
     @staticmethod
     async def _has(backend: Backend, collection: str, object_id: str, incoming: Incoming) -> bool:
         """Ask a backend with the client's own key, so that it learns of nobody else's objects."""
-        headers = [(name, value) for name, value in incoming.headers_to_send() if name in (b"authorization", b"x-api-key")]
+        headers = [(name, value) for name, value in incoming.headers_to_send() if name in KEY_HEADERS]
         target = f"/v1/{collection}/{object_id}".encode()
         answer = await backend.upstream.send("GET", target, headers, idle_timeout_s=_ASK_TIMEOUT_S)
         async with answer:

@@ -68,7 +68,7 @@ class PrefixPolicy:
         if len(backends) == 1:
             return self._choice(backends[0], prompt, "only")
         roomy = [one for one in backends if one.load is None or one.load.kv_usage < FULL_KV_SHARE] or list(backends)
-        cached = {one.name: self._num_cached(one, prompt) for one in roomy}
+        cached = {one.name: one.num_cached(prompt) for one in roomy}
         predicted = {one.name: self._predict(one, prompt.num_tokens - cached[one.name]) for one in roomy}
         least = min(predicted.values())
         equal = [one for one in roomy if predicted[one.name] <= least * _TIE]
@@ -79,12 +79,8 @@ class PrefixPolicy:
         return self._choice(best[0], prompt, "prefix" if most_cached > 0 else "load")
 
     def _choice(self, backend: Backend, prompt: Prompt, reason: Reason) -> Choice:
-        num_cached = self._num_cached(backend, prompt)
+        num_cached = backend.num_cached(prompt)
         return Choice(backend, reason, num_cached, self._predict(backend, prompt.num_tokens - num_cached))
-
-    @staticmethod
-    def _num_cached(backend: Backend, prompt: Prompt) -> int:
-        return min(backend.prefixes.num_known(prompt.keys) * prompt.chunk_tokens, prompt.num_tokens - 1)
 
     def _predict(self, backend: Backend, num_new_tokens: int) -> float:
         s_per_token = backend.s_per_token or self._default_s_per_token()
@@ -134,23 +130,3 @@ def make_policy(name: Policy, default_s_per_token: Callable[[], float]) -> Choos
     if name == "round-robin":
         return RoundRobinPolicy()
     raise InvariantError(f"there is no policy {name!r}")
-
-
-class RetryBudget:
-    """Lets so many retries through for each request that more load never comes of failures alone."""
-
-    def __init__(self, ratio: float, burst: float = 10.0) -> None:
-        self._ratio = ratio
-        self._burst = burst
-        self._left = burst if ratio > 0 else 0.0
-
-    def earn(self) -> None:
-        """Note a request."""
-        self._left = min(self._left + self._ratio, self._burst)
-
-    def spend(self) -> bool:
-        """Take one retry, if any is left."""
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True

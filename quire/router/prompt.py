@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from quire.router.block_index import chain_keys
+from quire.router.kv_events import TokenId
 from quire.serving.errors import invalid
 
 MAX_CHUNKS = 4096
@@ -26,7 +28,7 @@ class Prompt:
     num_bytes     of the fields that make the prompt
     keys          one for each whole chunk, which depends on all chunks before it, too
     affinity      requests with the same one are kept together where nothing else decides
-    token_ids     the prompt, where the client sent tokens; None for text
+    token_ids     the prompt, where the client sent tokens or a backend was asked for them; None for other text
     """
 
     num_bytes: int
@@ -34,6 +36,14 @@ class Prompt:
     affinity: bytes
     chunk_tokens: int
     token_ids: tuple[int, ...] | None = None
+    _block_keys: dict[tuple[int, bool], list[int]] = field(default_factory=dict[tuple[int, bool], list[int]], compare=False)
+
+    def block_keys(self, block_size: int, *, is_separate: bool) -> list[int]:
+        """Return the keys of its whole blocks, as in BlockIndex; none without tokens."""
+        key = (block_size, is_separate)
+        if key not in self._block_keys:
+            self._block_keys[key] = chain_keys(self.token_ids or (), block_size, is_separate=is_separate)
+        return self._block_keys[key]
 
     @property
     def num_tokens(self) -> int:
@@ -60,6 +70,11 @@ class ParsedBody:
         """Return a field that is a string; None for anything else."""
         return _value(self.fields, name, str)
 
+    def id_of(self, name: str) -> str | None:
+        """Return a field that is an id, or an object with one; None for anything else."""
+        found = _value(self.fields, name, str | _WithId)
+        return found.id if isinstance(found, _WithId) else found
+
     def prompt(self, chunk_bytes: int, salt: bytes) -> Prompt:
         """Return the prompt in chunks.
 
@@ -78,8 +93,12 @@ class ParsedBody:
         return Prompt(len(data), tuple(keys), salt + affinity, max(chunk_bytes // _BYTES_PER_TOKEN, 1), self._token_ids())
 
     def _token_ids(self) -> tuple[int, ...] | None:
-        found = _value(self.fields, "prompt", list[int])
+        found = _value(self.fields, "prompt", list[TokenId])
         return None if found is None else tuple(found)
+
+
+class _WithId(msgspec.Struct):
+    id: str
 
 
 def parse_body(body: bytes) -> ParsedBody:
@@ -91,6 +110,8 @@ def parse_body(body: bytes) -> ParsedBody:
         raise invalid(f"the body {kind}: {error}", code="invalid_json") from None
     except UnicodeDecodeError:
         raise invalid("the body is not valid JSON: it is not UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("the body is nested too deeply", code="invalid_json") from None
     model = fields.get("model")
     if model is not None and bytes(model) != b"null":
         name = _value(fields, "model", str)
@@ -110,5 +131,5 @@ def _value(fields: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:
         return None
     try:
         return msgspec.json.decode(raw, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 from quire.base.logging import get_logger
 from quire.router.backend import Backend, BackendTable, Flight
 from quire.router.config import RouterConfig
-from quire.router.incoming import Incoming
+from quire.router.incoming import Incoming, end_with_error
 from quire.router.metrics import RouterMetrics
 from quire.router.owners import ObjectOwners
-from quire.router.policy import Choice, Choose, RetryBudget
+from quire.router.paths import RETRY_STATUSES
+from quire.router.policy import Choice, Choose
 from quire.router.prompt import Prompt
+from quire.router.resumable import PATHS, ResumableStream
+from quire.router.retry_budget import RetryBudget
 from quire.router.upstream import Headers, UpstreamAnswer, UpstreamError
 from quire.serving.errors import ApiError
 
 logger = get_logger(__name__)
 
-RETRY_STATUSES = frozenset({502, 503})
-"""With which a backend says that it has not taken a request."""
 RETRY_AFTER_S = 2.0
 _MAX_REFUSAL_BYTES = 64 << 10
 _EVENT_END = (b"\n\n", b"\r\n\r\n")
+_BROKEN = "the backend failed in the middle of its answer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,14 @@ class _Refusal:
     body: bytes
 
 
+class _BrokenStreamError(Exception):
+    """A backend failed in the middle of a stream that another one can continue."""
+
+    def __init__(self, backend: Backend, error: UpstreamError) -> None:
+        super().__init__(str(error))
+        self.backend = backend
+
+
 class Proxy:
     """Sends requests on. Nothing is kept of an answer but the piece at hand, and a slow client slows its backend down."""
 
@@ -86,18 +96,60 @@ class Proxy:
         """
         self._budget.earn()
         tried: list[Backend] = []
+        stream = ResumableStream() if self._is_resumable(incoming, outgoing) else None
         while True:
             usable = self._usable(candidates, tried)
             choice = self._choose_one(usable, outgoing.prompt)
             self._note_choice(choice, outgoing.prompt)
             try:
-                return await self._attempt(incoming, outgoing, choice)
+                return await self._attempt(incoming, outgoing, choice, stream)
+            except _BrokenStreamError as broken:
+                return await self._resume(incoming, outgoing, candidates, stream, broken)
             except _NotTakenError as failure:
                 tried.append(choice.backend)
                 if not self._may_retry(failure, candidates, tried):
                     return await self._give_up(incoming, failure)
                 self._metrics.retries.labels(choice.backend.name).add()
                 logger.warning("a request goes to another backend: %s: %s", choice.backend.name, failure)
+
+    def _is_resumable(self, incoming: Incoming, outgoing: Outgoing) -> bool:
+        is_told = outgoing.is_streaming and incoming.path in PATHS and isinstance(outgoing.body, bytes)
+        return is_told and self._config.max_resumes > 0
+
+    async def _resume(
+        self,
+        incoming: Incoming,
+        outgoing: Outgoing,
+        candidates: Collection[Backend],
+        stream: ResumableStream | None,
+        broken: _BrokenStreamError,
+    ) -> str:
+        """Let other backends continue a stream; end it with an error event where none can. Return the last one's name."""
+        name, last, resumes = broken.backend.name, broken.backend, 0
+        failed = [last]
+        while stream is not None and resumes < self._config.max_resumes:
+            resumes += 1
+            stream.drop_kept()
+            try:
+                usable = self._usable(candidates, failed)
+                if not self._budget.spend():
+                    self._metrics.retries_denied.labels().add()
+                    break
+                choice = self._choose_one(usable, outgoing.prompt)
+                self._note_choice(choice, outgoing.prompt)
+                last = choice.backend
+                logger.warning("a stream of %s goes on at %s after %d tokens", name, last.name, len(stream.token_ids))
+                self._metrics.resumes.labels(last.name).add()
+                return await self._attempt(incoming, outgoing, choice, stream)
+            except _BrokenStreamError:
+                failed = [last]
+            except _NotTakenError:
+                failed.append(last)
+            except ApiError:  # no backend is left
+                break
+        self._metrics.broken.labels(name).add()
+        await end_with_error(incoming, _BROKEN)
+        return last.name
 
     async def send_to(self, incoming: Incoming, outgoing: Outgoing, backend: Backend) -> str:
         """Send to one backend, which has what the request is about. Raises ApiError where it fails."""
@@ -153,31 +205,68 @@ class Proxy:
         await incoming.finish(refusal.body)
         return failure.backend.name
 
-    async def _attempt(self, incoming: Incoming, outgoing: Outgoing, choice: Choice) -> str:
-        """Send to one backend and pass its answer on. Raises _NotTakenError while the client has had nothing."""
+    async def _attempt(
+        self, incoming: Incoming, outgoing: Outgoing, choice: Choice, stream: ResumableStream | None = None
+    ) -> str:
+        """Send to one backend and pass its answer on. Raises _NotTakenError while the client has had nothing of it, and
+        _BrokenStreamError after the start of a stream that another backend can continue.
+        """
         backend = choice.backend
         num_new = max(outgoing.prompt.num_tokens - choice.num_cached_tokens, 1) if outgoing.prompt is not None else 0
         flight = backend.begin(num_new, outgoing.is_streaming)
         is_good = False
         try:
-            answer = await self._open(backend, outgoing)
+            answer = await self._open(backend, outgoing, stream)
             async with answer:
                 piece = await self._first_piece(backend, outgoing, answer)
+                is_marked = stream is not None and stream.is_marked(answer.status, answer.headers)
+                if stream is not None and stream.has_started and not is_marked:
+                    refusal = ApiError(502, f"a backend cannot continue a stream: status {answer.status}")
+                    raise _NotTakenError(backend, refusal)
                 self._note_first_byte(backend, flight, outgoing, answer.status)
-                is_good = await self._pass_on(incoming, backend, outgoing, answer, piece)
+                if stream is not None and is_marked:
+                    is_good = await self._pass_on_marked(incoming, backend, stream, answer, piece)
+                else:
+                    is_good = await self._pass_on(incoming, backend, outgoing, answer, piece)
         finally:
             backend.end(flight, is_good=is_good and outgoing.prompt is not None)
         return backend.name
 
-    async def _open(self, backend: Backend, outgoing: Outgoing) -> UpstreamAnswer:
+    async def _pass_on_marked(
+        self, incoming: Incoming, backend: Backend, stream: ResumableStream, answer: UpstreamAnswer, piece: bytes
+    ) -> bool:
+        """Send the whole deltas of a stream to the client. Raises _BrokenStreamError where it ends early."""
+        if not stream.has_started:
+            stream.has_started = True
+            await incoming.start(answer.status, stream.shown_headers(answer.headers))
+        try:
+            while piece:
+                found = stream.feed(piece)
+                if found:
+                    await incoming.write(found)
+                piece = await answer.next_piece()
+            if stream.is_engine_lost:
+                raise UpstreamError("a stream ended early, or with an error of the engine")
+        except UpstreamError as error:
+            logger.warning("an answer of backend %s broke off: %s", backend.name, error)
+            self._metrics.failures.labels(backend.name).add()
+            backend.note_failure(str(error), is_refused=False)
+            raise _BrokenStreamError(backend, error) from None
+        await incoming.finish(stream.rest())
+        return stream.has_ended
+
+    async def _open(self, backend: Backend, outgoing: Outgoing, stream: ResumableStream | None = None) -> UpstreamAnswer:
         if outgoing.received_s:
             self._metrics.overhead.labels().observe(time.monotonic() - outgoing.received_s)
+        headers, body = outgoing.headers, outgoing.body
+        if stream is not None and isinstance(body, bytes):
+            headers, body = stream.headers(headers), stream.body(body)
         try:
             return await backend.upstream.send(
                 outgoing.method,
                 outgoing.target,
-                outgoing.headers,
-                outgoing.body,
+                headers,
+                body,
                 idle_timeout_s=self._config.idle_timeout_s,
             )
         except UpstreamError as error:
@@ -247,9 +336,7 @@ class Proxy:
         media_type = next((value for name, value in answer.headers if name == b"content-type"), b"")
         has_length = any(name == b"content-length" for name, _ in answer.headers)
         if media_type.startswith(b"text/event-stream") and not has_length and last.endswith(_EVENT_END):
-            failed = ApiError(502, "the backend failed in the middle of its answer", code="backend_failed")
-            is_anthropic = incoming.path.startswith("/v1/messages")
-            await incoming.finish(failed.anthropic_event() if is_anthropic else failed.openai_event())
+            await end_with_error(incoming, _BROKEN)
 
 
 def _without_length(headers: Headers) -> list[tuple[bytes, bytes]]:

@@ -216,7 +216,10 @@ class Upstream:
         address = self.address
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                streams = await asyncio.open_connection(address.host, address.port, limit=READ_BYTES, ssl=self._tls)
+                if address.uds:
+                    streams = await asyncio.open_unix_connection(address.uds, limit=READ_BYTES)
+                else:
+                    streams = await asyncio.open_connection(address.host, address.port, limit=READ_BYTES, ssl=self._tls)
         except TimeoutError:
             raise UpstreamError(f"no connection within {self._connect_timeout_s:g} s", is_refused=True) from None
         except OSError as error:
@@ -244,7 +247,7 @@ class Upstream:
 
 
 def _head(method: str, target: bytes, address: BackendAddress, headers: Headers, body: bytes | AsyncIterator[bytes]) -> bytes:
-    lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: " + address.name.encode()]
+    lines = [method.encode() + b" " + target + b" HTTP/1.1", b"host: " + address.authority.encode()]
     lines += [name + b": " + value for name, value in headers]
     if not isinstance(body, bytes):
         lines.append(b"transfer-encoding: chunked")

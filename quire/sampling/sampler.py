@@ -99,7 +99,7 @@ def sample_ahead(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequenc
     native = load_native() if takes_logits(logits) else None
     if native is None or any(not _is_plain(row) for row in rows):
         return None
-    options = [_draw_options(row)._replace(position=position) for row, position in zip(rows, positions, strict=True)]
+    options = [draw_options(row)._replace(position=position) for row, position in zip(rows, positions, strict=True)]
     found = sample_rows(native, logits, range(len(rows)), options)
     fine = SampleStatus.FINE
     return [token_id for token_id, _ in found] if all(status is fine for _, status in found) else None
@@ -122,7 +122,7 @@ def _sample_by(
     vocab_size = logits.shape[1]
     if takes_raw:
         plain = [index for index in indices if not rows[index].edits_logits]
-        tokens = draw(logits, plain, [_draw_options(rows[index]) for index in plain])
+        tokens = draw(logits, plain, [draw_options(rows[index]) for index in plain])
         fine = SampleStatus.FINE
         for index, (token_id, status) in zip(plain, tokens, strict=True):
             error = None if status is fine else _error_of(status, rows[index], _RAW_ERRORS)
@@ -134,7 +134,7 @@ def _sample_by(
         part_rows, part_logits = [rows[index] for index in part], _copy_rows(logits, part)
         raw_errors = _logit_errors(part_logits.amax(1))
         process_logits(part_logits, part_rows)
-        tokens = draw(part_logits, range(len(part)), [_draw_options(row) for row in part_rows])
+        tokens = draw(part_logits, range(len(part)), [draw_options(row) for row in part_rows])
         edited = [_error_of(status, row, _EDITED_ERRORS) for row, (_, status) in zip(part_rows, tokens, strict=True)]
         errors = [raw or error for raw, error in zip(raw_errors, edited, strict=True)]
         _place(found, part, [_sampled(token_id, error) for (token_id, _), error in zip(tokens, errors, strict=True)])
@@ -144,7 +144,8 @@ def _error_of(status: SampleStatus, row: SamplingRow, errors: Mapping[SampleStat
     return errors[status] if row.token_mask is None else _MASKED_ERRORS.get(status, errors[status])
 
 
-def _draw_options(row: SamplingRow) -> DrawOptions:
+def draw_options(row: SamplingRow) -> DrawOptions:
+    """Return what the kernels that draw tokens read of a row."""
     params = row.params
     return DrawOptions(
         row.inverse_temperature,

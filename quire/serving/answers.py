@@ -75,7 +75,7 @@ class Stream:
     frames: AsyncIterator[bytes]
     encode_error: Callable[[ApiError], bytes]
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
-    bypass: DirectSink | None = None
+    direct_sink: DirectSink | None = None
     is_lines: bool = False
 
 

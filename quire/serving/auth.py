@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -20,6 +19,7 @@ from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
+from quire.serving.hosts import HostCheck, is_loopback
 from quire.serving.interfaces import Tenant
 
 logger = get_logger(__name__)
@@ -27,18 +27,12 @@ logger = get_logger(__name__)
 SECRET_BYTES = 32
 SECRET_NAME = "cache_secret"
 """The file of the cache secret in the folder of a disk tier."""
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 ANONYMOUS = Tenant(name="anonymous", cache_salt="", is_admin=True, may_use_interactive=True)
 
 
 def hash_key(key: str) -> bytes:
     """Return the hash that is stored instead of an API key."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable only from this machine."""
-    return host in LOOPBACK or host.startswith("127.")
 
 
 class Authenticator:
@@ -65,7 +59,7 @@ class Authenticator:
             for key in config.api_keys
         ]
         self._by_name = {owner.name: owner for _, owner in self._owners}
-        self._hosts = frozenset(config.allowed_hosts) | {config.host}
+        self._hosts = HostCheck((*config.allowed_hosts, config.host) if is_loopback(config.host) else None)
 
     def identify(self, headers: Mapping[str, str]) -> Tenant:
         """Return who sends a request. Raises ApiError 401 without a valid key, 403 for a foreign page or host name."""
@@ -100,27 +94,15 @@ class Authenticator:
 
     def _check_origin(self, headers: Mapping[str, str]) -> None:
         """Refuse browser requests from pages of other origins, and DNS rebinding."""
-        host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or "" if _is_plain(host) else ""
-        # Browsers always send a Host header; clients of HTTP/1.0, such as probes of load balancers, need not.
-        if is_loopback(self._config.host) and name not in self._hosts and "host" in headers:
-            raise ApiError(
-                403,
-                f"the Host header names {name[:100]!r}, which this server does not answer to; --allowed-hosts adds names",
-                code="host_not_allowed",
-            )
+        host = headers.get("host")
+        self._hosts.check(host)
         origin = headers.get("origin")
         if origin is None or origin in self._config.allowed_origins or "*" in self._config.allowed_origins:
             return
-        if not host or not _is_plain(origin) or urlsplit(origin).netloc != host:
+        if not host or origin.partition("://")[2] != host:
             raise ApiError(
                 403, f"requests from the origin {origin[:100]!r} are not allowed; --allowed-origins adds them", code="origin"
             )
-
-
-def _is_plain(text: str) -> bool:
-    """Whether urlsplit accepts the text: brackets only around an IPv6 host."""
-    return text.isascii() and text.isprintable() and text.count("[") == text.count("]") <= 1 and "@" not in text
 
 
 def _presented_key(headers: Mapping[str, str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from quire.base.errors import ConfigError
 from quire.contracts.sampling_params import MAX_CHOICES
@@ -18,11 +19,13 @@ _LABEL = re.compile(r"[a-zA-Z][a-zA-Z0-9_]*")
 _OWN_LABELS = (
     *("block_size", "cache_dtype", "class", "code", "enable_prefix_caching", "engine", "finished_reason", "format", "le"),
     *(
+        "layer",
         "model_name",
         "num_kv_blocks",
         "operation",
         "outcome",
         "param",
+        "peer",
         "phase",
         "position",
         "quantile",
@@ -78,6 +81,7 @@ class ServerConfig:
     access_log            a log line for each request
     api_keys              none: everybody may ask; the server then only answers to known Host names
     served_model_names    what clients may call the model; the first is what answers say; empty: the name of the checkpoint
+    lora_modules          (name, path) of the LoRA adapters that are loaded at the start; names are models for clients
     allowed_origins       origins that browsers may call from; none by default
     allowed_hosts         Host headers that are answered while there are no keys (against DNS rebinding)
     data_dir              files, batches and stored responses; None keeps them in memory, and says so
@@ -103,8 +107,10 @@ class ServerConfig:
     strict                refuse unknown fields of a body instead of naming them in x-quire-ignored-params
     slo_ttft_s            a request within all given thresholds counts as SLO-met (goodput)
     metric_labels         names and values that every metric has beside its own
+    max_timelines         ended requests whose timelines are kept, for `quire explain`; 0: none, and nothing is recorded
     kv_events_endpoint    where events of KV blocks are published; None: nowhere
     kv_events_replay_endpoint  where subscribers ask for events that they missed
+    kv_events_encoding    of an event: an array, as in older versions of vLLM, or a map, as in later ones and in SGLang
     metrics_names         prefix of the metrics: quire, vllm (what endpoint pickers read), or both
     keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
     """
@@ -118,6 +124,7 @@ class ServerConfig:
     access_log: bool = True
     api_keys: tuple[ApiKey, ...] = ()
     served_model_names: tuple[str, ...] = ()
+    lora_modules: tuple[tuple[str, str], ...] = ()
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
     data_dir: Path | None = None
@@ -154,9 +161,11 @@ class ServerConfig:
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
     otlp_endpoint: str | None = None
+    max_timelines: int = 256
     log_format: str = "text"
     kv_events_endpoint: str | None = None
     kv_events_replay_endpoint: str | None = None
+    kv_events_encoding: Literal["array", "map"] = "array"
     metrics_names: str = "quire"
     metric_labels: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -177,7 +186,7 @@ class ServerConfig:
             )
         if self.max_prompt_characters is not None and self.max_prompt_characters < 1:
             raise ConfigError(f"max_prompt_characters must be at least 1, got {self.max_prompt_characters}")
-        for name in ("drain_grace_s", "drain_timeout_s", "max_restarts"):
+        for name in ("drain_grace_s", "drain_timeout_s", "max_restarts", "max_timelines"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in (
@@ -210,6 +219,8 @@ class ServerConfig:
             raise ConfigError(f"log_format must be 'text' or 'json', got {self.log_format!r}")
         if self.kv_events_endpoint is None and self.kv_events_replay_endpoint is not None:
             raise ConfigError("kv_events_replay_endpoint needs kv_events_endpoint")
+        if self.kv_events_encoding not in ("array", "map"):
+            raise ConfigError(f"kv_events_encoding must be 'array' or 'map', got {self.kv_events_encoding!r}")
         if self.metrics_names not in ("quire", "vllm", "both"):
             raise ConfigError(f"metrics_names must be 'quire', 'vllm' or 'both', got {self.metrics_names!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):
@@ -229,6 +240,10 @@ class ServerConfig:
                     f"served_model_names must be printable text of 1 to {MAX_NAME_LENGTH} characters, got {name[:100]!r}; "
                     "leave it out for the name of the checkpoint"
                 )
+        names = [name for name, _ in self.lora_modules]
+        for name in names:
+            if names.count(name) > 1 or name in self.served_model_names:
+                raise ConfigError(f"lora_modules: the name {name[:100]!r} is given twice, or is that of the model")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"allowed_origins must be like https://example.com, without a path, or *, got {origin!r}")
@@ -240,6 +255,11 @@ class ServerConfig:
             name = getattr(self, option)
             if name not in ("auto", "none", *table):
                 raise ConfigError(f"{option} {name!r} is not known; allowed are auto, none, {', '.join(sorted(table))}")
+
+    @property
+    def records_timelines(self) -> bool:
+        """Whether the engine records what happens to requests: for `quire explain`, and for traces."""
+        return self.max_timelines > 0 or self.otlp_endpoint is not None
 
     def weight_of(self, owner: str) -> float:
         """Return the weight of an owner."""

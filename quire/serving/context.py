@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
 from quire.serving.config import ServerConfig
+from quire.serving.core.lora_modules import LoraModules
 from quire.serving.core.served_model import ServedModel
 from quire.serving.errors import engine_unavailable, not_found, shutting_down
 from quire.serving.interfaces import Gateway, Tenant
@@ -33,6 +34,7 @@ class ServerContext:
     """The loaded model and the objects to run requests on it.
 
     served       None until the engine is loaded for the first time
+    adapters     the LoRA adapters that clients can name
     signing_key  key of this process for data that clients store and send back
     """
 
@@ -40,6 +42,7 @@ class ServerContext:
     gateway: Gateway
     state: ServerState = field(default_factory=ServerState)
     served: ServedModel | None = None
+    adapters: LoraModules = field(default_factory=LoraModules)
     signing_key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
@@ -59,8 +62,13 @@ class ServerContext:
     def check_model(self, name: str | None) -> ServedModel:
         """Return the model that a request names. Raises ApiError 404 for a name that is not served, with the names that are."""
         served = self.model
-        if name is not None and name not in served.names and "*" not in served.names:
-            allowed = ", ".join(repr(known) for known in served.names)
+        if name is None or served.is_called(name):
+            return served
+        adapted = self.adapters.find(name)
+        if adapted is not None:
+            return adapted
+        if "*" not in served.names:
+            allowed = ", ".join(repr(known) for known in (*served.names, *self.adapters.names))
             raise not_found(
                 f"the model {name[:200]!r} does not exist here: {allowed} is served", code="model_not_found", param="model"
             )

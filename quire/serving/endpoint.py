@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,12 +22,14 @@ from quire.serving.body_room import BodyShare
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError, ErrorStyle, from_quire_error, invalid, unknown_parameters
 from quire.serving.interfaces import Tenant
+from quire.serving.resume_wire import RESUME_HEADER, cut_output
 
 D = TypeVar("D")
 Body = TypeVar("Body", bound=msgspec.Struct)
 HUGE_BYTES = 1 << 20  # decoding these holds the GIL for milliseconds, so only one is decoded at a time
 MAX_TRACEPARENT_LENGTH = 128
 MAX_TIMEOUT_S = 24 * 3600.0
+_CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
 def headers_of(scope: Scope) -> Mapping[str, str]:
@@ -38,6 +41,15 @@ def headers_of(scope: Scope) -> Mapping[str, str]:
     return found
 
 
+def client_id_of(headers: Mapping[str, str]) -> str | None:
+    """Return the client's request id; None if it sends none, or one that is too long or has invalid characters.
+
+    It is returned as x-request-id. The server's own id is in request-id and in the log, since ids of clients may repeat.
+    """
+    client_id = headers.get("x-request-id", "")
+    return client_id if _CLIENT_ID.fullmatch(client_id) else None
+
+
 @dataclass(slots=True)
 class Call:
     """One request to an endpoint.
@@ -45,6 +57,8 @@ class Call:
     share           of the BodyRoom, reserved as the body arrives
     ignored_params  paths of unknown fields of the body, and of formats in a schema that are not enforced; the
                     HTTP layer lists them in x-quire-ignored-params
+    output          the tokens that came after the body, see quire.serving.resume_wire
+    deployment      the model that the path names, as in Azure's URLs; it is the `model` of the body, whatever that says
     """
 
     request: Request
@@ -54,6 +68,8 @@ class Call:
     share: BodyShare
     received_s: float = field(default_factory=time.monotonic)
     ignored_params: tuple[str, ...] = ()
+    output: bytes = b""
+    deployment: str | None = None
 
     @property
     def route(self) -> str:
@@ -95,11 +111,16 @@ class Call:
         any_media_type  take it as JSON whatever its content-type says
         """
         parts = await self.json_parts(max_bytes, any_media_type)
+        stated = self.headers.get(RESUME_HEADER)
+        if stated is not None:
+            parts, self.output = cut_output(parts, stated)
         num_bytes = sum(map(len, parts))
 
         def decode() -> tuple[Body, tuple[str, ...]]:
             data = b"".join(parts)
             parts.clear()
+            if self.deployment is not None:
+                data = _with_model(data, self.deployment)
             return decode_body(data, kind, check_fields=check_fields)
 
         try:
@@ -176,6 +197,15 @@ class Call:
         return self.received_s + self.config.default_timeout_s
 
 
+def _with_model(data: bytes, model: str) -> bytes:
+    """Return a body with another model; one that is no JSON object as it is, for the decoder to refuse."""
+    try:
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return data
+    return msgspec.json.encode({**fields, "model": model})
+
+
 def _seconds(text: str, header: str) -> float:
     try:
         seconds = float(text)
@@ -194,6 +224,11 @@ def too_large(max_bytes: int) -> ApiError:
 def header(name: str, schema: Mapping[str, Any], description: str) -> Mapping[str, Any]:
     """Return the OpenAPI parameter of a header that may be sent."""
     return {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+
+
+def query(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the OpenAPI parameter of a query parameter that may be sent."""
+    return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 _TIMEOUT: Mapping[str, Any] = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S}

@@ -157,6 +157,11 @@ def engine_unavailable(message: str, retry_after_s: float = 5.0) -> ApiError:
     return ApiError(503, message, code="engine_unavailable", retry_after_s=spread_s(retry_after_s))
 
 
+def wrong_role(message: str) -> ApiError:
+    """Return a 503: this server does not take requests of clients; another one has to be asked."""
+    return ApiError(503, message, code="wrong_role", retry_after_s=spread_s(float(MAX_RETRY_AFTER_S)))
+
+
 def shutting_down(code: str = "draining", after_s: float = 1.0) -> ApiError:
     """Return a 503: this server ends, after about `after_s`. Retry-After has jitter."""
     return ApiError(503, "the server is shutting down", code=code, retry_after_s=spread_s(after_s))

@@ -14,7 +14,7 @@ from quire.serving.engine_client.messages import RequestDelta
 PriorityClass = Literal["interactive", "default", "batch"]
 NOT_BY_CLIENT = "not by the client"
 """The message of a cancellation (task.cancel) that does not mean that the client has gone."""
-AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut"]
+AbortReason = Literal["disconnect", "slow_reader", "deadline", "shutdown", "cancelled", "tool_cut", "sleep"]
 Sink = Callable[[RequestDelta], bool]
 """Called with each delta as it arrives. Returns whether it took the delta; if not, it must have had no effect."""
 
@@ -43,6 +43,7 @@ class Job:
     route        label of metrics: "/v1/chat/completions"
     traceparent  W3C trace context that the client sent; None for none
     call_id      of the job's HTTP request, whose jobs count as one against the limits of a key; None for none
+    client_id    of the same HTTP request, as the client has named it (x-request-id); None for none
     received_s   when the head of that request arrived, in time.monotonic(); None for none
     """
 
@@ -54,6 +55,7 @@ class Job:
     deadline_s: float | None = None
     traceparent: str | None = None
     call_id: str | None = None
+    client_id: str | None = None
     received_s: float | None = None
 
     @property

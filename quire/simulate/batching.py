@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quire.base.errors import ConfigError
-from quire.simulate.workload import SimulatedRequest
+from quire.contracts.request import Request
 
 Policy = Literal["continuous", "dynamic", "static"]
 POLICIES: tuple[Policy, ...] = ("continuous", "dynamic", "static")
@@ -47,18 +47,23 @@ class BatchQueue:
 
     def __init__(self, batching: Batching) -> None:
         self._batching = batching
-        self._waiting: deque[tuple[float, SimulatedRequest]] = deque()
+        self._waiting: deque[tuple[float, Request]] = deque()
         self.is_closed = False  # no further request comes: what is left is the last batch
         self.is_flushed = False  # the next batch starts even if it is incomplete
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, request: SimulatedRequest, now: float) -> None:
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of these requests."""
+        return sum(len(request.prompt_token_ids) for _, request in self._waiting)
+
+    def add(self, request: Request, now: float) -> None:
         """Queue a request."""
         self._waiting.append((now, request))
 
-    def take(self, is_idle: bool, now: float) -> list[SimulatedRequest]:
+    def take(self, is_idle: bool, now: float) -> list[Request]:
         """Return what the scheduler gets now; is_idle: it has nothing unfinished."""
         if not self._waiting:
             return []
@@ -80,5 +85,5 @@ class BatchQueue:
             return None
         return self._waiting[0][0] + self._batching.max_delay_s
 
-    def _pop(self, number: int) -> list[SimulatedRequest]:
+    def _pop(self, number: int) -> list[Request]:
         return [self._waiting.popleft()[1] for _ in range(number)]

@@ -14,6 +14,7 @@ from quire.contracts.step import StepPlan, StepResult
 from quire.engine.scheduling import Scheduler, SequenceUpdate
 from quire.planner.step_time import StepTime, StepWork
 from quire.simulate.batching import Batching, BatchQueue
+from quire.simulate.tiers import DiskPages, ReplicaTiers, TierOptions
 from quire.simulate.workload import SimulatedRequest
 
 _MAX_DECODE_RUN = 64
@@ -36,6 +37,7 @@ class SimulatedReplica:
     that the scheduler has for accepted drafts: a plan with k draft slots stands for 1 + k steps. Each keeps its own time.
 
     windows  of the model's attention, in the order of StepWork.attended
+    tiers    of its KV cache; None: it has none
     """
 
     def __init__(
@@ -45,12 +47,14 @@ class SimulatedReplica:
         windows: Sequence[int | None],
         batching: Batching,
         rng: random.Random,
+        tiers: TierOptions | None = None,
+        disk: DiskPages | None = None,
     ) -> None:
         self.scheduler = Scheduler(config)
         self.queue = BatchQueue(batching)
         self.num_steps = 0
         self.busy_s = 0.0
-        self.requests: dict[RequestId, Request] = {}  # on the way to the scheduler
+        self.tiers = None if tiers is None else ReplicaTiers(tiers, self.scheduler, disk)
         self._times = times
         self._windows = tuple(windows)
         self._rng = rng
@@ -63,22 +67,38 @@ class SimulatedReplica:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that run or wait."""
-        return len(self.queue) + self.scheduler.num_waiting + self.scheduler.num_running
+        """Requests that run or wait, also for pages."""
+        num_aside = 0 if self.tiers is None else self.tiers.num_aside
+        return len(self.queue) + self.scheduler.num_waiting + self.scheduler.num_running + num_aside
+
+    @property
+    def busy_until_s(self) -> float | None:
+        """When what is under way ends; None: nothing is."""
+        return None if self._running is None else self._running.ends_s[-1]
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait."""
+        scheduler = self.scheduler
+        waiting = iter(scheduler.waiting)
+        return self.queue.num_tokens + sum(one.num_uncomputed_tokens for one in waiting)
 
     def begin(self, now: float, horizon_s: float) -> float | None:
         """Start the next step; return when it ends, or None where there is nothing to compute.
 
         horizon_s  nothing comes to this replica before it, so that steps that end until then may be made at once
         """
-        for simulated in self.queue.take(not self.scheduler.has_unfinished, now):
-            self.scheduler.add(self.requests.pop(RequestId(str(simulated.index))), now)
+        for request in self.queue.take(not self.scheduler.has_unfinished, now):
+            self.scheduler.add(request, now)
         plan = self.scheduler.schedule(now) if self.scheduler.has_unfinished else None
         if plan is None:
             return None
         spans, sampled = self._spans(plan)
         num_drafts = self._num_drafts(plan)
-        ends_s = self._end_times(spans, len(sampled), now, horizon_s, 1 + num_drafts)
+        copy_s = 0.0 if self.tiers is None else self.tiers.copy_s(plan)
+        ends_s = self._end_times(spans, len(sampled), now + copy_s, horizon_s, 1 + num_drafts)
+        if self.tiers is not None:
+            self.tiers.note_step(plan, ends_s[0] - now, ends_s[0])
         self._running = _Running(plan, self._result(plan, sampled, len(ends_s)), ends_s)
         self.num_steps += len(ends_s)
         self.busy_s += ends_s[-1] - now
@@ -154,17 +174,23 @@ class SimulatedReplica:
             return 0
         config = scheduler.config
         blocks_each = 2 + _MAX_DECODE_RUN // config.block_size
-        if scheduler.kv.pool.num_free < 2 * blocks_each * num_sequences:
+        windows = scheduler.kv.windows
+        num_free = scheduler.kv.pool.num_free if windows is None else min(scheduler.kv.pool.num_free, windows.pool.num_free)
+        if num_free < 2 * blocks_each * num_sequences:
             return 0
         return min(_MAX_DECODE_RUN, config.max_num_batched_tokens // num_sequences) - 1
 
 
-def make_request(simulated: SimulatedRequest) -> Request:
-    """Return the request that the scheduler and the router see: it ends by its length."""
+def make_request(simulated: SimulatedRequest, num_done: int = 0) -> Request:
+    """Return the request that the scheduler and the router see: it ends by its length.
+
+    num_done  output tokens that another replica has generated
+    """
     return Request(
         request_id=RequestId(str(simulated.index)),
         prompt_token_ids=simulated.prompt(),
         params=SamplingParams(max_tokens=simulated.num_output_tokens, ignore_eos=True),
         seed=0,
         arrival_time_s=simulated.due_s,
+        output_token_ids=(0,) * num_done,
     )

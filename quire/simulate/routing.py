@@ -15,10 +15,10 @@ ROUTING_POLICIES: tuple[RoutingPolicy, ...] = ("round-robin", "least-loaded", "p
 
 
 class Router(Protocol):
-    """Is told of every request's end, of computed prompts and of outputs, so that it can know the load."""
+    """Is told of every request's end, of outputs and of lost replicas, so that it knows the load."""
 
-    def choose(self, request: Request) -> int:
-        """Return the replica of a request, and count it there."""
+    def choose(self, request: Request, usable: Sequence[int]) -> int:
+        """Return the replica of a request, of at least one that is usable, and count it there."""
         ...
 
     def note_output(self, request: Request, num_tokens: int) -> None:
@@ -29,6 +29,10 @@ class Router(Protocol):
         """Forget a request."""
         ...
 
+    def lose(self, replica: int) -> None:
+        """Forget what a replica has computed: its process has ended."""
+        ...
+
 
 class RoundRobin:
     """One replica after the other."""
@@ -37,15 +41,19 @@ class RoundRobin:
         self._num_replicas = num_replicas
         self._next = 0
 
-    def choose(self, request: Request) -> int:
-        replica = self._next
-        self._next = (self._next + 1) % self._num_replicas
+    def choose(self, request: Request, usable: Sequence[int]) -> int:
+        num = self._num_replicas
+        replica = min(usable, key=lambda index: (index - self._next) % num)
+        self._next = (replica + 1) % num
         return replica
 
     def note_output(self, request: Request, num_tokens: int) -> None:
         return
 
     def end(self, request: Request, replica: int) -> None:
+        return
+
+    def lose(self, replica: int) -> None:
         return
 
 
@@ -57,9 +65,9 @@ class LeastLoaded:
         self._chosen = list(range(-num_replicas, 0))
         self._count = 0
 
-    def choose(self, request: Request) -> int:
+    def choose(self, request: Request, usable: Sequence[int]) -> int:
         unfinished, chosen = self._num_unfinished, self._chosen
-        replica = min(range(len(unfinished)), key=lambda index: (unfinished[index], chosen[index]))
+        replica = min(usable, key=lambda index: (unfinished[index], chosen[index]))
         unfinished[replica] += 1
         chosen[replica] = self._count
         self._count += 1
@@ -71,23 +79,30 @@ class LeastLoaded:
     def end(self, request: Request, replica: int) -> None:
         self._num_unfinished[replica] -= 1
 
+    def lose(self, replica: int) -> None:
+        return
+
 
 class PrefixAware:
     """The router that `quire serve --data-parallel-size` uses: least predicted wait, known prefixes included."""
 
     def __init__(self, num_replicas: int, config: SchedulerConfig) -> None:
         self._router = ReplicaRouter([1.0] * num_replicas)
-        self._replicas = range(num_replicas)
-        for index in self._replicas:
-            self._router.open(
-                index,
-                max_num_seqs=config.max_num_seqs,
-                block_size=config.block_size,
-                num_kv_blocks=config.num_kv_blocks if config.enable_prefix_caching else 0,
-            )
+        self._config = config
+        for index in range(num_replicas):
+            self._open(index)
 
-    def choose(self, request: Request) -> int:
-        route = self._router.choose(request, self._replicas)
+    def _open(self, index: int) -> None:
+        config = self._config
+        self._router.open(
+            index,
+            max_num_seqs=config.max_num_seqs,
+            block_size=config.block_size,
+            num_kv_blocks=config.num_kv_blocks if config.enable_prefix_caching else 0,
+        )
+
+    def choose(self, request: Request, usable: Sequence[int]) -> int:
+        route = self._router.choose(request, usable)
         self._router.add(request, route)
         return route.replica
 
@@ -96,6 +111,10 @@ class PrefixAware:
 
     def end(self, request: Request, replica: int) -> None:
         self._router.end(request.request_id)
+
+    def lose(self, replica: int) -> None:
+        self._router.close(replica)
+        self._open(replica)
 
 
 def make_router(policy: str, num_replicas: int, config: SchedulerConfig) -> Router:

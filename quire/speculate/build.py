@@ -92,9 +92,9 @@ def count_drafts(config: SpeculativeConfig, report: ModelReport, limits: StepLim
 def _kv_spec(report: ModelReport, spec: ModelSpec, runs_as: ModelSpec) -> KvSpec:
     """Return the KV spec of a drafter. It has float32 in place of float16 if native kernels run `runs_as`: they lack
     float16."""
-    block_size = report.memory.kv.block_size
-    is_half = runs_natively(runs_as, block_size) and spec.dtype == "float16"
-    return KvSpec.of(spec, block_size, "float32" if is_half else spec.dtype)
+    memory = report.memory
+    is_native = runs_natively(runs_as, memory.kv.block_size)
+    return KvSpec.of(spec, memory.kv.block_size, "float32" if is_native and spec.dtype == "float16" else spec.dtype)
 
 
 @dataclass(frozen=True, slots=True)

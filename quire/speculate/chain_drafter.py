@@ -61,7 +61,7 @@ class ChainDrafter(Protocol):
     def draft_chains(self, order: ChainOrder, features: Tensor | None = None) -> list[list[int]]:
         """Compute the runs, store their KV, and return the drafts.
 
-        features  [T, H] of the runs' tokens, as HeadDrafter.narrow returned them; None if only tokens are read
+        features  [T, H] of the runs' tokens, as HeadDrafter.fuse_features returned them; None if only tokens are read
         """
         ...
 
@@ -70,7 +70,7 @@ class ChainDrafter(Protocol):
 class HeadDrafter(ChainDrafter, Protocol):
     """Drafts with a head; trees are drafted with one `enter` per level."""
 
-    def narrow(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """Return the model's features [R, F] in the form [R, H] in which they are kept and passed to draft_chains."""
         ...
 

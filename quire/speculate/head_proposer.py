@@ -101,7 +101,7 @@ class HeadProposer(Proposer):
     def on_hidden_states(self, fed: Sequence[tuple[DraftedSequence, int, int]], features: Tensor) -> None:
         """See Proposer."""
         if self._drafter is not None:
-            features = self._drafter.narrow(features)
+            features = self._drafter.fuse_features(features)
         row = 0
         for sequence, first, count in fed:
             self._take_in(sequence, first, FeatureRun(features, row, count))

@@ -13,7 +13,7 @@ from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.model.heads.head_spec import LayerHead, ParallelHead
-from quire.model.native_model import screen_bytes
+from quire.model.native_model import int8_head_bytes
 from quire.model.native_scratch import scratch_bytes
 from quire.model.parameters import parameter_shapes
 from quire.speculate.draft_model import MAX_CATCH_UP
@@ -69,7 +69,7 @@ def parallel_head_bytes(head: ParallelHead, limits: StepLimits) -> DraftBytes:
 
 def draft_model_bytes(spec: ModelSpec, kv_bytes: int, memory: MemoryPlan, limits: StepLimits) -> DraftBytes:
     """Return the memory of a draft model: a pass computes up to MAX_CATCH_UP tokens of every sequence."""
-    weights = sum(map(math.prod, parameter_shapes(spec).values())) * DTYPE_BYTES[spec.dtype] + screen_bytes(spec)
+    weights = sum(map(math.prod, parameter_shapes(spec).values())) * DTYPE_BYTES[spec.dtype] + int8_head_bytes(spec)
     num_tokens = min(MAX_CATCH_UP * limits.num_sequences, memory.num_kv_tokens)
     return DraftBytes(weights, kv_bytes, _scratch(spec, num_tokens, memory) + 4 * limits.num_sequences * spec.vocab_size)
 
@@ -82,7 +82,7 @@ def verification_bytes(config: SpeculativeConfig, vocab_size: int, limits: StepL
 
 def check_drafts_fit(name: str, taken: DraftBytes, memory: MemoryPlan) -> None:
     """Check that drafting fits into memory together with the model, and log its size. Raises ConfigError."""
-    left = memory.available_bytes - memory.weight_bytes - memory.activation_bytes - memory.kv_bytes
+    left = memory.available_bytes - memory.needed_bytes
     if taken.weights + taken.kv + taken.work > left:
         raise ConfigError(
             f"not enough memory for speculative decoding ({name}): weights need {format_bytes(taken.weights)}, the KV cache "

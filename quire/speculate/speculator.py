@@ -73,7 +73,7 @@ class StepDrafts(NamedTuple):
 
 
 class Speculator:
-    """Tracks the worker's sequences. Call `begin` and `end` around every step for which `naps` is False.
+    """Tracks the worker's sequences. Call `begin` and `end` around every step for which `skips` is False.
 
     config, proposer  None: only tokens that constraints force are drafted
     typical           accepts drafts that were not sampled; None: tokens are those of plain decoding
@@ -104,30 +104,30 @@ class Speculator:
         self._num_drafts, self._num_caught_up = 0, 0
         self._decoded: Sequence[SequenceId] = ()
         self._has_ended = False  # whether an ended step was not reported to the controller yet
-        self._nap_left = self._num_napped = 0  # steps that need not be reported: those left, and those that have passed
-        self._num_napping = 0  # sequences in these steps
+        self._skips_left = self._num_skipped = 0  # steps that need not be reported: those left, and those that have passed
+        self._num_skipping = 0  # sequences in these steps
         self._idle_s = 0.0  # in the current step, see note_idle
 
-    def naps(self, plan: StepPlan) -> bool:
+    def skips(self, plan: StepPlan) -> bool:
         """Whether the step that begins drafts nothing and reads no model states; no other method is called for it then."""
         if self._proposer is None:
             return not self._followed and not plan.starts
-        if self._nap_left == 0:
+        if self._skips_left == 0:
             return False
         num_sequences = len(plan.num_scheduled_tokens)
-        if plan.starts or plan.ended or plan.num_draft_slots or num_sequences != self._num_napping:
-            self._nap_left = 0
+        if plan.starts or plan.ended or plan.num_draft_slots or num_sequences != self._num_skipping:
+            self._skips_left = 0
             return False
-        self._nap_left -= 1
-        self._num_napped += 1
+        self._skips_left -= 1
+        self._num_skipped += 1
         if plan.new_block_ids or plan.replaced_blocks or plan.block_copies:
             self._proposer.apply(plan)
         return True
 
-    def _end_nap(self) -> None:
-        if self._controller is not None and self._num_napped > 0:
-            self._controller.skip_steps(self._num_napped)
-        self._nap_left = self._num_napped = 0
+    def _end_skipping(self) -> None:
+        if self._controller is not None and self._num_skipped > 0:
+            self._controller.skip_steps(self._num_skipped)
+        self._skips_left = self._num_skipped = 0
 
     @property
     def proposer(self) -> Proposer | None:
@@ -145,7 +145,7 @@ class Speculator:
         is called for the current step then. Query it after the current step has begun."""
         if self._proposer is None:
             return not (self._followed and self.drafts_forced)
-        return self._nap_left > 0
+        return self._skips_left > 0
 
     def note_idle(self, idle_s: float) -> None:
         """Record how long the device was idle before the current step, because that step waited for the previous one.
@@ -160,12 +160,12 @@ class Speculator:
 
     def begin(self, plan: StepPlan) -> None:
         """Begin a step and release the sequences that ended. Call before `follow` for the step's sequences."""
-        if self._nap_left or self._num_napped:
-            self._end_nap()
+        if self._skips_left or self._num_skipped:
+            self._end_skipping()
         now_s = time.perf_counter()
         # The time between two steps counts too, except when there was no work.
         goes_on = bool(self._decoded) and self._decoded[0] in plan.num_scheduled_tokens
-        self._tell_controller(now_s - self._begun_s if goes_on else None)
+        self._update_controller(now_s - self._begun_s if goes_on else None)
         self._begun_s, self._idle_s = now_s, 0.0
         for sequence_id in plan.ended:
             self._forced.forget(sequence_id)
@@ -177,7 +177,7 @@ class Speculator:
         if self._proposer is not None and (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.block_copies):
             self._proposer.apply(plan)
 
-    def _tell_controller(self, duration_s: float | None) -> None:
+    def _update_controller(self, duration_s: float | None) -> None:
         """Report the last step to the controller once; None: its duration is not meaningful."""
         controller = self._controller
         if controller is not None and self._has_ended:
@@ -191,8 +191,8 @@ class Speculator:
 
     def leave(self) -> None:
         """Forget all sequences and the contents of their blocks; the following steps are not reported to the speculator."""
-        self._end_nap()
-        self._tell_controller(None)
+        self._end_skipping()
+        self._update_controller(None)
         for followed in self._followed.values():
             if self._proposer is not None:
                 self._proposer.release(followed.sequence)
@@ -357,7 +357,7 @@ class Speculator:
             if num_skippable > 0:
                 controller.skip_steps(1)
                 self._note_wanted(plan, {})
-                self._nap_left, self._num_napping = num_skippable - 1, len(paths)
+                self._skips_left, self._num_skipping = num_skippable - 1, len(paths)
                 return {}
         self._has_ended = True
         if controller is not None:
@@ -372,11 +372,11 @@ class Speculator:
         is_drafting = self._proposer is not None and not (controller is not None and controller.is_disabled)
         wanted = self._choose(self._proposer, list(paths)) if is_drafting and self._proposer is not None else {}
         self._note_wanted(plan, wanted)
-        wishes = self._with_forced(paths) if self._constrained and self.drafts_forced else wanted
-        if not wishes:
+        requested = self._with_forced(paths) if self._constrained and self.drafts_forced else wanted
+        if not requested:
             return {}
         self._turn += 1
-        return share_drafts(wishes, self._max_drafts, self._turn)
+        return share_drafts(requested, self._max_drafts, self._turn)
 
     def _note_wanted(self, plan: StepPlan, wanted: Mapping[SequenceId, int]) -> None:
         """Replace the requested drafts of a step's sequences; those of sequences in other steps in flight are kept."""
@@ -386,13 +386,13 @@ class Speculator:
 
     def _with_forced(self, advanced: Iterable[SequenceId]) -> dict[SequenceId, int]:
         """Return the number of drafts that each sequence could use: from the proposer, or forced by a constraint."""
-        wishes: dict[SequenceId, int] = {}
+        requested: dict[SequenceId, int] = {}
         for sequence_id in advanced:
             num_forced = 0
             if sequence_id in self._constrained:
                 num_forced = self._forced.num_available(sequence_id, self._followed[sequence_id].sequence.sampling)
-            wishes[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
-        return wishes
+            requested[sequence_id] = max(self._num_wanted.get(sequence_id, 0), num_forced)
+        return requested
 
     def _choose(self, proposer: Proposer, advanced: list[SequenceId]) -> dict[SequenceId, int]:
         """Return how many drafts to request from the proposer for the next step."""

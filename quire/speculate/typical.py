@@ -23,9 +23,9 @@ def target_probs(logits: Tensor, row: SamplingRow) -> Tensor:
     apply_token_masks(scores, [row])
     process_logits(scores, [row])
     if row.is_greedy:
-        law = torch.zeros_like(scores[0])
-        law[scores[0].argmax()] = 1.0
-        return law
+        probs = torch.zeros_like(scores[0])
+        probs[scores[0].argmax()] = 1.0
+        return probs
     scores *= row.inverse_temperature
     if has_truncation(row.params, scores.shape[1]) and bool(scores.max().isfinite()):
         parts = truncate(scores, [0], [row.params])
@@ -45,9 +45,9 @@ class TypicalAcceptance:
     threshold: float
     alpha: float
 
-    def bound(self, law: Tensor) -> float:
+    def bound(self, probs: Tensor) -> float:
         """Return the bound that a draft's probability must exceed, given the probabilities of all tokens [V]."""
-        entropy = -float(torch.xlogy(law, law).sum())
+        entropy = -float(torch.xlogy(probs, probs).sum())
         return min(self.threshold, self.alpha * math.exp(-entropy))
 
     def pick(self, logits: Tensor, row: SamplingRow, draft: Draft, node: int) -> int | None:
@@ -57,8 +57,8 @@ class TypicalAcceptance:
         """
         if row.is_greedy or node not in draft.parents[node + 1 :]:
             return None
-        law = target_probs(logits, row)
-        bound = self.bound(law)
+        probs = target_probs(logits, row)
+        bound = self.bound(probs)
         children = [index for index in range(node + 1, len(draft)) if draft.parents[index] == node]
-        best = max(children, key=lambda index: float(law[draft.tokens[index]]))
-        return best if float(law[draft.tokens[best]]) > bound else None
+        best = max(children, key=lambda index: float(probs[draft.tokens[index]]))
+        return best if float(probs[draft.tokens[best]]) > bound else None

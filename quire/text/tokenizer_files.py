@@ -138,13 +138,13 @@ def _is_token_id(value: object) -> bool:
 
 def _read_added_tokens(folder: Path, config: dict[str, object], named_tokens: dict[str, object]) -> tuple[AddedToken, ...]:
     extra = named_tokens.get(_EXTRA)
-    special_texts = {_token_text(value) for name, value in named_tokens.items() if name in _NAMED_TOKENS}
-    special_texts |= {_token_text(value) for value in (extra if isinstance(extra, list) else [])}
+    special_tokens = {_token_text(value) for name, value in named_tokens.items() if name in _NAMED_TOKENS}
+    special_tokens |= {_token_text(value) for value in (extra if isinstance(extra, list) else [])}
     tokens: dict[str, AddedToken] = {}
     for content, token_id in (read_json_object(folder / "added_tokens.json") or {}).items():
         if type(token_id) is not int or not _is_token_id(token_id):
             raise ModelFormatError(f"{folder / 'added_tokens.json'} must map tokens to ids, got {token_id!r} for {content!r}")
-        tokens[content] = AddedToken(content, token_id, content in special_texts)
+        tokens[content] = AddedToken(content, token_id, content in special_tokens)
     file, decoder = folder / "tokenizer_config.json", config.get("added_tokens_decoder")
     if decoder is not None and not isinstance(decoder, dict):
         raise ModelFormatError(f"{file}: added_tokens_decoder must be an object, got {decoder!r}")
@@ -160,13 +160,13 @@ def _read_added_tokens(folder: Path, config: dict[str, object], named_tokens: di
         tokens[content] = AddedToken(
             content,
             int(key),
-            is_special or content in special_texts,
+            is_special or content in special_tokens,
             is_single_word=is_single_word,
             strips_left=strips_left,
             strips_right=strips_right,
             is_normalized=is_normalized,
         )
-    for text in sorted(text for text in special_texts if text is not None and text not in tokens):
+    for text in sorted(text for text in special_tokens if text is not None and text not in tokens):
         tokens[text] = AddedToken(text, None, is_special=True)
     return tuple(sorted(tokens.values(), key=lambda token: (token.token_id is None, token.token_id or 0)))
 

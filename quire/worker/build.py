@@ -8,9 +8,11 @@ import torch
 
 from quire.base.errors import ModelFormatError
 from quire.base.logging import get_logger
+from quire.base.numa import describe_thread_places, find_thread_places
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
+from quire.kernels.native import load_native
 from quire.model.build import build_model
 from quire.model.checkpoint import open_parameters
 from quire.model.native_decoder import NativeDecoder
@@ -20,9 +22,12 @@ from quire.quant.policy import POLICIES
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.device.device_select import choose_device, library_device
+from quire.worker.expert_parallel import warn_lossy
 from quire.worker.inspect import inspect_model, refuse_head, settle_drafts, step_limits
-from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens
+from quire.worker.lora import adapters_of
+from quire.worker.memory import check_fits, cpu_block_size, max_num_batched_tokens, uses_native_kernels
 from quire.worker.parallel_build import build_leader
+from quire.worker.parallel_executor import GroupAdapters, LeaderExecutor
 from quire.worker.pipeline_build import build_pipeline
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.pooling_head import load_pooling_head
@@ -60,10 +65,15 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
     check_fits(report.memory)
     for line in report.memory.describe().splitlines():
         logger.info(line)
+    warn_lossy(config)
+    if config.parallel.world_size > 1:
+        _bind_threads(False)
     if config.pipeline_parallel_size > 1:
         return _build_pipeline(config, report)
-    if config.tensor_parallel_size > 1:
+    rebalance = None
+    if config.parallel.world_size > 1:
         executor, report = build_leader(config, report)
+        rebalance = executor.rebalance_experts if config.enable_eplb else None
     else:
         executor, report = _build_executor(config, report)
     speculator = None
@@ -71,11 +81,19 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
         if config.speculative_config is not None:
             speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
-        executor.open_host_tier(num_host_pages(config, report))
+        executor.open_host_tier(num_host_pages(config, report), is_shared=config.role == "prefill")
+        adapters = None
+        if config.enable_lora:
+            holder = GroupAdapters(executor) if isinstance(executor, LeaderExecutor) else None
+            adapters = adapters_of(config, report, executor.target.model, holder)
+        scorer = executor if isinstance(executor, CpuStepExecutor) else None
+        driver = StepDriver(
+            executor, speculator, page_mover=executor, adapters=adapters, block_scorer=scorer, rebalance=rebalance
+        )
     except BaseException:
         executor.close()
         raise
-    return StepDriver(executor, speculator, page_mover=executor), report
+    return driver, report
 
 
 def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelinedStepDriver, ModelReport]:
@@ -85,22 +103,42 @@ def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[Pipeline
         if config.speculative_config is not None:
             speculator = build_speculator(config.speculative_config, report, None, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
+        return PipelinedStepDriver(executor, speculator), report
     except BaseException:
         executor.close()
         raise
-    return PipelinedStepDriver(executor, speculator), report
+
+
+def _bind_threads(is_alone: bool) -> None:
+    """Bind the threads of native steps to NUMA nodes, if there are several, before they pack the weights.
+
+    is_alone  one process runs the model by native steps; otherwise threads that an earlier engine has bound are let go
+    """
+    native = load_native()
+    if native is None:
+        return
+    places = find_thread_places(torch.get_num_threads()) if is_alone else ()
+    if not native.bind_threads([sorted(place.cores) for place in places]):
+        logger.warning("numa        the system refuses to bind %s", describe_thread_places(places))
+    elif places:
+        logger.info("numa        %s", describe_thread_places(places))
 
 
 def _build_executor(config: EngineConfig, report: ModelReport) -> tuple[CpuStepExecutor, ModelReport]:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    _bind_threads(uses_native_kernels(config, report.spec))
     if report.spec.implementation == "transformers":
         info = read_transformers_model(report.folder, report.spec.dtype)
         model = load_transformers_model(report.folder, info, library_device(config))
         return CpuStepExecutor(model, report.memory, config.max_num_seqs), report
     parameters = open_parameters(report.folder, report.spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
-    decoder = build_model(report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy)
+    decoder = build_model(
+        report.spec, parameters, report.memory.max_model_len, cpu_block_size(config), policy, config.enable_lora
+    )
     if isinstance(decoder, NativeDecoder):
+        if config.lossy_routing:
+            decoder.use_lossy_routing(config.lossy_routing)
         report = replace(report, packed_weight_bytes=decoder.weight_bytes, spared_weight_bytes=decoder.spared_bytes)
     return CpuStepExecutor(decoder, report.memory, config.max_num_seqs), report

@@ -11,21 +11,25 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
+from quire.kernels.reference.block_scores import attention_by_block, key_norms
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.build import Model
+from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
 from quire.model.token_runs import TokenRuns, address_of
 from quire.model.transformers_backend.decoder import TransformersDecoder
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.speculate.target import Target
+from quire.worker.expert_parallel import PlacedLoads, expert_stats, with_routing_counts
 from quire.worker.state_table import StateTable
-from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+from quire.worker.step_executor import NO_FAILURES, Moves, ObservedToken, SlotSampling, StepTokens, TableEntry
 
 _Started = tuple[Tensor, list[int] | None]
 """The logits of a step, and the best token of each row; None: not known."""
@@ -44,15 +48,16 @@ class CpuStepExecutor:
     def __init__(self, decoder: Model, memory: MemoryPlan, max_num_seqs: int) -> None:
         self._decoder = decoder
         device = decoder.device if isinstance(decoder, TransformersDecoder) else None
-        self._kv = KvPool(memory.kv, memory.num_kv_blocks, memory.num_states, device)
+        self._context = decoder.context if isinstance(decoder, NativeDecoder) else None
+        self._kv = KvPool(memory.kv, memory.num_local_blocks, memory.num_states, device, memory.num_window_blocks)
+        self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
         self.has_states = decoder.spec.has_recurrent_state
         self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints)
+        self._draft_pools: Sequence[KvPool] = ()
         self._pages = PageSupply(self._kv)  # see take_pages
         self.block_size, self.vocab_size = memory.kv.block_size, decoder.spec.vocab_size
         self.has_rope_variants = decoder.spec.rope_switch_len(memory.max_model_len) is not None
-        # No sequence has more blocks than the pool, however long the model would let it become.
-        max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
-        self.block_tables = np.zeros((max_num_seqs, max_blocks), dtype=np.int64)
+        self.block_tables = np.zeros((max_num_seqs, memory.table_width), dtype=np.int64)
         # Asked for once: the address of an array takes longer to find than a native call.
         self._tables = list(self.block_tables)
         self._addresses = [address_of(table) for table in self._tables]
@@ -60,6 +65,8 @@ class CpuStepExecutor:
         self._inference = None if isinstance(decoder, NativeDecoder) else torch.inference_mode()
         self._keeps_all, self._logit_rows = False, list[int]()  # of the last step
         self.host_slab: HostSlab | None = None
+        self._observed: list[Tensor] = []  # of each layer, the queries of the last step that are observed
+        self._placed: PlacedLoads | None = None  # where experts are placed on ranks
 
     @property
     def target(self) -> Target:
@@ -68,13 +75,20 @@ class CpuStepExecutor:
 
     def take_pages(self, draft_pools: Sequence[KvPool]) -> None:
         """Take the first memory pages of the pool, and of draft_pools, which have the same block ids, from the system."""
-        self._pages = PageSupply(self._kv, *draft_pools)
+        self._draft_pools = draft_pools
+        # Where ranks share the tokens of sequences, the blocks of a rank have other numbers than those of draft_pools.
+        self._pages = PageSupply(self._kv, *(draft_pools if self._context is None else ()))
         self._pages.start()
 
-    def open_host_tier(self, num_pages: int) -> None:
-        """Make the slab of the host tier, if it has any pages."""
+    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
+        """Make the slab of the host tier, if it has any pages. is_shared: other processes are to read it."""
         if num_pages > 0:
-            self.host_slab = HostSlab(self._kv, num_pages)
+            self.host_slab = HostSlab(self._kv, num_pages, is_shared)
+
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """See PageMover."""
+        slab.attach(self._kv)
+        self.host_slab = slab
 
     def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""
@@ -92,9 +106,13 @@ class CpuStepExecutor:
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
         """See StepExecutor."""
         for _, _, block_ids in entries:
-            self._pages.use(block_ids)
-        if block_copies:
-            self._kv.copy_blocks(tuple(block_copies))
+            self._pages.use(block_ids if self._context is None else self._context.local(block_ids))
+        copies = block_copies
+        if self._context is not None:
+            # Both blocks of a copy have the same index in their tables, and so are on the same rank.
+            copies = list(zip(*(self._context.local(ids) for ids in zip(*block_copies, strict=True)), strict=True))
+        if copies:
+            self._kv.copy_blocks(tuple(copies))
 
     def flush(self) -> None:
         """See StepExecutor: changes are made at once."""
@@ -109,7 +127,9 @@ class CpuStepExecutor:
         reads: Sequence[DraftInput],
     ) -> _Started:
         """See StepExecutor."""
-        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes, _ = tokens
+        token_ids, starts, ends, batch_slots, logit_rows, _, trees, short_ropes, _, adapters, num_dropped = tokens
+        if num_dropped is not None:
+            ends = [end - dropped for end, dropped in zip(ends, num_dropped, strict=True)]
         tables, addresses = self._tables, self._addresses
         self._keeps_all = keeps_all = keeps_prompt_logits or "final" in reads
         self._logit_rows = logit_rows
@@ -123,6 +143,8 @@ class CpuStepExecutor:
                 trees,
                 short_ropes,
                 self._states.place(tokens) if self.has_states else None,
+                adapters,
+                num_dropped,
             ),
             self._kv,
             logit_rows,
@@ -165,10 +187,59 @@ class CpuStepExecutor:
         """See StepExecutor."""
         self._decoder.move_tokens(self._kv, torch.tensor(moves.sources), torch.tensor(moves.targets))
 
+    def observe_attention(self, rows: Sequence[int]) -> None:
+        """See BlockScorer."""
+        self._observed = self._scoring_decoder.copy_queries(rows)
+
+    def take_observed(self, places: Sequence[ObservedToken]) -> list[Tensor]:
+        """See BlockScorer."""
+        decoder, size = self._scoring_decoder, self.block_size
+        found = [torch.zeros(one.place // size + 1, dtype=torch.float64) for one in places]
+        for index, (layer, queries) in enumerate(zip(decoder.spec.layers, self._observed, strict=True)):
+            source = index if layer.attention.kv_source is None else layer.attention.kv_source
+            keys: dict[int, Tensor] = {}  # by batch slot, those of the last place, which the others see in part
+            for one in places:
+                longest = max(other.place for other in places if other.batch_slot == one.batch_slot)
+                if one.batch_slot not in keys:
+                    blocks = torch.from_numpy(self.block_tables[one.batch_slot, : longest // size + 1])
+                    keys[one.batch_slot] = decoder.cached_keys(self._kv, source, blocks)
+            for row, one in enumerate(places):
+                seen = keys[one.batch_slot][:, : one.place + 1]
+                found[row] += attention_by_block(queries[row], seen, layer.attention, size)
+        self._observed = []
+        return found
+
+    def score_key_norms(self, block_ids: Sequence[int]) -> tuple[float, ...]:
+        """See BlockScorer."""
+        decoder, blocks = self._scoring_decoder, torch.tensor(block_ids, dtype=torch.int64)
+        total, num_heads = torch.zeros(len(block_ids), dtype=torch.float64), 0
+        for layer, (heads, _) in enumerate(self._kv.spec.layer_shapes):
+            if heads > 0:
+                total += key_norms(decoder.cached_keys(self._kv, layer, blocks), self.block_size)
+                num_heads += heads
+        return tuple((-total / (num_heads * self.block_size)).tolist())
+
+    @property
+    def _scoring_decoder(self) -> Decoder | NativeDecoder:
+        if not isinstance(self._decoder, Decoder | NativeDecoder):
+            raise InvariantError(f"{type(self._decoder).__name__} does not score blocks")
+        return self._decoder
+
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """See StepExecutor."""
         peaks = measure_peaks(report, SHORT)
         return peaks.bytes_per_s, peaks.flops_per_s
+
+    def expert_stats(self) -> list[ExpertStats]:
+        """See StepExecutor."""
+        stats = expert_stats(self._expert_tokens(), self._placed)
+        if not stats or not isinstance(self._decoder, NativeDecoder):
+            return stats
+        return with_routing_counts(stats, self._decoder.plan.routing_counts())
+
+    def _expert_tokens(self) -> list[list[int]]:
+        """Return the tokens of each expert of each layer; of layers without experts, and where torch runs the model, empty."""
+        return self._decoder.plan.expert_tokens() if isinstance(self._decoder, NativeDecoder) else []
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""
@@ -177,9 +248,20 @@ class CpuStepExecutor:
     def check_health(self) -> None:
         """See StepExecutor: it is the only process."""
 
+    def sleep(self) -> None:
+        """See StepExecutor. The weights stay: the host is where they are."""
+        self._pages.close()
+        for pool in (self._kv, *self._draft_pools):
+            pool.drop()
+
+    def wake_up(self) -> None:
+        """See StepExecutor."""
+        self.take_pages(self._draft_pools)
+
     def close(self) -> None:
         """See StepExecutor."""
         self._pages.close()
+        self._draft_pools = ()
         self.host_slab = None
         del self._decoder, self._kv
 

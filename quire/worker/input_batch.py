@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.ids import SequenceId
-from quire.contracts.step import SequenceStart, StepPlan
+from quire.contracts.step import SequenceStart, StepPlan, TableRun
 from quire.model.token_runs import BlockTable, TreePlaces
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
@@ -32,6 +33,8 @@ class Row:
     batch_slot       its row of the block tables, from its start to its end; block_table [max_blocks] i64 is that row, of which
                      the first num_blocks entries are valid
     is_host_sampled  the driver samples its tokens, not the executor
+    num_dropped_tokens  tokens that its KV compression has evicted: the place of a token in the cache is its position minus this
+    observed         position -> attention that the token there pays to each block; of a KV compression that observes it
     pooler           of a request that asks for a pooled hidden state: nothing is sampled then
     """
 
@@ -44,6 +47,8 @@ class Row:
     sampling: SamplingRow
     is_host_sampled: bool
     pooler: Pooler | None = None
+    num_dropped_tokens: int = 0
+    observed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -112,7 +117,8 @@ class InputBatch:
 
     block_tables  [max_num_seqs, max_blocks] i64 of the executor; only the batch writes them
     has_sampler   whether the executor samples with noise, see StepExecutor
-    has_rope_variants, has_states  see StepExecutor
+    has_rope_variants, has_states, first_window_block  see StepExecutor
+    has_adapters  whether sequences may have LoRA adapters
     """
 
     def __init__(
@@ -123,8 +129,12 @@ class InputBatch:
         has_sampler: bool = False,
         has_rope_variants: bool = False,
         has_states: bool = False,
+        first_window_block: int | None = None,
+        has_adapters: bool = False,
     ) -> None:
-        self._has_states = has_states
+        self._first_window_block = first_window_block
+        self._window_offset = block_tables.shape[1] // 2  # of the window group's table in a row
+        self._has_states, self._has_adapters = has_states, has_adapters
         self._block_size = block_size
         self._has_rope_variants = has_rope_variants
         self._vocab_size = vocab_size
@@ -133,6 +143,8 @@ class InputBatch:
         self._prompt_rows: set[SequenceId] = set()  # those that ask for something about their prompt
         self._host_sampled: set[SequenceId] = set()
         self._constrained: set[SequenceId] = set()  # those with a grammar
+        self._evicted: set[SequenceId] = set()  # those that have lost blocks
+        self._observers: set[SequenceId] = set()  # those with a KV compression that observes attention
         self._tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self.pooling_head: PoolingHead | None = None
@@ -150,11 +162,15 @@ class InputBatch:
                 self._prompt_rows.discard(sequence_id)
                 self._host_sampled.discard(sequence_id)
                 self._constrained.discard(sequence_id)
-        if not (plan.starts or plan.new_block_ids or plan.replaced_blocks):
+                self._evicted.discard(sequence_id)
+                self._observers.discard(sequence_id)
+        if not (plan.starts or plan.new_block_ids or plan.replaced_blocks or plan.window_blocks or plan.evicted_blocks):
             return _NO_ENTRIES
-        entries: list[TableEntry] = []
+        entries = [self._evict_blocks(*item) for item in (plan.evicted_blocks or {}).items()]
         for start in plan.starts:
-            entries.append(self._append_blocks(self._start(start), start.block_ids))
+            row = self._start(start)
+            entries.append(self._append_blocks(row, start.block_ids))
+            entries += [self._set_window_blocks(row, run) for run in start.window_blocks]
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             entries.append(self._append_blocks(self._rows[sequence_id], block_ids))
         for sequence_id, replaced in (plan.replaced_blocks or {}).items():
@@ -162,7 +178,30 @@ class InputBatch:
             for index, block_id in replaced:
                 row.block_table[index] = block_id
                 entries.append((row.batch_slot, index, (block_id,)))
+        for sequence_id, runs in (plan.window_blocks or {}).items():
+            entries += [self._set_window_blocks(self._rows[sequence_id], run) for run in runs]
         return entries
+
+    def block_copies(self, plan: StepPlan) -> Sequence[tuple[int, int]]:
+        """Return the blocks of both groups that a plan copies, as KvPool names them."""
+        first = self._first_window_block
+        if first is None or not plan.window_copies:
+            return plan.block_copies
+        return (*plan.block_copies, *((first + source, first + target) for source, target in plan.window_copies))
+
+    def _evict_blocks(self, sequence_id: SequenceId, indices: tuple[int, ...]) -> TableEntry:
+        row = self._rows[sequence_id]
+        kept = np.delete(row.block_table[: row.num_blocks], indices)
+        row.block_table[: len(kept)] = kept
+        row.num_blocks = len(kept)
+        row.num_dropped_tokens += len(indices) * self._block_size
+        self._evicted.add(sequence_id)
+        return row.batch_slot, indices[0], tuple(kept[indices[0] :].tolist())
+
+    def _set_window_blocks(self, row: Row, run: TableRun) -> TableEntry:
+        first, block_ids = self._window_offset + run[0], run[1]
+        row.block_table[first : first + len(block_ids)] = block_ids
+        return row.batch_slot, first, block_ids
 
     def _start(self, start: SequenceStart) -> Row:
         if start.sequence_id in self._rows:
@@ -187,6 +226,9 @@ class InputBatch:
             self._prompt_rows.add(start.sequence_id)
         if is_host_sampled and pooling is None:
             self._host_sampled.add(start.sequence_id)
+        compression = start.request.params.kv_compression
+        if compression is not None and compression.observes_attention:
+            self._observers.add(start.sequence_id)
         if sampling.matcher is not None:
             self._constrained.add(start.sequence_id)
         return row
@@ -196,6 +238,11 @@ class InputBatch:
         row.num_blocks = first + len(block_ids)
         row.block_table[first : row.num_blocks] = block_ids
         return row.batch_slot, first, block_ids
+
+    @property
+    def has_observers(self) -> bool:
+        """Whether some sequence has a KV compression that observes attention."""
+        return bool(self._observers)
 
     @property
     def has_constraints(self) -> bool:
@@ -252,6 +299,10 @@ class InputBatch:
         tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows + draft_rows, len(ready), trees, short)
         if self._has_states:
             tokens = tokens._replace(states=self._state_change(plan, drafts))
+        if self._evicted:
+            tokens = tokens._replace(num_dropped=[row.num_dropped_tokens for row in rows])
+        if self._has_adapters:
+            tokens = tokens._replace(adapters=[row.start.request.adapter_key for row in rows])
         return StepInput(tokens, rows, drafts, ready, bool(self._prompt_rows), num_unasked)
 
     def _state_change(self, plan: StepPlan, drafts: Mapping[SequenceId, Draft]) -> StateChange:
@@ -287,14 +338,19 @@ class InputBatch:
         first = len(self._sources)
         for place, index in enumerate(path):
             if place != index:
-                self._sources.append(self._slot(row, row.num_computed_tokens + index))
-                self._targets.append(self._slot(row, row.num_computed_tokens + place))
+                self._sources += self._slots(row, row.num_computed_tokens + index)
+                self._targets += self._slots(row, row.num_computed_tokens + place)
         if len(self._sources) > first:
             self._move_starts.append(first)
         row.num_computed_tokens += len(path)
 
-    def _slot(self, row: Row, position: int) -> int:
-        return int(self._tables[row.batch_slot, position // self._block_size]) * self._block_size + position % self._block_size
+    def _slots(self, row: Row, position: int) -> list[int]:
+        """Return the slot of a position in each group."""
+        block, offset = divmod(position - row.num_dropped_tokens, self._block_size)
+        block_ids = [int(row.block_table[block])]
+        if self._first_window_block is not None:
+            block_ids.append(self._first_window_block + int(row.block_table[self._window_offset + block]))
+        return [block_id * self._block_size + offset for block_id in block_ids]
 
     def take_moves(self) -> Moves | None:
         """Return how KV must be moved so that accepted drafts directly follow the known tokens; None: it need not be."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
+from quire.base.numa import ThreadPlace, find_thread_places
 from quire.base.shared_reads import shared_reads
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec
 from quire.contracts.pooler_spec import PoolerSpec
-from quire.model.build import effective_max_model_len, runs_natively
+from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.generation_defaults import read_generation_defaults
@@ -25,12 +28,16 @@ from quire.quant.policy import DEVICE_POLICIES, POLICIES, quantized_bytes
 from quire.speculate.build import count_drafts
 from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, check_state_drafts, settle_method
+from quire.worker.context_parallel import check_context_parallel, check_dp_attention
 from quire.worker.device.device_select import choose_device, library_device
 from quire.worker.device.memory import estimate_memory
-from quire.worker.memory import cpu_block_size, leave_room, max_num_batched_tokens, plan_memory, weight_bytes
+from quire.worker.expert_parallel import check_experts, copied_weight_bytes
+from quire.worker.host_part import host_part
+from quire.worker.lora import check_lora
+from quire.worker.memory import leave_room, max_num_batched_tokens, plan_memory, uses_native_kernels, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
 from quire.worker.parallel_launch import check_backend
-from quire.worker.pipeline_plan import check_pipeline
+from quire.worker.pipeline_plan import check_pipeline, check_stage_options
 from quire.worker.tiers import check_tiers
 
 
@@ -70,22 +77,36 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         max_model_len = min(max_model_len, pooler.max_tokens)
     device = choose_device(config)
     gpu = library_device(config)
+    name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
+    if config.enable_lora:
+        check_lora(config, spec, name)
+    check_backend(config)
+    check_context_parallel(config, spec, name)
+    check_stage_options(config, name)
+    if config.enable_dp_attention:
+        check_dp_attention(config, spec, name)
+    if config.tensor_parallel_size > 1:
+        check_tensor_parallel(config, spec, name)
+    if device is None and config.cpu_offload_gb > 0:
+        raise ConfigError(
+            f"cpu_offload_gb is {config.cpu_offload_gb:g}, but the model runs on the CPU, where all weights are in host memory "
+            "already: leave it out"
+        )
     if device is None:
         _check_deterministic(config, spec)
         num_bytes = weight_bytes(config, spec, shapes, folder) if measured is None else measured
-        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config, str(gpu)), gpu)
+        host = host_part(config, spec, shapes, num_bytes, max_model_len)
+        num_bytes += copied_weight_bytes(config, spec, shapes, num_bytes)
+        memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config, str(gpu)), gpu, host)
     else:
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
-    name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
     report = ModelReport(
         folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler
     )
     check_tiers(config, report)
-    check_backend(config)
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
-    if config.tensor_parallel_size > 1:
-        check_tensor_parallel(config, report)
+    check_experts(config, report)
     if config.speculative_config is None:
         return report
     check_state_drafts(config.speculative_config, spec)
@@ -123,7 +144,7 @@ def weight_bytes_by_precision(report: ModelReport, is_gpu: bool = False) -> dict
 
 
 def _check_deterministic(config: EngineConfig, spec: ModelSpec) -> None:
-    if config.deterministic and not runs_natively(spec, cpu_block_size(config)):
+    if config.deterministic and not uses_native_kernels(config, spec):
         raise ConfigError(
             "deterministic needs the native kernels of the CPU, which do not run this model here: leave it out, or see the log "
             "for why they do not"
@@ -144,3 +165,11 @@ def refuse_head(config: EngineConfig, folder: Path) -> None:
             f"{config.model} is no model, but a head that drafts for one: give the model that it was trained for, and the head "
             f"as speculative_config {given}"
         ) from None
+
+
+def thread_places(config: EngineConfig, report: ModelReport) -> tuple[ThreadPlace, ...]:
+    """Return the NUMA nodes to which the threads of a single process on the CPU will be bound; none: they will not be."""
+    is_single = report.device == "cpu" and config.parallel.world_size == 1
+    if not is_single or not uses_native_kernels(config, report.spec):
+        return ()
+    return find_thread_places(config.num_threads or torch.get_num_threads())

@@ -12,14 +12,16 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import KvDtype, KvSpec
-from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvDtype, KvSpec, PoolDivision
+from quire.contracts.memory import CONTEXT_CHUNK_TOKENS, HostPart, MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.kernels.reference.kv_formats import KV_CODES, MAX_ROTATED_DIM
 from quire.model.build import runs_natively
 from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
-from quire.model.native_model import screen_bytes
-from quire.model.native_scratch import scratch_bytes
+from quire.model.lora.adapter import adapter_bytes
+from quire.model.native_model import int8_head_bytes
+from quire.model.native_scratch import adapter_scratch_bytes, home_scratch_bytes, scratch_bytes
 from quire.model.native_weights import is_made_exact, is_stored_made_exact, packed_bytes_of
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.gguf_blocks import packed_bytes
@@ -32,9 +34,6 @@ _KV_SHARE = 0.5
 """Share of the memory left beside weights and activations that the KV pool may take by default: the rest of the machine is
 not ours."""
 
-MAX_DEFAULT_BLOCKS = 1 << 18
-"""Blocks of a pool whose size nobody gave: the scheduler's own record of a block takes time and memory too."""
-
 _SCORE_BYTES = (1 << 24) * 4 * 3
 """Scores, their softmax and the mask of the reference attention, which holds this many at most."""
 
@@ -46,6 +45,12 @@ _DEFAULT_BATCHED_TOKENS_OF_GPU = 8192
 _SPARE_CHECKPOINTS = 16
 """Recurrent states of prefixes that are kept besides one for each sequence that runs."""
 
+_ROWS_OF_A_RANK = 4
+"""Rows of the hidden size that each tensor-parallel rank has for a token: hidden states, their norm, and both packed."""
+
+_PARTIAL_BYTES = 16 << 20
+"""Of partial results of attention that ranks exchange at once, MAX_CONTEXT_BYTES in csrc/plan.cpp; a tile may need more."""
+
 _CPU_BLOCK_SIZE = 16
 """Tokens in a KV block where nobody says."""
 
@@ -55,17 +60,34 @@ def cpu_block_size(config: EngineConfig) -> int:
     return config.block_size or _CPU_BLOCK_SIZE
 
 
+def uses_native_kernels(config: EngineConfig, spec: ModelSpec) -> bool:
+    """Return whether the native kernels run a model on the CPU."""
+    return runs_natively(spec, cpu_block_size(config))
+
+
 def max_num_batched_tokens(config: EngineConfig, device: str = "cpu") -> int:
     """Return the token budget of a step; device: ModelReport.device."""
     default = _DEFAULT_BATCHED_TOKENS_OF_GPU if device.startswith("cuda") else _DEFAULT_BATCHED_TOKENS
     return config.max_num_batched_tokens or max(default, config.max_num_seqs)
 
 
-def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int) -> int:
-    """Estimate the peak of one step: what the decoder that will run it takes, and the logits."""
-    if not runs_natively(spec, cpu_block_size(config)):
+def activation_bytes(
+    config: EngineConfig, spec: ModelSpec, max_model_len: int, num_batched_tokens: int, num_ranks: int = 1
+) -> int:
+    """Estimate the peak of one step: what the decoder that will run it takes, and the logits.
+
+    num_ranks  tensor-parallel ranks on this host, of each stage
+    """
+    if not uses_native_kernels(config, spec):
         return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
     scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
+    if config.enable_lora:
+        scratch += num_ranks * adapter_scratch_bytes(num_batched_tokens, config.max_lora_rank)
+    # Ranks divide the scratch, but each of them has the rows of the hidden size, and packs them.
+    scratch += (num_ranks - 1) * num_batched_tokens * _ROWS_OF_A_RANK * spec.hidden_size * 4
+    if config.enable_dp_attention:
+        scratch += (num_ranks - 1) * home_scratch_bytes(spec, num_batched_tokens)
+    scratch += _context_bytes(config, spec, num_batched_tokens)
     logits = config.max_num_seqs * spec.vocab_size * 4
     if config.pipeline_parallel_size > 1:  # each stage has its own, and each step in flight its rows
         rows = num_batched_tokens * (spec.hidden_size + 48) * 4 + logits
@@ -73,6 +95,19 @@ def activation_bytes(config: EngineConfig, spec: ModelSpec, max_model_len: int, 
     # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes.
     prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * 3
     return scratch + logits + max(2 * logits, prompt)
+
+
+def _context_bytes(config: EngineConfig, spec: ModelSpec, num_batched_tokens: int) -> int:
+    """Return the bytes that context-parallel ranks share: rows of heads, partial results of attention, hidden states."""
+    attentions = [layer.attention for layer in spec.layers]
+    if config.decode_context_parallel_size > 1:
+        row = max((one.num_heads + 2 * one.num_kv_heads) * one.head_dim for one in attentions)
+        num_groups = config.tensor_parallel_size // config.decode_context_parallel_size
+        return num_batched_tokens * row * 4 + 2 * num_groups * _PARTIAL_BYTES
+    if config.prefill_context_parallel_size > 1:
+        row = 4 * max(one.num_kv_heads * one.head_dim for one in attentions) + spec.hidden_size
+        return num_batched_tokens * row * 4
+    return 0
 
 
 def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) -> int:
@@ -101,16 +136,26 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
 def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return the bytes that the weights take as they are run, with the copy of a head that is dense, or may be.
 
+    LoRA adapters are counted as if max_loras of max_lora_rank were loaded.
     Quantised weights stay so in the native kernels, but for integers in float32 (`is_made_exact`); torch runs them dense.
     """
+    width = DTYPE_BYTES[spec.dtype]
+    adapters = 0
+    if config.enable_lora:
+        adapters = config.max_loras * adapter_bytes(shapes, config.max_lora_rank, width, config.tensor_parallel_size)
+    return adapters + _base_bytes(config, spec, shapes, folder)
+
+
+def _base_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
+    """Return weight_bytes without adapters."""
     dense = sum(math.prod(shape) for shape in shapes.values()) * DTYPE_BYTES[spec.dtype]
-    if not runs_natively(spec, cpu_block_size(config)):
+    if not uses_native_kernels(config, spec):
         return dense
     if config.quantization is not None:
         policy = POLICIES[config.quantization]
         has_dense_head = (policy.embedding if spec.is_tied else policy.head) is None
-        return quantized_bytes(shapes, spec, policy) + has_dense_head * screen_bytes(spec)
-    width, copy = DTYPE_BYTES[spec.dtype], screen_bytes(spec)
+        return quantized_bytes(shapes, spec, policy) + has_dense_head * int8_head_bytes(spec)
+    width, copy = DTYPE_BYTES[spec.dtype], int8_head_bytes(spec)
     if is_gguf(folder):
         is_dense = is_made_exact(spec.dtype)
         return copy + (dense if is_dense else min(dense, packed_bytes(read_gguf(folder).tensors.values(), width)))
@@ -121,16 +166,53 @@ def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[
 
 
 def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
-    """Return how the cache keeps keys and values. Raises ConfigError for int8 without native kernels."""
-    is_native = runs_natively(spec, cpu_block_size(config))
-    if config.kv_cache_dtype == "int8":
+    """Return how the cache keeps keys and values. Raises ConfigError for quantised formats that this model cannot have."""
+    is_native = uses_native_kernels(config, spec)
+    if config.kv_cache_dtype in KV_CODES:
         if not is_native:
             raise ConfigError(
-                "kv_cache_dtype 'int8' needs the native kernels, which do not run this model here; leave it at 'auto'"
+                f"kv_cache_dtype {config.kv_cache_dtype!r} needs the native kernels, which do not run this model here; leave "
+                "it at 'auto'"
             )
-        return "int8"
+        widest = max(layer.attention.head_dim for layer in spec.layers)
+        if "rotated4" in KV_CODES[config.kv_cache_dtype] and widest > MAX_ROTATED_DIM:
+            raise ConfigError(
+                f"kv_cache_dtype {config.kv_cache_dtype!r} allows heads of at most {MAX_ROTATED_DIM} values, but this model "
+                f"has heads of {widest}; choose 'auto' or 'int8'"
+            )
+        return config.kv_cache_dtype
     # The native kernels have no float16 arithmetic: such a model computes in float32.
     return "float32" if is_native and spec.dtype == "float16" else spec.dtype
+
+
+def kv_spec_of(config: EngineConfig, spec: ModelSpec, is_limited: bool) -> KvSpec:
+    """Return the cache shape of a model on a CPU, with the dtype of each layer; is_limited: with a window group.
+
+    Raises ConfigError for formats, and layers of kv_cache_dtype_skip_layers, that this model cannot have.
+    """
+    kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec), is_limited)
+    skipped, num_layers = config.kv_cache_dtype_skip_layers, len(spec.layers)
+    if skipped is None:
+        return kv
+    for layer in skipped:
+        if not -num_layers <= layer < num_layers:
+            raise ConfigError(
+                f"kv_cache_dtype_skip_layers must be from {-num_layers} to {num_layers - 1} for this model, which has "
+                f"{num_layers} layers, got {layer}"
+            )
+        source = spec.layers[layer].attention.kv_source
+        if source is not None:
+            raise ConfigError(
+                f"kv_cache_dtype_skip_layers: layer {layer} of this model has no keys and values of its own, it reads those of "
+                f"layer {source}, got {layer}: give {source}"
+            )
+    if config.parallel.world_size > 1:
+        raise ConfigError(
+            "kv_cache_dtype_skip_layers is not supported with tensor-parallel or context-parallel ranks or pipeline stages: "
+            "leave it out"
+        )
+    wide = replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=None)
+    return kv.with_layers({layer % num_layers for layer in skipped}, kv_dtype(wide, spec))
 
 
 def plan_memory(
@@ -140,16 +222,20 @@ def plan_memory(
     max_model_len: int,
     num_batched_tokens: int,
     gpu: torch.device | None = None,
+    host: HostPart | None = None,
 ) -> MemoryPlan:
     """Decide the number of KV blocks; check_fits says whether the whole fits.
 
-    gpu  where the transformers library computes the model; the pool may then take all that is left of gpu_memory_utilization
+    gpu   where the transformers library computes the model; the pool may then take all that is left of gpu_memory_utilization
+    host  what the ranks on this host hold, where tensor-parallel ranks share the model: only that has to fit here
 
     By default the pool takes what max_num_seqs sequences of max_model_len need, but at most half of the memory that
     weights and activations leave.
     """
-    kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec))
-    block_bytes = max(1, kv.bytes_per_block)  # 0 where no layer has attention
+    is_limited = limits_windows(config, spec, max_model_len)
+    kv = kv_spec_of(config, spec, is_limited)
+    # 0 where no layer has attention
+    block_bytes = max(1, kv.pool_bytes(1, 1) if host is None else host.bytes_per_block + host.window_bytes_per_block)
     available = available_memory_bytes() if gpu is None else _gpu_bytes(config, gpu)
     share = _KV_SHARE if gpu is None else 1.0
     if gpu is None and config.host_memory_bytes is not None:
@@ -157,16 +243,81 @@ def plan_memory(
     if gpu is None:
         available = max(0, available - config.host_tier_bytes)
     num_states, num_checkpoints = count_states(config, kv)
-    num_weight_and_state_bytes = num_weight_bytes + num_states * kv.bytes_per_state
-    given = given_blocks(config, kv)
-    wanted = config.max_num_seqs * -(-max_model_len // kv.block_size)
-    most = max(1, min(wanted, int(available * share) // block_bytes, MAX_DEFAULT_BLOCKS)) if given is None else given
+    num_weight_and_state_bytes = (num_weight_bytes if host is None else host.weight_bytes) + num_states * kv.bytes_per_state
+    given = given_blocks(config, kv, block_bytes)
+    unit = block_unit(config)
+    wanted = -(-config.max_num_seqs * -(-max_model_len // kv.block_size) // unit) * unit
+    most = max(unit, min(wanted, int(available * share) // block_bytes, MAX_DEFAULT_BLOCKS)) if given is None else given
     # No sequence is longer than the pool.
     longest = min(max_model_len, most * kv.block_size)
-    activations = activation_bytes(config, spec, longest, num_batched_tokens)
+    activations = activation_bytes(
+        config, spec, longest, num_batched_tokens, 1 if host is None else host.num_ranks // config.pipeline_parallel_size
+    )
     room = available - num_weight_and_state_bytes - activations
     num_blocks = max(1, min(most, int(room * share) // block_bytes)) if given is None else given
-    return MemoryPlan(available, num_weight_bytes, activations, kv, num_blocks, max_model_len, num_states, num_checkpoints)
+    plan = MemoryPlan(
+        available,
+        num_weight_bytes,
+        activations,
+        kv,
+        max(unit, num_blocks // unit * unit),
+        max_model_len,
+        num_states,
+        num_checkpoints,
+        host=host,
+        num_block_places=config.decode_context_parallel_size,
+        num_homes=config.parallel.num_homes,
+    )
+    return divide_blocks(config, plan, num_batched_tokens) if is_limited else plan
+
+
+def block_unit(config: EngineConfig) -> int:
+    """Return what the number of KV blocks must be a multiple of: a block for each home, or a chunk for each rank that shares
+    the tokens of sequences."""
+    if config.enable_dp_attention:
+        return config.parallel.num_homes
+    size = config.decode_context_parallel_size
+    return 1 if size == 1 else size * max(1, CONTEXT_CHUNK_TOKENS // cpu_block_size(config))
+
+
+def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> bool:
+    """Return whether layers with a window keep only the KV of their window, in a pool of their own.
+
+    Not with KV tiers, whose pages have all layers; nor with drafts by layer skipping, which run some layers of the model; nor
+    where the window is as long as a sequence, ranks share its tokens, or sequences have homes.
+    """
+    windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
+    drafts = config.speculative_config
+    return (
+        bool(windows)
+        and max(windows) < max_model_len
+        and spec.implementation == "quire"
+        and spec.is_causal
+        and not spec.has_recurrent_state
+        and config.host_tier_bytes == 0
+        and config.decode_context_parallel_size == 1
+        and not config.enable_dp_attention
+        and (drafts is None or "self" not in drafts.methods)
+    )
+
+
+def divide_blocks(
+    config: EngineConfig, plan: MemoryPlan, num_batched_tokens: int, draft_bytes_per_block: int = 0
+) -> MemoryPlan:
+    """Return a plan with a pool for the window group, and a larger one for the other layers in the memory that this leaves.
+
+    plan  has as many blocks as the memory suffices for if all layers keep all tokens
+
+    A given num_kv_blocks is not changed. See PoolDivision.
+    """
+    kv, num_blocks = plan.kv, plan.num_kv_blocks
+    division = PoolDivision(kv.window_tokens or 0, kv.block_size, config.max_num_seqs, num_batched_tokens, plan.max_model_len)
+    num_window_blocks = division.num_window_blocks(num_blocks)
+    if config.num_kv_blocks is not None:
+        return replace(plan, num_window_blocks=num_window_blocks)
+    bytes_per_block = plan.host_bytes_per_block + draft_bytes_per_block
+    num_full = division.num_full_blocks(num_blocks, bytes_per_block, plan.host_window_bytes_per_block)
+    return replace(plan, num_kv_blocks=num_full, num_window_blocks=num_window_blocks)
 
 
 def max_state_drafts(config: EngineConfig) -> int:
@@ -196,20 +347,29 @@ def leave_room(config: EngineConfig, plan: MemoryPlan, drafts: DraftBytes) -> Me
     """
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return plan
-    room = plan.available_bytes - plan.weight_bytes - plan.activation_bytes - plan.state_bytes - drafts.weights - drafts.work
-    bytes_per_block = max(1, plan.kv.bytes_per_block + -(-drafts.kv // plan.num_kv_blocks))
-    return replace(plan, num_kv_blocks=max(1, min(plan.num_kv_blocks, int(room * _KV_SHARE) // bytes_per_block)))
+    taken = plan.host_weight_bytes + plan.activation_bytes + plan.state_bytes + drafts.weights + drafts.work
+    room = plan.available_bytes - taken
+    draft_bytes = -(-drafts.kv // plan.num_kv_blocks)
+    is_limited = plan.kv.window_tokens is not None
+    bytes_per_block = max(1, plan.host_bytes_per_block + plan.host_window_bytes_per_block + draft_bytes)
+    unit = block_unit(config)
+    num_blocks = max(1, min(plan.num_kv_blocks, int(room * _KV_SHARE) // bytes_per_block))
+    found = replace(plan, num_kv_blocks=max(unit, num_blocks // unit * unit))
+    return divide_blocks(config, found, max_num_batched_tokens(config), draft_bytes) if is_limited else found
 
 
-def given_blocks(config: EngineConfig, kv: KvSpec) -> int | None:
-    """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one."""
+def given_blocks(config: EngineConfig, kv: KvSpec, bytes_per_block: int) -> int | None:
+    """Return how many blocks the options ask for, if they do. Raises ConfigError where they give less than one.
+
+    bytes_per_block  on this host
+    """
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is None:
         return config.num_kv_blocks
-    num_blocks = config.kv_cache_memory_bytes // max(1, kv.bytes_per_block)
+    num_blocks = config.kv_cache_memory_bytes // bytes_per_block
     if num_blocks < 1:
         raise ConfigError(
             f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {kv.block_size} tokens "
-            f"takes {kv.bytes_per_block} bytes; raise it or lower block_size"
+            f"takes {bytes_per_block} bytes; raise it or lower block_size"
         )
     return num_blocks
 
@@ -218,11 +378,16 @@ def check_fits(plan: MemoryPlan) -> None:
     """Raise ConfigError, with the numbers, when the machine has not the memory for a plan."""
     if not plan.fits:
         raise ConfigError(
-            f"the model does not fit: {format_bytes(plan.available_bytes)} are available, weights take "
-            f"{format_bytes(plan.weight_bytes)}, activations up to {format_bytes(plan.activation_bytes)} and the KV cache "
+            f"the model does not fit: {format_bytes(plan.available_bytes)} are available{_describe_host(plan)}, weights take "
+            f"{format_bytes(plan.host_weight_bytes)}, activations up to {format_bytes(plan.activation_bytes)} and the KV cache "
             f"{format_bytes(plan.kv_bytes)} ({plan.num_kv_blocks} blocks){_describe_states(plan)}; lower num_kv_blocks, "
             "kv_cache_memory_bytes or max_num_batched_tokens, or take a smaller model or dtype"
         )
+
+
+def _describe_host(plan: MemoryPlan) -> str:
+    """Return which ranks a plan is of; empty where one process has the model."""
+    return "" if plan.host is None else f" for {plan.host.num_ranks} of {plan.host.num_all_ranks} ranks on this host"
 
 
 def _describe_states(plan: MemoryPlan) -> str:

@@ -3,37 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
+from quire.base.numa import bind_process, bind_rank_to_numa_node
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import KvDtype
+from quire.contracts.expert_options import EplbConfig, LossyRouting
+from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
+from quire.contracts.model_spec import ModelSpec
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
+from quire.model.native_experts import ExpertLoader
 from quire.model.native_model import native_refusal
-from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDivision
 from quire.parallel.barrier import ProcessBarrier, native_extension
+from quire.parallel.communicator import Communicator
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
-from quire.parallel.worker_group import LaunchOptions, WorkerGroup
+from quire.parallel.worker_group import WorkerGroup
+from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.device.device_select import check_rank_devices
+from quire.worker.expert_moves import ExpertMover
+from quire.worker.expert_parallel import Placements, count_copied_parameters, count_experts, find_placements
+from quire.worker.host_part import held_parameters, shard_of, shard_parameters
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
-from quire.worker.parallel_launch import config_fields, fingerprint, launched_group, start_workers
+from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group, start_workers
 from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
@@ -52,6 +63,12 @@ class RankConfig:
     checks_first       ranks are compared before they load weights, not after: where a launcher has started all of them
     allow_missing_head as in EngineConfig
     num_host_pages     pages of the host tier, of which each rank has its part
+    expert_ranks       with expert parallelism: for each layer that has experts, in order, those of each rank
+    moves_experts      experts may move between ranks while the engine runs
+    lossy_routing      the fields of LossyRouting
+    context_size       ranks that share the tokens of sequences
+    has_homes          each rank attends to sequences of its own
+    num_row_ranks      ranks that divide the rows of a step, each of which has the whole model; 1: they are tensor-parallel
     """
 
     folder: str
@@ -63,6 +80,7 @@ class RankConfig:
     block_size: int
     kv_dtype: KvDtype
     num_kv_blocks: int
+    num_window_blocks: int
     shares: tuple[float, ...]
     num_threads: tuple[int, ...]
     rows_file: int
@@ -71,6 +89,24 @@ class RankConfig:
     options: dict[str, str]
     checks_first: bool
     num_host_pages: int = 0
+    expert_ranks: tuple[list[list[int]], ...] | None = None
+    moves_experts: bool = False
+    lossy_routing: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    context_size: int = 1
+    has_homes: bool = False
+    num_row_ranks: int = 1
+
+    @property
+    def num_local_blocks(self) -> int:
+        """Blocks in the KV cache of each rank."""
+        return self.num_kv_blocks // (len(self.shares) if self.has_homes else self.context_size)
+
+    def placements(self, spec: ModelSpec) -> Placements | None:
+        """Return where the experts of the model are; None without expert parallelism."""
+        if self.expert_ranks is None:
+            return None
+        layers = zip(count_experts(spec).items(), self.expert_ranks, strict=True)
+        return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -82,20 +118,21 @@ class RankConfig:
         return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
 
 
-def check_tensor_parallel(config: EngineConfig, report: ModelReport) -> None:
-    """Raise ConfigError where the model cannot run on tensor_parallel_size ranks here."""
-    if report.device != "cpu":
-        check_rank_devices(config, report.device)
+def check_tensor_parallel(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError where the model cannot run on tensor_parallel_size ranks here; device: ModelReport.device."""
+    if device != "cpu":
+        check_rank_devices(config, device)
         native_extension()  # raises UnsupportedError
         return
     native_extension()  # raises UnsupportedError
-    refusal = native_refusal(report.spec, cpu_block_size(config))
+    refusal = native_refusal(spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}: it needs the native kernels, which do not run {refusal}"
         )
+    placements = find_placements(config, spec)
     for rank in range(config.tensor_parallel_size):
-        ModelShard.of(report.spec, rank, config.parallel.shares)
+        shard_of(config, spec, rank, placements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +140,50 @@ class RankMemory:
     """What a rank of a model holds, before it is loaded; weight_bytes: an estimate.
 
     heads, kv_heads  of the first layer
+    num_experts      with expert parallelism: experts of all layers together; None: without
+    tokens           with context parallelism: which tokens it holds or computes
     """
 
     weight_bytes: int
     kv_bytes: int
     heads: ShardRange
     kv_heads: ShardRange
+    num_experts: int | None = None
+    tokens: str | None = None
 
 
 def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
     """Return what each rank will hold."""
     found: list[RankMemory] = []
+    if config.prefill_context_parallel_size > 1:
+        return _row_rank_memories(config, report)
+    placements = find_placements(config, report.spec)
     whole = report.num_parameters  # that weight_bytes is of; on GPUs it is of rank 0's
+    whole += count_copied_parameters(placements or {}, report.parameters)
     for rank in range(config.tensor_parallel_size):
-        shard = ModelShard.of(report.spec, rank, config.parallel.shares)
-        own = sum(map(math.prod, shard.parameter_shapes(report.parameters).values()))
-        kv = shard.kv_spec(report.spec, report.memory.kv.block_size, report.memory.kv.dtype)
-        whole = own if rank == 0 and report.device != "cpu" else whole
+        size, is_cpu = config.decode_context_parallel_size, report.device == "cpu"
+        shard = shard_of(config, report.spec, rank, placements)
+        own = held_parameters(config, shard, report.parameters) if is_cpu else shard_parameters(shard, report.parameters)
+        memory = report.memory
+        kv = shard.kv_spec(report.spec, memory.kv.block_size, memory.kv.dtype, memory.kv.window_tokens is not None)
+        whole = own if rank == 0 and not is_cpu else whole
         num_bytes = report.memory.weight_bytes * own // whole
-        heads = shard.layers[0].heads
-        found.append(RankMemory(num_bytes, kv.bytes_per_block * report.memory.num_kv_blocks, heads.heads, heads.kv_heads))
+        heads = shard.layers[0].heads if shard.layers[0].context is None else shard.layers[0].context
+        num_experts = None if placements is None else sum(len(each.ranks[rank]) for each in placements.values())
+        num_kv_bytes = kv.pool_bytes(memory.num_local_blocks, memory.num_window_blocks)
+        tokens = None if size == 1 else f"1/{size} of the tokens of a sequence"
+        if config.enable_dp_attention:
+            tokens = f"the sequences at home here: {memory.num_local_blocks:,} blocks"
+        found.append(RankMemory(num_bytes, num_kv_bytes, shard.layers[0].heads.heads, heads.kv_heads, num_experts, tokens))
     return found
+
+
+def _row_rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
+    memory, attention, size = report.memory, report.spec.layers[0].attention, config.prefill_context_parallel_size
+    num_kv_bytes = memory.kv.pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    heads, kv_heads = ShardRange(0, attention.num_heads), ShardRange(0, attention.num_kv_heads)
+    tokens = f"computes 1/{size} of the tokens of a prompt"
+    return [RankMemory(memory.weight_bytes, num_kv_bytes, heads, kv_heads, tokens=tokens)] * size
 
 
 def check_rank_memory(config: RankConfig, rank: int) -> None:
@@ -146,19 +206,69 @@ def build_rank(
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
-    spec = read_model_spec(folder, config.dtype)
-    if config.allow_missing_head:
-        spec = tie_missing_head(folder, spec)
+    spec = _read_spec(config, folder)
     parameters = open_parameters(folder, spec)
-    policy = None if config.quantization is None else POLICIES[config.quantization]
-    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
-    shard = ModelShard.of(spec, rank, config.shares)
-    has_whole_vocabulary = rank == 0 and config.has_draft_heads
-    group = RankGroup(shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange)
+    quantize = _quantizer(config, spec, parameters)
+    group, kv = _rank_group(config, spec, rank, barrier, exchange)
     decoder = NativeDecoder(native_extension(), spec, parameters, config.max_model_len, quantize, group)
-    kv = shard.kv_spec(spec, config.block_size, config.kv_dtype)
-    memory = MemoryPlan(0, decoder.weight_bytes, 0, kv, config.num_kv_blocks, config.max_model_len)
+    lossy = LossyRouting(*config.lossy_routing)
+    if lossy:
+        decoder.use_lossy_routing(lossy)
+    memory = MemoryPlan(
+        0,
+        decoder.weight_bytes,
+        0,
+        kv,
+        config.num_kv_blocks,
+        config.max_model_len,
+        num_window_blocks=config.num_window_blocks,
+        num_block_places=config.context_size,
+        num_homes=len(config.shares) if config.has_homes else 1,
+    )
     return decoder, memory
+
+
+def _read_spec(config: RankConfig, folder: Path) -> ModelSpec:
+    spec = read_model_spec(folder, config.dtype)
+    return tie_missing_head(folder, spec) if config.allow_missing_head else spec
+
+
+def _quantizer(
+    config: RankConfig, spec: ModelSpec, parameters: Mapping[str, Parameter | StoredParameter]
+) -> Callable[[str, Tensor], DenseOrQuantized] | None:
+    """Return how weights are quantised on load."""
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    return None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
+
+
+def make_mover(config: RankConfig, folder: Path, decoder: NativeDecoder, communicator: Communicator) -> ExpertMover:
+    """Return what moves experts to this rank and from it; folder: the checkpoint."""
+    spec = _read_spec(config, folder)
+    parameters = open_parameters(folder, spec)
+    quantize = _quantizer(config, spec, parameters)
+    loader = ExpertLoader(native_extension(), spec, lambda: parameters, quantize, decoder.dense_stacks)
+    return ExpertMover(decoder, loader.load, communicator, config.placements(spec) or {})
+
+
+def _rank_group(
+    config: RankConfig, spec: ModelSpec, rank: int, barrier: ProcessBarrier, exchange: RowExchange | None
+) -> tuple[RankGroup, KvSpec]:
+    """Return the place of a rank in its group, and the shape of its KV cache."""
+    is_windowed = config.num_window_blocks > 0
+    if config.num_row_ranks > 1:
+        division = RowDivision(rank, config.num_row_ranks)
+        kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+        return RankGroup(division, barrier.address, config.rows_file, exchange=exchange), kv
+    size = config.context_size
+    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.has_homes)
+    has_whole_vocabulary = rank == 0 and config.has_draft_heads
+    context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
+    if config.has_homes:
+        context = ContextPlace(rank, len(config.shares), config.num_local_blocks)
+    group = RankGroup(
+        shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, has_homes=config.has_homes
+    )
+    return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
 
 
 def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
@@ -166,7 +276,8 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
 
     Raises what any rank fails with.
     """
-    size, memory = config.tensor_parallel_size, report.memory
+    size, memory = config.parallel.world_size, report.memory
+    placements = find_placements(config, report.spec)
     threads = divide_threads(config.num_threads or torch.get_num_threads(), size)
     rows_file = os.memfd_create("quire-rows", os.MFD_CLOEXEC)
     try:
@@ -180,6 +291,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             block_size=memory.kv.block_size,
             kv_dtype=memory.kv.dtype,
             num_kv_blocks=memory.num_kv_blocks,
+            num_window_blocks=memory.num_window_blocks,
             shares=config.parallel.shares,
             num_threads=threads,
             rows_file=rows_file,
@@ -188,22 +300,36 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             options=config_fields(config),
             checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
             num_host_pages=num_host_pages(config, report),
+            moves_experts=config.enable_eplb,
+            lossy_routing=dataclasses.astuple(config.lossy_routing),
+            expert_ranks=None
+            if placements is None
+            else tuple([list(own) for own in each.ranks] for each in placements.values()),
+            context_size=config.decode_context_parallel_size,
+            has_homes=config.enable_dp_attention,
+            num_row_ranks=config.prefill_context_parallel_size,
         )
-        workers = start_workers(config, rank_config.to_json(), LaunchOptions(pass_fds=(rows_file,)))
+        workers = start_workers(config, rank_config.to_json(), launch_options(config, pass_fds=(rows_file,)))
     except BaseException:
         os.close(rows_file)
         raise
+    release = threads_release()
     try:
-        return _build_rank_0(config, report, rank_config, workers)
+        executor, report = _build_rank_0(config, report, rank_config, workers)
     except BaseException:
         workers.kill()
         os.close(rows_file)
+        release()
         raise
+    executor.release = release
+    return executor, report
 
 
 def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
+    if workers.num_on_host is None:
+        bind_rank_to_numa_node(0, rank_config.num_threads)
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
     if rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
@@ -216,13 +342,20 @@ def _build_rank_0(
     statuses = workers.wait_ready()
     own = [int(status.ready["packed_weight_bytes"]) for status in statuses]
     logger.info(
-        "tensor parallel  %d ranks, threads %s, weights %s",
+        "parallel    %d ranks, threads %s, weights %s",
         len(own),
         ", ".join(map(str, rank_config.num_threads)) if workers.num_on_host is None else "of each host",
         ", ".join(map(format_bytes, own)),
     )
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
-    return LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own), report
+    executor = LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own)
+    placements = rank_config.placements(report.spec)
+    if placements is not None:
+        executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+    if rank_config.moves_experts:
+        mover = make_mover(rank_config, report.folder, decoder, workers.communicator)
+        executor.move_experts(mover, config.eplb_config or EplbConfig())
+    return executor, report
 
 
 def _check_alike(config: RankConfig, folder: Path, workers: WorkerGroup | RemoteWorkers) -> None:
@@ -245,6 +378,22 @@ def num_threads_of(config: RankConfig, rank: int, num_on_host: int | None, own: 
         return config.num_threads[rank]
     given = own.num_threads if isinstance(own, EngineConfig) else None
     return max(1, (given or torch.get_num_threads()) // num_on_host)
+
+
+def threads_release() -> Callable[[], None]:
+    """Return a call that gives this process the number of threads and the cores back that it has now.
+
+    A leader takes its part of them. The next engine of the process divides all of them again.
+    """
+    num_threads = torch.get_num_threads()
+    cores = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset[int]()
+
+    def release() -> None:
+        torch.set_num_threads(num_threads)
+        if cores and cores != frozenset(os.sched_getaffinity(0)):
+            bind_process(cores)
+
+    return release
 
 
 def divide_threads(num_threads: int, num_ranks: int) -> tuple[int, ...]:

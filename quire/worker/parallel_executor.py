@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.base.errors import DeviceLostError, QuireError, WorkerError
-from quire.contracts.memory import MemoryPlan
+from quire.base.errors import DeviceLostError, InvariantError, QuireError, UnsupportedError, WorkerError
+from quire.contracts.expert_options import EplbConfig
+from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.rank_stats import RankStats
+from quire.model.lora.adapter import Adapter
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenCall
 from quire.parallel.barrier import AbortReason
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.worker_group import WorkerGroup
 from quire.speculate.proposer import DraftInput
 from quire.worker.cpu_executor import CpuStepExecutor
+from quire.worker.expert_moves import ExpertMover
+from quire.worker.expert_parallel import PlacedLoads, save_placements
+from quire.worker.expert_rebalance import ExpertRebalancer
 from quire.worker.parallel_messages import (
     Call,
     Changes,
     Encoded,
     StepCall,
+    encode_adapter,
+    encode_adapter_key,
     encode_changes,
+    encode_expert_change,
     encode_one_token,
     encode_page_moves,
     encode_rows,
     encode_step,
 )
 from quire.worker.step_executor import Moves, StepTokens, TableEntry
+
+_MAX_ADAPTER_BYTES = 2_000_000_000
+"""Sizes in a message have 31 bits."""
 
 
 class LeaderExecutor(CpuStepExecutor):
@@ -40,6 +55,7 @@ class LeaderExecutor(CpuStepExecutor):
     memory   the plan of rank 0: its share of the KV cache
     rows_file  descriptor of the file of shared rows; closed with the executor
     shares     what each rank has of the weights, in parts
+    release    called once when the executor is closed
 
     Where the group has ended, for example because a worker was killed, a call raises DeviceLostError with the reason.
     """
@@ -54,10 +70,14 @@ class LeaderExecutor(CpuStepExecutor):
         shares: Sequence[float],
     ) -> None:
         super().__init__(decoder, memory, max_num_seqs)
-        self._workers, self._rows_file = workers, rows_file
+        self._shard, self._workers, self._rows_file = decoder, workers, rows_file
         self._shares = [share / sum(shares) for share in shares]
         self._changes: Changes | None = None
-        decoder.mirror = self
+        self._rebalancer: ExpertRebalancer | None = None
+        self._save_placement: Callable[[], None] | None = None
+        self.release: Callable[[], None] | None = None
+        # Ranks that divide the rows of a step bring them to rank 0, which has the whole model.
+        decoder.mirror = self if decoder.is_sharded else None
 
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
         """See StepExecutor."""
@@ -79,11 +99,16 @@ class LeaderExecutor(CpuStepExecutor):
         """See StepExecutor."""
         keeps_all = keeps_prompt_logits or "final" in reads
         with self._group():
+            if self._rebalancer is not None:
+                self._rebalancer.advance()
             changes, self._changes = self._changes, None
             self._workers.ring.send(
                 *encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all, changes))
             )
-            return super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
+            started = super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
+            if self._rebalancer is not None:
+                self._rebalancer.note_step()
+            return started
 
     def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every rank copies its part."""
@@ -109,10 +134,48 @@ class LeaderExecutor(CpuStepExecutor):
             self._send(encode_one_token(call))
             run()
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all ranks, before their next step. Raises UnsupportedError if it is too large."""
+        if adapter.num_bytes > _MAX_ADAPTER_BYTES:
+            raise UnsupportedError(
+                f"the adapter has {format_bytes(adapter.num_bytes)}, but at most {format_bytes(_MAX_ADAPTER_BYTES)} can go "
+                "to tensor-parallel ranks: take a lower rank, or merge it into the weights"
+            )
+        with self._group():
+            self._send(encode_adapter(adapter))
+            self._shard.adapters.load(adapter)
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all ranks."""
+        with self._group():
+            self._send(encode_adapter_key(key))
+            self._shard.adapters.unload(key)
+
+    def sleep(self) -> None:
+        """See StepExecutor: every rank does, before this returns."""
+        with self._group():
+            self._send(([Call.SLEEP], []))
+            super().sleep()
+            self._workers.communicator.barrier()
+
+    def wake_up(self) -> None:
+        """See StepExecutor: every rank does, before this returns."""
+        with self._group():
+            self._send(([Call.WAKE_UP], []))
+            super().wake_up()
+            self._workers.communicator.barrier()
+
     def close(self) -> None:
         """See StepExecutor: the workers end."""
+        if self._save_placement is not None:
+            self._save_placement()
+            self._save_placement = None
         self._workers.close()
         super().close()
+        del self._shard
+        if self.release is not None:
+            self.release()
+            self.release = None
         if self._rows_file >= 0:
             os.close(self._rows_file)
             self._rows_file = -1
@@ -121,6 +184,40 @@ class LeaderExecutor(CpuStepExecutor):
         """See StepExecutor."""
         with self._group():
             self._workers.barrier.check()
+            if self._rebalancer is not None:
+                self._rebalancer.advance()
+
+    def place_experts(
+        self, placements: Mapping[int, ExpertPlacement], shares: Sequence[float], save: str | None = None
+    ) -> None:
+        """Say where the experts of each layer are, for their statistics; save: a file for it, written at the end."""
+        self._placed = PlacedLoads(placements, shares)
+        if save is not None:
+            self._save_placement = functools.partial(save_placements, save, self._placed)
+
+    def move_experts(self, mover: ExpertMover, options: EplbConfig) -> None:
+        """Move experts between ranks from now on; after place_experts."""
+        if self._placed is None:
+            raise InvariantError("the experts are not placed on ranks")
+        self._rebalancer = ExpertRebalancer(
+            mover,
+            lambda change: self._send(encode_expert_change(change)),
+            self._placed_tokens,
+            self._placed,
+            options,
+            self._save_placement,
+        )
+
+    def rebalance_experts(self) -> bool:
+        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        After move_experts."""
+        if self._rebalancer is None:
+            raise InvariantError("experts do not move: move_experts was not called")
+        return self._rebalancer.start()
+
+    def _placed_tokens(self) -> dict[int, NDArray[np.int64]]:
+        """Return the tokens so far of the experts of each layer that has any."""
+        return {layer: np.array(counts) for layer, counts in enumerate(self._expert_tokens()) if counts}
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""
@@ -157,3 +254,18 @@ class LeaderExecutor(CpuStepExecutor):
             except WorkerError as reason:
                 raise DeviceLostError(str(reason), reason.rank) from error
             raise
+
+
+class GroupAdapters:
+    """Implements AdapterHolder on all ranks of a group."""
+
+    def __init__(self, leader: LeaderExecutor) -> None:
+        self._leader = leader
+
+    def load(self, adapter: Adapter) -> None:
+        """See AdapterHolder."""
+        self._leader.load_adapter(adapter)
+
+    def unload(self, key: str) -> None:
+        """See AdapterHolder."""
+        self._leader.unload_adapter(key)

@@ -28,7 +28,16 @@ logger = get_logger(__name__)
 
 WORKER_MODULE = "quire.worker.parallel_worker"
 
-_OF_EACH_HOST = ("model", "tokenizer", "revision", "num_threads", "tile_table", "distributed_executor_backend")
+_OF_EACH_HOST = (
+    "model",
+    "tokenizer",
+    "revision",
+    "num_threads",
+    "tile_table",
+    "distributed_executor_backend",
+    "distributed_start_timeout_s",
+    *("expert_placement", "expert_load", "save_expert_load", "save_expert_placement"),  # only the leader has these files
+)
 """Options that may differ between ranks."""
 
 _HEAD_BYTES = 64 << 10
@@ -49,8 +58,9 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
         return None
     _check_launchable(config, f"{rendezvous.source} has started {rendezvous.world_size} processes, but")
     if rendezvous.world_size != size:
+        name = "prefill_context_parallel_size" if config.prefill_context_parallel_size > 1 else "tensor_parallel_size"
         raise ConfigError(
-            f"{rendezvous.source} has started {rendezvous.world_size} processes, but tensor_parallel_size asks for {size} "
+            f"{rendezvous.source} has started {rendezvous.world_size} processes, but {name} asks for {size} "
             "ranks; start as many processes, or give distributed_executor_backend='spawn' to start the ranks from each"
         )
     return rendezvous
@@ -97,6 +107,13 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
     if health_address is not None:
         main = with_health(main, *health_address)
     return join_group(rendezvous, main, own=config)
+
+
+def launch_options(config: EngineConfig, **more: Any) -> LaunchOptions:
+    """Return how the workers of a configuration are started; more: other fields of LaunchOptions."""
+    return LaunchOptions(
+        start_timeout_s=config.distributed_start_timeout_s, watchdog_timeout_s=config.distributed_timeout_s, **more
+    )
 
 
 def start_workers(config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions) -> WorkerGroup | RemoteWorkers:

@@ -5,16 +5,21 @@ A message is sixteen numbers and some arrays, so nothing is pickled. Every call 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
+from quire.model.lora.adapter import Adapter, LowRankPair
 from quire.model.native_steps import OneTokenCall
 from quire.model.token_runs import TreePlaces
+from quire.parallel.expert_balance import Move
 from quire.parallel.ring import RingMessage
+from quire.worker.expert_moves import ExpertChange
 from quire.worker.step_executor import StepTokens, TableEntry
 
 _Arrays = list[NDArray[np.generic]]
@@ -29,6 +34,12 @@ class Call(IntEnum):
     LOGITS = 4
     ONE_TOKEN = 5
     MOVE_PAGES = 6
+    SLEEP = 7
+    WAKE_UP = 8
+    LOAD_EXPERTS = 9
+    SWITCH_EXPERTS = 10
+    LOAD_ADAPTER = 11
+    UNLOAD_ADAPTER = 12
 
 
 class Changes(NamedTuple):
@@ -89,12 +100,17 @@ def encode_step(call: StepCall) -> Encoded:
     tokens = call.tokens
     flags = call.wants_best | call.needs_logits << 1 | call.keeps_all << 2
     flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4 | (call.changes is not None) << 5
+    has_adapters = tokens.adapters is not None and any(tokens.adapters)
+    flags |= has_adapters << 6
     lists = tokens.token_ids, tokens.starts, tokens.ends, tokens.batch_slots, tokens.logit_rows, call.hidden_rows
     arrays: _Arrays = [_int32(values) for values in lists]
     if tokens.trees is not None:
         arrays += [tokens.trees.positions, tokens.trees.num_drafts, tokens.trees.ancestors]
     if tokens.short_ropes is not None:
         arrays.append(_int32(tokens.short_ropes))
+    if tokens.adapters is not None and has_adapters:
+        keys = list(dict.fromkeys(tokens.adapters))
+        arrays += [_int32([keys.index(key) for key in tokens.adapters]), _text("\n".join(keys))]
     if call.changes is not None:
         arrays += _change_arrays(call.changes)
     return [Call.STEP, flags, tokens.num_ready], arrays
@@ -109,8 +125,13 @@ def decode_step(message: RingMessage) -> StepCall:
     if flags & 8:
         positions, num_drafts, ancestors = (array.copy() for array in rest[:3])
         trees, rest = TreePlaces(positions, num_drafts, ancestors), rest[3:]
-    short_ropes = [bool(value) for value in rest[0]] if flags & 16 else None
-    tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes)
+    short_ropes, adapters = None, None
+    if flags & 16:
+        short_ropes, rest = [bool(value) for value in rest[0]], rest[1:]
+    if flags & 64:
+        keys = _text_of(rest[1]).split("\n")
+        adapters = [keys[index] for index in rest[0].tolist()]
+    tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes, adapters=adapters)
     changes = _changes_of(rest[-2:]) if flags & 32 else None
     return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4), changes)
 
@@ -131,6 +152,56 @@ def decode_page_moves(message: RingMessage) -> tuple[list[tuple[int, int]], list
     return [(block_id, slot) for block_id, slot in saves], [(slot, block_id) for slot, block_id in loads]
 
 
+def encode_expert_change(change: ExpertChange | None) -> Encoded:
+    """Return the message of experts to load; None: to switch to those that were loaded, see ExpertMover."""
+    if change is None:
+        return [Call.SWITCH_EXPERTS], []
+    moves = [number for move in change.moves for number in (move.rank, move.old, move.new)]
+    return [Call.LOAD_EXPERTS, change.layer], [_int32(moves)]
+
+
+def decode_expert_change(message: RingMessage) -> ExpertChange:
+    """Return the experts that encode_expert_change was given."""
+    moves = message.arrays[0].reshape(-1, 3).tolist()
+    return ExpertChange(int(message.header[1]), tuple(Move(*move) for move in moves))
+
+
+def encode_adapter(adapter: Adapter) -> Encoded:
+    """Return the message of a LoRA adapter to load, with its matrices."""
+    pairs = adapter.pairs.items()
+    about = {
+        "key": adapter.key,
+        "rank": adapter.rank,
+        "dtype": str(next(iter(adapter.pairs.values())).a.dtype).removeprefix("torch."),
+        "pairs": [[name, *pair.b.shape, pair.a.shape[1]] for name, pair in pairs],
+    }
+    matrices = [matrix.contiguous().view(-1).view(torch.uint8).numpy() for _, pair in pairs for matrix in pair]
+    return [Call.LOAD_ADAPTER], [_text(json.dumps(about)), np.concatenate(matrices)]
+
+
+def decode_adapter(message: RingMessage) -> Adapter:
+    """Return the adapter that encode_adapter was given."""
+    about = json.loads(_text_of(message.arrays[0]))
+    values = torch.from_numpy(message.arrays[1].copy()).view(getattr(torch, about["dtype"]))
+    pairs: dict[str, LowRankPair] = {}
+    at = 0
+    for name, num_outputs, rank, num_inputs in about["pairs"]:
+        a, b = values[at : at + rank * num_inputs], values[at + rank * num_inputs :][: num_outputs * rank]
+        pairs[name] = LowRankPair(a.view(rank, num_inputs), b.view(num_outputs, rank))
+        at += rank * (num_inputs + num_outputs)
+    return Adapter(about["key"], about["rank"], pairs)
+
+
+def encode_adapter_key(key: str) -> Encoded:
+    """Return the message of an adapter to unload."""
+    return [Call.UNLOAD_ADAPTER], [_text(key)]
+
+
+def decode_adapter_key(message: RingMessage) -> str:
+    """Return what encode_adapter_key was given."""
+    return _text_of(message.arrays[0])
+
+
 def encode_one_token(call: OneTokenCall) -> Encoded:
     """Return the message of a pass of drafts by layer skipping."""
     arrays: _Arrays = [call.token_ids, call.positions, call.slots, call.lengths, call.block_tables]
@@ -145,6 +216,14 @@ def decode_one_token(message: RingMessage) -> OneTokenCall:
     token_ids, positions, slots, lengths, tables = (array.copy() for array in message.arrays[:5])
     layers = message.arrays[5].copy() if len(message.arrays) > 5 else None
     return OneTokenCall(token_ids, positions, slots, lengths, tables.reshape(-1, width), layers)
+
+
+def _text(text: str) -> NDArray[np.uint8]:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def _text_of(array: NDArray[np.generic]) -> str:
+    return array.tobytes().decode()
 
 
 def _int32(values: Sequence[int]) -> NDArray[np.int32]:

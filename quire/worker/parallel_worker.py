@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from quire.base.errors import InvariantError
+from quire.base.numa import bind_rank_to_numa_node
 from quire.contracts.config import EngineConfig
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_steps import OneTokenSteps
@@ -21,15 +22,28 @@ from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
-from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, num_threads_of
+from quire.worker.expert_moves import ExpertMover
+from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, make_mover, num_threads_of
 from quire.worker.parallel_launch import own_fingerprint
-from quire.worker.parallel_messages import Call, Changes, decode_changes, decode_one_token, decode_page_moves, decode_step
+from quire.worker.parallel_messages import (
+    Call,
+    Changes,
+    decode_adapter,
+    decode_adapter_key,
+    decode_changes,
+    decode_expert_change,
+    decode_one_token,
+    decode_page_moves,
+    decode_step,
+)
 from quire.worker.step_executor import Moves
 
 
 def main(context: WorkerContext) -> None:
     """Load the shard, then follow the leader until it closes the group."""
     config = RankConfig.from_json(context.config)
+    if context.num_on_host is None:
+        bind_rank_to_numa_node(context.rank, config.num_threads)
     torch.set_num_threads(num_threads_of(config, context.rank, context.num_on_host, context.own))
     rows_file = os.memfd_create("quire-rows") if context.exchange is not None else context.open_descriptor(config.rows_file)
     config = replace(config, rows_file=rows_file)
@@ -41,6 +55,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage("loading weights")
     check_rank_memory(config, context.rank)
     decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange)
+    mover = make_mover(config, folder, decoder, context.communicator) if config.moves_experts else None
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())
     executor.open_host_tier(config.num_host_pages)
@@ -50,8 +65,8 @@ def main(context: WorkerContext) -> None:
     try:
         while True:
             message = context.ring.receive()
-            if message is not None:
-                make_call(executor, decoder, message)
+            if message is not None and not _follow_sleep(executor, Call(int(message.header[0])), context):
+                make_call(executor, decoder, message, mover)
     finally:
         executor.close()
 
@@ -61,7 +76,21 @@ def _check_alike(context: WorkerContext, config: RankConfig, folder: Path) -> No
     check_fingerprints(context.communicator, own_fingerprint(context.own, folder, config.options))
 
 
-def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMessage) -> None:
+def _follow_sleep(executor: CpuStepExecutor, call: Call, context: WorkerContext) -> bool:
+    """Sleep or wake up if the leader has, and tell it when that is done; return whether it was such a call."""
+    if call not in (Call.SLEEP, Call.WAKE_UP):
+        return False
+    if call is Call.SLEEP:
+        executor.sleep()
+    else:
+        executor.wake_up()
+    context.communicator.barrier()
+    return True
+
+
+def make_call(
+    executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMessage, mover: ExpertMover | None = None
+) -> None:
     """Make the call that the leader has made."""
     call = Call(int(message.header[0]))
     with executor.step_scope():
@@ -81,6 +110,14 @@ def make_call(executor: CpuStepExecutor, decoder: NativeDecoder, message: RingMe
             decoder.logits_of(message.arrays[0].tolist())
         elif call is Call.ONE_TOKEN:
             OneTokenSteps.run_call(decoder, executor.target.kv, decode_one_token(message))
+        elif call is Call.LOAD_ADAPTER:
+            decoder.adapters.load(decode_adapter(message))
+        elif call is Call.UNLOAD_ADAPTER:
+            decoder.adapters.unload(decode_adapter_key(message))
+        elif mover is not None and call is Call.LOAD_EXPERTS:
+            mover.prepare(decode_expert_change(message))
+        elif mover is not None and call is Call.SWITCH_EXPERTS:
+            mover.switch()
         else:
             raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
 

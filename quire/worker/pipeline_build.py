@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
@@ -11,9 +12,10 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
-from quire.parallel.launch import LaunchOptions, spawn_workers
+from quire.parallel.launch import spawn_workers
 from quire.worker.memory import max_num_batched_tokens
-from quire.worker.parallel_build import divide_threads
+from quire.worker.parallel_build import divide_threads, threads_release
+from quire.worker.parallel_launch import launch_options
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.pipeline_memory import PipelineSizes
 from quire.worker.pipeline_plan import stages_of
@@ -25,14 +27,34 @@ WORKER_MODULE = "quire.worker.pipeline_worker"
 
 
 def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineExecutor, ModelReport]:
-    """Start a process for each stage; return the executor when all have loaded their layers.
+    """Start the processes of all stages; return the executor when all have loaded their layers.
 
     Raises what any stage fails with.
     """
+    num_files = config.pipeline_parallel_size if config.tensor_parallel_size > 1 else 0
+    rows_files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files)]
+    release_threads = threads_release()
+
+    def release() -> None:
+        release_threads()
+        for rows_file in rows_files:
+            os.close(rows_file)
+
+    try:
+        stage_config = _stage_config(config, report, tuple(rows_files))
+        torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
+        executor, report = _start_stages(config, report, stage_config)
+    except BaseException:
+        release()
+        raise
+    executor.release = release
+    return executor, report
+
+
+def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[int, ...]) -> StageConfig:
     spec, memory = report.spec, report.memory
     stages = stages_of(config, report)
-    threads = divide_threads(config.num_threads or torch.get_num_threads(), len(stages))
-    stage_config = StageConfig(
+    return StageConfig(
         folder=str(report.folder),
         dtype=spec.dtype,
         quantization=config.quantization,
@@ -43,8 +65,11 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
         block_size=memory.kv.block_size,
         kv_dtype=memory.kv.dtype,
         num_kv_blocks=memory.num_kv_blocks,
+        num_window_blocks=memory.num_window_blocks,
         layers=tuple(stage.num_layers for stage in stages),
-        num_threads=threads,
+        shares=config.parallel.shares,
+        rows_files=rows_files,
+        num_threads=divide_threads(config.num_threads or torch.get_num_threads(), config.parallel.world_size),
         sizes=PipelineSizes(
             num_stages=len(stages),
             max_tokens=max_num_batched_tokens(config),
@@ -53,24 +78,35 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
             vocab_size=spec.vocab_size,
         ),
     )
-    torch.set_num_threads(threads[0])  # of what the leader samples
-    options = LaunchOptions(areas=stage_config.sizes.areas())
-    workers = spawn_workers(WORKER_MODULE, len(stages) + 1, stage_config.to_json(), options)
+
+
+def _start_stages(config: EngineConfig, report: ModelReport, stage_config: StageConfig) -> tuple[PipelineExecutor, ModelReport]:
+    """Start the processes and wait until they are ready."""
+    places, memory, spec = stage_config.places, report.memory, report.spec
+    options = launch_options(
+        config,
+        areas=stage_config.sizes.areas(),
+        subgroups=stage_config.subgroups,
+        pass_fds=stage_config.rows_files,
+    )
+    workers = spawn_workers(WORKER_MODULE, len(places) + 1, stage_config.to_json(), options)
     try:
         workers.startup.ready({})
         told = [status.ready for status in workers.wait_ready()[1:]]
         own = [int(ready["packed_weight_bytes"]) for ready in told]
+        ranks = "" if len(stage_config.shares) == 1 else f" and {len(stage_config.shares)} ranks each"
         logger.info(
-            "pipeline parallel  %d stages of %s layers, threads %s, weights %s",
-            len(stages),
+            "pipeline parallel  %d stages of %s layers%s, threads %s, weights %s",
+            len(stage_config.layers),
             ", ".join(map(str, stage_config.layers)),
-            ", ".join(map(str, threads)),
+            ranks,
+            ", ".join(map(str, stage_config.num_threads)),
             ", ".join(map(format_bytes, own)),
         )
-        spared = int(told[-1]["spared_weight_bytes"])
+        spared = sum(int(ready["spared_weight_bytes"]) for ready in told)
         report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=spared)
         has_rope_variants = spec.rope_switch_len(memory.max_model_len) is not None
-        return PipelineExecutor(stage_config, memory, workers, spec.vocab_size, has_rope_variants), report
+        return PipelineExecutor(stage_config, memory, workers, own, spec.vocab_size, has_rope_variants), report
     except BaseException:
         workers.kill()
         raise

@@ -6,16 +6,16 @@ their way as there are stages.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
 from quire.base.logging import get_logger
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
@@ -53,7 +53,9 @@ class PipelineExecutor:
 
     config   what the stages were started with
     memory   the plan of the whole model
+    shares   what each worker has of the weights, in parts
     vocab_size, has_rope_variants  of the model
+    release  called once when the executor is closed
 
     Where the group has ended, for example because the process of a stage was killed, a call raises DeviceLostError, which names
     the stage.
@@ -63,32 +65,46 @@ class PipelineExecutor:
     draw: Draw | None = None
 
     def __init__(
-        self, config: StageConfig, memory: MemoryPlan, workers: SpawnedWorkers, vocab_size: int, has_rope_variants: bool
+        self,
+        config: StageConfig,
+        memory: MemoryPlan,
+        workers: SpawnedWorkers,
+        shares: Sequence[float],
+        vocab_size: int,
+        has_rope_variants: bool,
     ) -> None:
-        self._workers, self._stages = workers, config.stages
+        self._workers, self._stages, self._places = workers, config.stages, config.places
+        self._shares = [0.0, *(share / sum(shares) for share in shares)]  # rank 0 has no layers
         self._memory = PipelineMemory(workers.memory, config.sizes)
         self.clock = StageClock(self._memory)
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size, self.has_rope_variants = memory.kv.block_size, vocab_size, has_rope_variants
         self.has_states = False  # see check_pipeline
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
-        max_blocks = min(-(-memory.max_model_len // memory.kv.block_size), memory.num_kv_blocks)
-        self.block_tables = np.zeros((config.num_batch_slots, max_blocks), dtype=np.int64)
+        self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
+        self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
         self._pages: PageSupply | None = None
+        self._draft_pools: Sequence[KvPool] = ()
         self._num_sent = self._num_taken = self._num_asked = 0
         self._is_closed = False
+        self.release: Callable[[], None] | None = None
+
+    def expert_stats(self) -> list[ExpertStats]:
+        """See StepExecutor: they are not counted, as the stages have the layers."""
+        return []
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
-        return [RankStats(rank=rank, pid=pid) for rank, pid in ((0, os.getpid()), *sorted(self._workers.pids.items()))]
+        return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """The processes of the stages, by stage."""
+        """The processes of the stages: by stage, those of several ranks one after the other."""
         return {rank - 1: pid for rank, pid in self._workers.pids.items()}
 
     def take_pages(self, draft_pools: Sequence[KvPool]) -> None:
         """Take the first memory pages of the pools of draft models, which are in this process, from the system."""
+        self._draft_pools = draft_pools
         if draft_pools:
             self._pages = PageSupply(*draft_pools)
             self._pages.start()
@@ -185,6 +201,24 @@ class PipelineExecutor:
         with self._group():
             self._workers.barrier.check()
 
+    def sleep(self) -> None:
+        """See StepExecutor: every stage does, before this returns."""
+        if self._pages is not None:
+            self._pages.close()
+        for pool in self._draft_pools:
+            pool.drop()
+        self._send_and_wait(Call.SLEEP)
+
+    def wake_up(self) -> None:
+        """See StepExecutor: every stage does, before this returns."""
+        self.take_pages(self._draft_pools)
+        self._send_and_wait(Call.WAKE_UP)
+
+    def _send_and_wait(self, call: Call) -> None:
+        with self._group():
+            self._workers.ring.send([call], [])
+            self._workers.communicator.barrier()
+
     def close(self) -> None:
         """See StepExecutor: the stages end, and the log says how much of the time each was idle."""
         if not self._is_closed:
@@ -194,6 +228,9 @@ class PipelineExecutor:
         self._workers.close()
         if self._pages is not None:
             self._pages.close()
+        if self.release is not None:
+            self.release()
+            self.release = None
 
     def _ask(self, call: StageCall, slot: int, places: Sequence[int], width: int) -> Tensor:
         """Return what the last stage has computed for places in a slot: valid until it is asked again."""
@@ -227,6 +264,5 @@ class PipelineExecutor:
             raise
 
     def _describe_end(self, reason: WorkerError) -> str:
-        if not 1 <= reason.rank <= len(self._stages):
-            return str(reason)
-        return f"pipeline {self._stages[reason.rank - 1].describe()}: {reason}"
+        place = self._places.get(reason.rank)
+        return str(reason) if place is None else f"pipeline {place.describe()}: {reason}"

@@ -23,6 +23,8 @@ class StageCall(IntEnum):
     MOVE_TOKENS = Call.MOVE_TOKENS
     LOGITS = Call.LOGITS
     HIDDEN_STATES = 16
+    SLEEP = Call.SLEEP
+    WAKE_UP = Call.WAKE_UP
 
 
 def encode_numbered_step(call: StepCall, number: int) -> Encoded:

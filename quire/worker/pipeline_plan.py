@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
+from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
-from quire.model.native_model import is_screened, native_refusal, screen_bytes
+from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
+from quire.model.tensor_shards import ModelShard
 from quire.parallel.barrier import native_extension
 from quire.quant.parameters import StoredParameter
 from quire.quant.policy import POLICIES, quantized_bytes
@@ -26,18 +27,30 @@ _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
 
 
+def check_stage_options(config: EngineConfig, device: str) -> None:
+    """Raise ConfigError where pipeline stages are to run on another device than the CPU (device: ModelReport.device), or with
+    context-parallel ranks."""
+    stages, places = config.pipeline_parallel_size, config.decode_context_parallel_size
+    if stages > 1 and places > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size is {places} and pipeline_parallel_size {stages}: both together are not supported; "
+            "set one of them to 1"
+        )
+    if stages > 1 and device != "cpu":
+        raise ConfigError(
+            f"pipeline_parallel_size is {stages}, but the model runs on {device}: pipeline stages run "
+            "on CPUs only; choose device='cpu' or pipeline_parallel_size=1"
+        )
+
+
 def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the model cannot run on pipeline_parallel_size stages here."""
-    size = config.pipeline_parallel_size
-    if config.tensor_parallel_size > 1:
+    size, num_ranks = config.pipeline_parallel_size, config.parallel.world_size
+    check_stage_options(config, report.device)
+    if num_ranks >= MAX_RANKS:
         raise ConfigError(
-            f"pipeline_parallel_size is {size} and tensor_parallel_size {config.tensor_parallel_size}: both together are not "
-            "supported yet; leave one of them 1"
-        )
-    if report.device != "cpu":
-        raise ConfigError(
-            f"pipeline_parallel_size is {size}, but the model runs on {report.device}: pipeline stages run on CPUs only; "
-            "choose device='cpu' or pipeline_parallel_size=1"
+            f"pipeline_parallel_size * tensor_parallel_size must be at most {MAX_RANKS - 1}, as the leader is a process of its "
+            f"own, got {size} * {config.tensor_parallel_size} = {num_ranks}"
         )
     native_extension()  # raises UnsupportedError
     refusal = native_refusal(report.spec, cpu_block_size(config))
@@ -76,8 +89,8 @@ def stages_of(config: EngineConfig, report: ModelReport) -> tuple[PipelineStage,
             costs[index] += num_bytes * _read_share(report, name, index)
         elif name.startswith("lm_head.") or (name == "embed.weight" and "lm_head.weight" not in sizes):
             head += num_bytes
-    if is_screened(report.spec) and not report.is_quantized:
-        head = min(head, screen_bytes(report.spec))  # greedy steps read a copy in bytes instead
+    if has_int8_head(report.spec) and not report.is_quantized:
+        head = min(head, int8_head_bytes(report.spec))  # greedy steps read a copy in bytes instead
     return PipelineStage.all_of(divide_layers(costs, config.pipeline_parallel_size, head))
 
 
@@ -110,24 +123,40 @@ def _parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, flo
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """What a stage holds, before it is loaded; weight_bytes: an estimate."""
+    """What a worker holds, before it is loaded; weight_bytes: an estimate.
+
+    shard  its part of the model, of all layers; None: a stage has one rank
+    """
 
     stage: PipelineStage
     weight_bytes: int
     kv_bytes: int
+    shard: ModelShard | None = None
 
 
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
-    """Return what each stage will hold."""
-    sizes, memory = _parameter_bytes(config, report), report.memory
-    is_tied = "lm_head.weight" not in sizes
-    found: list[StageMemory] = []
-    copy = report.memory.weight_bytes - sum(sizes.values())  # of the head, for greedy steps
-    for stage in stages_of(config, report):
-        own = sum(stage.select(sizes, is_tied).values())
-        if stage.is_last and is_screened(report.spec):
-            own += min(max(0.0, copy), screen_bytes(report.spec))
-        shapes = memory.kv.layer_shapes[stage.start : stage.stop]
-        kv = KvSpec(memory.kv.block_size, memory.kv.dtype, shapes)
-        found.append(StageMemory(stage, int(own), kv.bytes_per_block * memory.num_kv_blocks))
-    return found
+    """Return what each stage, or each tensor-parallel rank of each stage, will hold."""
+    sizes = _parameter_bytes(config, report)
+    copy = max(0.0, report.memory.weight_bytes - sum(sizes.values()))  # of the head, for greedy steps
+    copy = min(copy, int8_head_bytes(report.spec)) if has_int8_head(report.spec) else 0.0
+    num_ranks = config.tensor_parallel_size
+    shards = [None if num_ranks == 1 else ModelShard.of(report.spec, rank, config.parallel.shares) for rank in range(num_ranks)]
+    return [_worker_memory(report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards]
+
+
+def _worker_memory(
+    report: ModelReport, stage: PipelineStage, shard: ModelShard | None, sizes: dict[str, float], head_copy: float
+) -> StageMemory:
+    """Return what a rank of a stage holds; sizes: bytes of all parameters; head_copy: of the head's copy."""
+    memory, kv = report.memory, report.memory.kv
+    if shard is not None:
+        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+        shapes = shard.parameter_shapes(report.parameters)
+        sizes = {
+            name: num_bytes * math.prod(shapes[name]) / max(1, math.prod(report.parameters[name]))
+            for name, num_bytes in sizes.items()
+        }
+        head_copy *= shard.vocabulary.size / report.spec.vocab_size
+    own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
+    num_kv_bytes = kv.part(stage.start, stage.stop).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    return StageMemory(stage, int(own), num_kv_bytes, shard)

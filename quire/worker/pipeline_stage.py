@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,36 @@ from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.pipeline_stages import PipelineStage
 from quire.model.stage_decoder import StageDecoder
-from quire.parallel.barrier import native_extension
+from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.parallel.barrier import ProcessBarrier, native_extension
+from quire.parallel.mesh import DeviceMesh
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.pipeline_memory import PipelineSizes
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """The place of a worker: its stage, and its tensor-parallel rank there. The first rank of a stage works on the rows of a
+    slot in place."""
+
+    stage: PipelineStage
+    tensor_rank: int
+    num_tensor_ranks: int
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether it is the first rank of its stage."""
+        return self.tensor_rank == 0
+
+    @property
+    def barrier_name(self) -> str:
+        """The name of the barrier of the ranks of its stage."""
+        return f"stage{self.stage.index}"
+
+    def describe(self) -> str:
+        """Return "stage 1 (layers 14 to 27), tensor-parallel rank 0"; without the rank where a stage has one."""
+        rank = "" if self.num_tensor_ranks == 1 else f", tensor-parallel rank {self.tensor_rank}"
+        return self.stage.describe() + rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +51,10 @@ class StageConfig:
     """Decided by the leader, and sent to the stages as JSON.
 
     layers           the number of layers of each stage
-    num_threads      of each stage
+    shares           what each tensor-parallel rank of a stage gets, in parts
+    rows_files       with several ranks in a stage: for each stage the descriptor of the file for the rows that its ranks share,
+                     the same in every process
+    num_threads      of each worker, those of the first stage first
     num_batch_slots  rows of the block tables
     allow_missing_head as in EngineConfig
     """
@@ -37,7 +68,10 @@ class StageConfig:
     block_size: int
     kv_dtype: KvDtype
     num_kv_blocks: int
+    num_window_blocks: int
     layers: tuple[int, ...]
+    shares: tuple[float, ...]
+    rows_files: tuple[int, ...]
     num_threads: tuple[int, ...]
     sizes: PipelineSizes
 
@@ -46,6 +80,21 @@ class StageConfig:
         """All stages, in order."""
         return PipelineStage.all_of(self.layers)
 
+    @property
+    def places(self) -> dict[int, StagePlace]:
+        """The places of the workers, by their ranks in the group: rank 0 is the leader, which has no layers."""
+        stages, mesh = self.stages, DeviceMesh(tensor=len(self.shares), pipeline=len(self.layers))
+        coordinates = map(mesh.coordinates, range(mesh.size))
+        return {rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor) for rank, at in enumerate(coordinates, 1)}
+
+    @property
+    def subgroups(self) -> dict[str, tuple[int, ...]]:
+        """The ranks of each stage, by the name of their barrier; none where a stage has one rank."""
+        found: dict[str, tuple[int, ...]] = {}
+        for rank, place in self.places.items() if len(self.shares) > 1 else ():
+            found[place.barrier_name] = (*found.get(place.barrier_name, ()), rank)
+        return found
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
         return dataclasses.asdict(self)
@@ -53,22 +102,41 @@ class StageConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StageConfig:
         """Return what to_json was called on."""
-        lists = {name: tuple(fields[name]) for name in ("layers", "num_threads")}
+        lists = {name: tuple(fields[name]) for name in ("layers", "shares", "rows_files", "num_threads")}
         return cls(**{**fields, **lists, "sizes": PipelineSizes(**fields["sizes"])})
 
 
-def build_stage(config: StageConfig, index: int) -> tuple[StageDecoder, MemoryPlan]:
-    """Load the layers of a stage; return what runs them, and the plan of its KV cache. Nothing of other stages is opened.
+def build_stage(
+    config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier]
+) -> tuple[StageDecoder, MemoryPlan]:
+    """Load a worker's part of the layers of its stage; return what runs it, and the plan of its KV cache. Nothing of other
+    stages, and no rows of other ranks, are opened.
+
+    subgroups  the barriers of this worker, see StageConfig.subgroups
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
-    folder, stage = Path(config.folder), config.stages[index]
+    folder, stage = Path(config.folder), place.stage
     spec = read_model_spec(folder, config.dtype)
     if config.allow_missing_head:
         spec = tie_missing_head(folder, spec)
     parameters = open_parameters(folder, spec)
     policy = None if config.quantization is None else POLICIES[config.quantization]
-    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).narrowed
-    decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize)
-    kv = KvSpec.of(stage.spec(spec), config.block_size, config.kv_dtype)
-    return decoder, MemoryPlan(0, decoder.weight_bytes, 0, kv, config.num_kv_blocks, config.max_model_len)
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
+    is_windowed = config.num_window_blocks > 0
+    group, kv = None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+    if place.num_tensor_ranks > 1:
+        shard = ModelShard.of(spec, place.tensor_rank, config.shares)
+        kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
+        barrier = subgroups[place.barrier_name]
+        group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, config.rows_files[stage.index])
+    decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize, group)
+    return decoder, MemoryPlan(
+        0,
+        decoder.weight_bytes,
+        0,
+        kv.part(stage.start, stage.stop),
+        config.num_kv_blocks,
+        config.max_model_len,
+        num_window_blocks=config.num_window_blocks,
+    )

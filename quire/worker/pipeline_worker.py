@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from quire.base.errors import InvariantError
+from quire.base.numa import bind_rank_to_numa_node
 from quire.contracts.memory import MemoryPlan
 from quire.kernels.native import load_native
 from quire.kv.page_supply import PageSupply
@@ -29,35 +30,51 @@ from quire.worker.pipeline_stage import StageConfig, build_stage
 
 def main(context: WorkerContext) -> None:
     """Load the stage, then do what the leader says until it closes the group."""
-    config, stage_index = StageConfig.from_json(context.config), context.rank - 1
-    torch.set_num_threads(config.num_threads[stage_index])
-    context.startup.stage(f"loading weights of {config.stages[stage_index].describe()}")
-    decoder, plan = build_stage(config, stage_index)
+    config = StageConfig.from_json(context.config)
+    place = config.places[context.rank]
+    if place.num_tensor_ranks > 1:
+        bind_rank_to_numa_node(context.rank - 1, config.num_threads)
+    torch.set_num_threads(config.num_threads[context.rank - 1])
+    context.startup.stage(f"loading weights of {place.describe()}")
+    decoder, plan = build_stage(config, place, context.subgroups)
     memory = PipelineMemory(context.memory, config.sizes)
-    executor = StageExecutor(decoder, plan, config.num_batch_slots, memory, context.barrier)
+    executor = StageExecutor(decoder, plan, config.num_batch_slots, memory, context.barrier, place.is_first_rank)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
             message = context.ring.receive()
-            if message is not None:
+            if message is None:
+                continue
+            if not executor.follow_sleep(StageCall(int(message.header[0]))):
                 executor.make_call(message)
+                continue
+            context.communicator.barrier()  # the leader waits in it
     finally:
         executor.close()
 
 
 class StageExecutor:
-    """Computes the layers of one stage."""
+    """Computes the layers of one stage, or a rank's part of them.
+
+    is_first_rank  of its stage: it writes the results, and says when a step is computed
+    """
 
     def __init__(
-        self, decoder: StageDecoder, plan: MemoryPlan, num_batch_slots: int, memory: PipelineMemory, barrier: ProcessBarrier
+        self,
+        decoder: StageDecoder,
+        plan: MemoryPlan,
+        num_batch_slots: int,
+        memory: PipelineMemory,
+        barrier: ProcessBarrier,
+        is_first_rank: bool = True,
     ) -> None:
         self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, memory, barrier
+        self._is_first_rank = is_first_rank
         self._native = load_native()
-        self._kv = KvPool(plan.kv, plan.num_kv_blocks)
+        self._kv = KvPool(plan.kv, plan.num_kv_blocks, num_window_blocks=plan.num_window_blocks)
         self._pages = PageSupply(self._kv)
         self._pages.start()
-        max_blocks = min(-(-plan.max_model_len // plan.kv.block_size), plan.num_kv_blocks)
-        self._block_tables = np.zeros((num_batch_slots, max_blocks), dtype=np.int64)
+        self._block_tables = np.zeros((num_batch_slots, plan.table_width), dtype=np.int64)
         self._tables = list(self._block_tables)
         self._addresses = [address_of(table) for table in self._tables]
         self._num_answers = 0
@@ -66,6 +83,18 @@ class StageExecutor:
     def spared_bytes(self) -> int:
         """See NativeDecoder.spared_bytes; of the last stage."""
         return self._decoder.spared_bytes if self._stage.is_last else 0
+
+    def follow_sleep(self, call: StageCall) -> bool:
+        """Sleep or wake up if the leader has; return whether it was such a call."""
+        if call is StageCall.SLEEP:
+            self._pages.close()
+            self._kv.drop()
+        elif call is StageCall.WAKE_UP:
+            self._pages = PageSupply(self._kv)
+            self._pages.start()
+        else:
+            return False
+        return True
 
     def make_call(self, message: RingMessage) -> None:
         """Make one call of the leader."""
@@ -116,21 +145,25 @@ class StageExecutor:
                 self._memory.logits(slot, count).data_ptr(),
             )
         best = self._decoder.run_stage(runs, self._kv, self._memory.rows(slot), outputs)
+        if not self._is_first_rank:
+            return
         if step.wants_best and self._stage.is_last:
             self._memory.best(slot, count)[:] = best
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         self._advance(self._memory.counter(self._stage.index), number + 1)
 
     def _answer(self, call: StageCall, slot: int, places: list[int]) -> None:
-        """Compute what the leader has asked for."""
+        """Compute what the leader has asked for: logits on all ranks, hidden states on the first one, which has whole rows."""
         began_s = time.perf_counter()
         rows = self._memory.rows(slot)
         if call is StageCall.LOGITS:
             out = self._memory.answer(len(places), self._decoder.spec.vocab_size)
             self._decoder.write_logits(rows, places, out.data_ptr())
-        else:
+        elif self._is_first_rank:
             out = self._memory.answer(len(places), self._decoder.spec.hidden_size)
             self._decoder.write_hidden_states(rows, places, out.data_ptr())
+        if not self._is_first_rank:
+            return
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         self._num_answers += 1
         self._advance(self._memory.answer_counter, self._num_answers)

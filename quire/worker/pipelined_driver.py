@@ -49,5 +49,5 @@ class PipelinedStepDriver(StepDriver):
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """The processes of the stages, by stage."""
+        """See PipelineExecutor."""
         return self._pipeline.worker_pids

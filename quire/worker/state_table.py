@@ -23,7 +23,10 @@ def num_state_rows(num_batch_slots: int, num_checkpoints: int, max_num_drafts: i
 class StateTable:
     """Gives each batch slot 2 + max_num_drafts rows, and has the checkpoints after those of all of them."""
 
-    def __init__(self, num_batch_slots: int, num_rows: int, num_checkpoints: int) -> None:
+    def __init__(self, num_batch_slots: int, num_rows: int, num_checkpoints: int, *, copies_starts: bool = False) -> None:
+        """Make the table; copies_starts: checkpoints are copied to own rows before a step, see take_copies."""
+        self._copies_starts = copies_starts
+        self._copies: list[tuple[int, int]] = []
         self._num_own = (num_rows - num_checkpoints) // num_batch_slots
         self._first_checkpoint = num_rows - num_checkpoints
         self._row_at: list[dict[int, int]] = [{} for _ in range(num_batch_slots)]  # position -> row, of each batch slot
@@ -36,7 +39,12 @@ class StateTable:
         if tokens.trees is not None:
             raise InvariantError("a recurrent state has no branches: drafts must be chains")
         for batch_slot, position, checkpoint in change.starts:
-            self._row_at[batch_slot] = {position: _ZEROS if checkpoint is None else self._first_checkpoint + checkpoint}
+            row = _ZEROS if checkpoint is None else self._first_checkpoint + checkpoint
+            if self._copies_starts and row != _ZEROS:
+                own = batch_slot * self._num_own
+                self._copies.append((row, own))
+                row = own
+            self._row_at[batch_slot] = {position: row}
         sources: list[int] = []
         saves: list[list[tuple[int, int]]] = []
         for index, batch_slot in enumerate(tokens.batch_slots):
@@ -50,6 +58,12 @@ class StateTable:
             sources.append(source)
             saves.append(own + made)
         return StateRows(sources, saves)
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the rows to be copied before the step, (source, target): where programs of a step run beside each other, one
+        may not read a checkpoint that another writes."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def _keep(self, batch_slot: int, source: int, first: int, end: int, num_drafts: int) -> list[tuple[int, int]]:
         """Return the (position, row) to write of a run [first, end), whose last num_drafts tokens are drafts."""

@@ -7,13 +7,15 @@ for every device; whatever touches the model or its cache goes through a StepExe
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from quire.base.errors import InvariantError
+from quire.base.errors import ConfigError, InvariantError
 from quire.base.ids import SequenceId
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.step import Runner, StageTimes, StepPlan, StepResult
@@ -22,9 +24,11 @@ from quire.sampling.sampler import Sampled, sample
 from quire.speculate.proposer import DraftInput
 from quire.speculate.speculator import Speculator
 from quire.speculate.verifier import Verification, verify, verify_sampled
+from quire.worker.block_scores import ObservedRow, find_observed, keep_observed, score_blocks
 from quire.worker.drafting import candidates_of, known_tokens, last_tokens, propose_drafts
 from quire.worker.grammar_masks import PENDING_WAIT_S, GrammarMasks, StepMasks
 from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, PooledRun, Row, StepInput
+from quire.worker.lora import AdapterStore
 from quire.worker.pooling_head import PoolingHead
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
 from quire.worker.sampled_results import (
@@ -36,7 +40,7 @@ from quire.worker.sampled_results import (
     take_matches,
     take_sampled,
 )
-from quire.worker.step_executor import PageMover, SlotSampling, StepExecutor
+from quire.worker.step_executor import BlockScorer, PageMover, SlotSampling, StepExecutor
 
 _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
@@ -61,6 +65,15 @@ class EngineRunner(Runner, Protocol):
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
         ...
 
+    def expert_stats(self) -> list[ExpertStats]:
+        """Return how many tokens the experts of each layer have got; empty where there are none, or they are not counted."""
+        ...
+
+    def rebalance_experts(self) -> bool:
+        """Begin to balance the experts over the ranks by the load of the last steps; False: they are being moved already.
+        Raises ConfigError where experts do not move."""
+        ...
+
     def rank_stats(self) -> list[RankStats]:
         """Return what each rank of a model on several processes does and holds; empty for one process."""
         ...
@@ -75,13 +88,38 @@ class EngineRunner(Runner, Protocol):
         ...
 
     @property
+    def adapters(self) -> AdapterStore | None:
+        """The LoRA adapters; None without enable_lora."""
+        ...
+
+    @property
     def host_slab(self) -> HostSlab | None:
         """The memory of the host tier in this process; None: there is no host tier."""
         ...
 
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """Use the host tier of an earlier runner of the same model, with its pages."""
+        ...
+
+    def sleep(self) -> None:
+        """Sleep level 1, see StepExecutor.sleep. No step may be in flight."""
+        ...
+
+    def wake_up(self) -> None:
+        """Undo sleep."""
+        ...
+
 
 class ClosedWith(Protocol):
-    """Something that is closed with the driver."""
+    """Something that sleeps, and is closed, with the driver."""
+
+    def sleep(self) -> None:
+        """See StepExecutor."""
+        ...
+
+    def wake_up(self) -> None:
+        """See StepExecutor."""
+        ...
 
     def close(self) -> None:
         """Release what it holds."""
@@ -112,6 +150,7 @@ class RunningStep:
     reads         what the proposer reads of the step
     is_followed   whether the speculator is told about the end of the step
     places        where the rows have placeholders for the step's tokens; None: they have none
+    observed      tokens whose attention is observed
     allows_next   whether the next step may start before this one is finished: it needs only the tokens, and these were
                   sampled and kept by the executor
     """
@@ -127,6 +166,7 @@ class RunningStep:
     is_followed: bool
     places: Sequence[int] | None
     allows_next: bool
+    observed: Sequence[ObservedRow] = ()
 
     def collect(self) -> StepResult:
         """See contracts.step.LaunchedStep."""
@@ -175,6 +215,9 @@ class StepDriver:
     speculator       drafts, also with other models; at least what grammars force is always drafted, and verified
     draft_executors  run the steps of draft models and draft heads, and are closed with the driver
     page_mover       the executor, where there is a host tier
+    adapters         the LoRA adapters of the executor's decoder; None: sequences have none
+    block_scorer     the executor, where sequences may have a KV compression that needs scores
+    rebalance        begins to move experts between ranks, see rebalance_experts; None: they do not move
     """
 
     def __init__(
@@ -183,8 +226,12 @@ class StepDriver:
         speculator: Speculator | None = None,
         draft_executors: Sequence[ClosedWith] = (),
         page_mover: PageMover | None = None,
+        adapters: AdapterStore | None = None,
+        block_scorer: BlockScorer | None = None,
+        rebalance: Callable[[], bool] | None = None,
     ) -> None:
-        self._page_mover = page_mover
+        self._page_mover, self._block_scorer, self._rebalance = page_mover, block_scorer, rebalance
+        self._adapters = adapters
         self._executor, self._draft_executors = executor, draft_executors
         self._speculator = Speculator(None, None, executor.vocab_size) if speculator is None else speculator
         self._batch = InputBatch(
@@ -194,10 +241,27 @@ class StepDriver:
             executor.has_sampler,
             executor.has_rope_variants,
             executor.has_states,
+            executor.first_window_block,
+            adapters is not None,
         )
         self._masks = GrammarMasks()
         self._no_masks = self._masks.start((), {}, 0)
         self._ready_s = 0.0  # when the tokens of the last step had been read
+
+    @property
+    def executor(self) -> StepExecutor:
+        """What computes the steps."""
+        return self._executor
+
+    @property
+    def batch(self) -> InputBatch:
+        """The sequences that it knows."""
+        return self._batch
+
+    @property
+    def grammar_masks(self) -> GrammarMasks:
+        """The masks of constrained sequences."""
+        return self._masks
 
     @property
     def speculator(self) -> Speculator:
@@ -240,10 +304,11 @@ class StepDriver:
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
         if self._page_mover is not None and (plan.page_saves or plan.page_loads):
             self._page_mover.move_pages(plan.page_saves, plan.page_loads)
-        if entries or plan.block_copies:
-            executor.begin_step(entries, plan.block_copies)
-        is_napping = speculator.naps(plan)
-        drafts = NO_DRAFTS if is_napping else propose_drafts(speculator, batch, plan)
+        copies = batch.block_copies(plan)
+        if entries or copies:
+            executor.begin_step(entries, copies)
+        is_skipped = speculator.skips(plan)
+        drafts = NO_DRAFTS if is_skipped else propose_drafts(speculator, batch, plan)
         if not plan.num_scheduled_tokens:
             executor.flush()
             return EmptyStep(self, plan)
@@ -253,9 +318,14 @@ class StepDriver:
         host_sampled = self._host_sampled(step)
         prompts = _prompt_results(step) if step.wants_prompt else None
         has_prompt_logits, _, hidden_rows = prompts or _NO_PROMPT_RESULTS
-        reads = () if is_napping else speculator.inputs
+        reads = () if is_skipped else speculator.inputs
         keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.wants_logits)
         masks = self._masks.start(step.ready, drafts, len(step.rows)) if batch.has_constraints else self._no_masks
+        observed: Sequence[ObservedRow] = ()
+        if self._block_scorer is not None and batch.has_observers:
+            observed = find_observed(step)
+            if observed:
+                self._block_scorer.observe_attention([one.index for one in observed])
         started = executor.start_step(step.tokens, not host_sampled, keeps_logits, hidden_rows, has_prompt_logits, reads)
         # From here on the rows are in the state after this step, except for the tokens that it samples.
         batch.advance(step)
@@ -263,9 +333,11 @@ class StepDriver:
         if executor.has_sampler and not host_sampled and not drafts:
             places = expect_tokens(step)
         lets_next_begin = executor.has_sampler and speculator.lets_next_begin
-        is_followed = not is_napping and not lets_next_begin
+        is_followed = not is_skipped and not lets_next_begin
         allows_next = lets_next_begin and not keeps_logits and prompts is None
-        return RunningStep(self, plan, step, started, masks, host_sampled, prompts, reads, is_followed, places, allows_next)
+        return RunningStep(
+            self, plan, step, started, masks, host_sampled, prompts, reads, is_followed, places, allows_next, observed
+        )
 
     def _host_sampled(self, step: StepInput) -> Sequence[int]:
         """Return which of step.ready the driver samples."""
@@ -284,6 +356,8 @@ class StepDriver:
         step, started = running.step, running.started
         token_ids, failures = executor.take_sampled(started)
         self._ready_s = time.perf_counter()
+        if self._block_scorer is not None and running.observed:
+            keep_observed(self._block_scorer, running.observed)
         pending = running.masks.wait()
         prompts, logprobs = running.prompts, _NO_PROMPT_LOGPROBS
         if prompts is not None and prompts.has_logprobs:
@@ -302,11 +376,13 @@ class StepDriver:
         else:
             result = take_expected(plan.step_id, rows, running.places, token_ids, failures, logprobs)
         if running.is_followed:
-            self._tell_speculator(running, result, paths, pending)
+            self._update_speculator(running, result, paths, pending)
         if prompts is not None and prompts.pooled_runs:
             hidden_states = executor.hidden_states(started, prompts.hidden_rows)
             pooled, errors = pool_hidden_states(prompts.pooled_runs, hidden_states)
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
+        if self._block_scorer is not None and plan.scored_blocks:
+            result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
         ready = self._masks.take_ready()
         return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
 
@@ -372,7 +448,7 @@ class StepDriver:
             found.update(zip(others, verify_sampled(token_ids, chosen, others, failures), strict=True))
         return [found[index] for index in sorted(found)]
 
-    def _tell_speculator(
+    def _update_speculator(
         self,
         running: RunningStep,
         result: StepResult,
@@ -399,6 +475,16 @@ class StepDriver:
         """See EngineRunner."""
         return self._executor.measure_peaks(report)
 
+    def expert_stats(self) -> list[ExpertStats]:
+        """See EngineRunner."""
+        return self._executor.expert_stats()
+
+    def rebalance_experts(self) -> bool:
+        """See EngineRunner."""
+        if self._rebalance is None:
+            raise ConfigError("the experts of this engine do not move: start it with enable_expert_parallel and enable_eplb")
+        return self._rebalance()
+
     def rank_stats(self) -> list[RankStats]:
         """See EngineRunner."""
         return self._executor.rank_stats()
@@ -413,13 +499,35 @@ class StepDriver:
         return None
 
     @property
+    def adapters(self) -> AdapterStore | None:
+        """See EngineRunner."""
+        return self._adapters
+
+    @property
     def host_slab(self) -> HostSlab | None:
         """See EngineRunner."""
         return None if self._page_mover is None else self._page_mover.host_slab
 
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """See EngineRunner."""
+        if self._page_mover is None:
+            raise InvariantError("a host tier is handed over, but this runner has none")
+        self._page_mover.adopt_host_slab(slab)
+
+    def sleep(self) -> None:
+        """See EngineRunner."""
+        self._speculator.leave()
+        for executor in (self._executor, *self._draft_executors):
+            executor.sleep()
+
+    def wake_up(self) -> None:
+        """See EngineRunner."""
+        for executor in (self._executor, *self._draft_executors):
+            executor.wake_up()
+
     def close(self) -> None:
         """Release the weights and the KV pool."""
-        self._page_mover = None
+        self._page_mover, self._adapters, self._block_scorer = None, None, None
         self._masks.close()
         for executor in (self._executor, *self._draft_executors):
             executor.close()
@@ -433,7 +541,9 @@ class AsyncStepDriver(StepDriver):
     A step is launched as a whole, and the next one may be launched before the first one's tokens are read, if the sampler
     samples all of them and nothing is drafted.
 
-    is_ahead  whether the caller launches the next step early where it may
+    is_ahead   whether the caller launches the next step early where it may
+    mark_step  returns a context in which a step is launched, for profilers
+    adapters   as in StepDriver
     """
 
     def __init__(
@@ -442,8 +552,11 @@ class AsyncStepDriver(StepDriver):
         speculator: Speculator | None = None,
         draft_executors: Sequence[ClosedWith] = (),
         is_ahead: bool = True,
+        mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
+        adapters: AdapterStore | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors)
+        super().__init__(executor, speculator, draft_executors, adapters=adapters)
+        self._mark_step = mark_step
         self._is_ahead, self._num_in_flight = is_ahead, 0
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -455,7 +568,7 @@ class AsyncStepDriver(StepDriver):
         limit = self._executor.max_in_flight
         if self._num_in_flight == limit:
             raise InvariantError(f"step {plan.step_id} is launched while {limit} steps are not collected")
-        with self._executor.step_scope():
+        with self._executor.step_scope(), nullcontext() if self._mark_step is None else self._mark_step(plan):
             running = self._start(plan)
         if self._is_ahead and running.is_followed and self._num_in_flight == 0:
             self._speculator.note_idle(time.perf_counter() - self._ready_s)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.kv.tiers.host_slab import HostSlab
@@ -60,6 +61,9 @@ class StepTokens(NamedTuple):
     trees        None: no draft is a tree
     short_ropes  S flags: the sequence takes the short variant of the rope, see ModelSpec.rope_switch_len; None: none does
     states       of a model with a recurrent state
+    adapters     S keys of LoRA adapters, "": the base model; None: there are no adapters
+    num_dropped  S numbers of tokens that the cache has no longer: the place of a token in it is its position minus this. None:
+                 all are 0
     """
 
     token_ids: list[int]
@@ -71,6 +75,8 @@ class StepTokens(NamedTuple):
     trees: TreePlaces | None = None
     short_ropes: list[bool] | None = None
     states: StateChange | None = None
+    adapters: list[str] | None = None
+    num_dropped: list[int] | None = None
 
 
 class Moves(NamedTuple):
@@ -84,6 +90,13 @@ class Moves(NamedTuple):
     sources: list[int]
     targets: list[int]
     starts: list[int]
+
+
+class ObservedToken(NamedTuple):
+    """A token whose attention is observed: its batch slot, and its place in the cache."""
+
+    batch_slot: int
+    place: int
 
 
 class SlotSampling(NamedTuple):
@@ -127,6 +140,27 @@ class PageMover(Protocol):
         """Copy blocks to slots of the host tier, (block, slot), and then slots to blocks, (slot, block); before begin_step."""
         ...
 
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """Use a slab that another executor of the same model had, with its pages, in place of its own."""
+        ...
+
+
+class BlockScorer(Protocol):
+    """An executor that can score the blocks of sequences with KV compression; see contracts.kv_compression."""
+
+    def observe_attention(self, rows: Sequence[int]) -> None:
+        """Keep the queries of these rows of the next step, for take_observed."""
+        ...
+
+    def take_observed(self, places: Sequence[ObservedToken]) -> list[Tensor]:
+        """Return the attention that each of the kept rows of the last step pays to each block up to its own, f64, summed over
+        heads and layers."""
+        ...
+
+    def score_key_norms(self, block_ids: Sequence[int]) -> tuple[float, ...]:
+        """Return for each block minus the mean norm of its keys, over tokens, heads and layers."""
+        ...
+
 
 class StepExecutor(Protocol):
     """Runs steps in the order of the calls. All methods but close and measure_peaks are called inside of step_scope().
@@ -137,6 +171,8 @@ class StepExecutor(Protocol):
     max_in_flight  steps that may be started and not yet read
     draw           samples from logits where they are, see sampling.sampler; None: on the host
     block_tables   [max_num_seqs, max_blocks] i64, a row for each batch slot. The driver writes them before it starts a step
+    first_window_block  None: the cache has one group. Otherwise the second half of a row is the table of the window group, and
+                   window block w is first_window_block + w in block copies and moves, see KvPool
     has_rope_variants  sequences take one of two variants of the rope, see ModelSpec.rope_switch_len
     has_states     sequences have a recurrent state: StepTokens.states says what becomes of it
     """
@@ -145,6 +181,7 @@ class StepExecutor(Protocol):
     max_in_flight: int
     draw: Draw | None
     block_tables: NDArray[np.int64]
+    first_window_block: int | None
     block_size: int
     vocab_size: int
     has_rope_variants: bool
@@ -226,12 +263,27 @@ class StepExecutor(Protocol):
         """Return the bytes per second that the device reads and its operations per second, measured now, in a moment."""
         ...
 
+    def expert_stats(self) -> list[ExpertStats]:
+        """Return how many tokens the experts of each layer have got; empty where there are none, or they are not counted."""
+        ...
+
     def rank_stats(self) -> list[RankStats]:
         """Return what each rank of a model on several processes does and holds; empty for one process."""
         ...
 
     def check_health(self) -> None:
         """Raise DeviceLostError, with the reason, where a process that runs a part of the model has ended. At any time."""
+        ...
+
+    def sleep(self) -> None:
+        """Release the memory of the KV pools, and move weights on a GPU to the host, while no step runs; outside of step_scope.
+
+        Until wake_up only rank_stats, expert_stats, check_health, wake_up and close may be called.
+        """
+        ...
+
+    def wake_up(self) -> None:
+        """Undo sleep: the KV pools are there again, without values."""
         ...
 
     def close(self) -> None:

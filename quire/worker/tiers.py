@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from pathlib import Path
 
 import torch
@@ -10,18 +11,23 @@ import torch
 import quire
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.contracts.memory import ModelReport
+from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
+from quire.worker.memory import uses_native_kernels
 
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".gguf")
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+_NUM_TRANSFER_SAMPLES = 4096
+"""Of each file for engines on different machines: 16 MiB. Files up to that size are read whole."""
 
 
 def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the KV tiers that a configuration asks for are not supported."""
     if not config.host_tier_bytes:
         return
-    name = "kv_host_bytes" if config.kv_disk_dir is None else "kv_disk_dir"
+    name = "kv_host_bytes" if config.kv_host_bytes is not None else "kv_disk_dir"
+    if config.role != "both":
+        name = "role"
     value = getattr(config, name)
     if report.device != "cpu":
         raise ConfigError(
@@ -46,16 +52,37 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
             f"kv_disk_dir is {value!r} and tensor_parallel_size {config.tensor_parallel_size}: the disk tier needs one rank, "
             "as each rank has a part of every page; give kv_host_bytes only, or leave tensor_parallel_size at 1"
         )
+    if config.role != "both":
+        _check_role(config, report)
     if num_host_pages(config, report) == 0:
         raise ConfigError(
             f"kv_host_bytes is {config.host_tier_bytes}, but a page (one KV block of {report.memory.kv.block_size} tokens) "
-            f"takes {report.memory.kv.bytes_per_block} bytes; raise it"
+            f"takes {page_bytes(report.memory)} bytes; raise it"
+        )
+
+
+def _check_role(config: EngineConfig, report: ModelReport) -> None:
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"role is {config.role!r} and tensor_parallel_size {config.tensor_parallel_size}: KV transfer needs one rank, as "
+            "each rank has a part of every page; leave tensor_parallel_size at 1"
+        )
+    if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
+        raise ConfigError(
+            f"role is {config.role!r}, but the rope of {report.spec.model_type} depends on the length of a sequence, which KV "
+            "transfer does not support: choose a smaller max_model_len, or role 'both'"
         )
 
 
 def num_host_pages(config: EngineConfig, report: ModelReport) -> int:
     """Return how many pages the host tier has, over all ranks together; 0: there is none."""
-    return config.host_tier_bytes // max(1, report.memory.kv.bytes_per_block)
+    return config.host_tier_bytes // max(1, page_bytes(report.memory))
+
+
+def page_bytes(memory: MemoryPlan) -> int:
+    """Return the bytes of a page over all ranks, or over those of this host where these hold more: key and value heads that
+    several ranks hold count for each."""
+    return max(memory.kv.bytes_per_block, memory.host_bytes_per_block)
 
 
 def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -66,29 +93,59 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
     kv = report.memory.kv
     return {
         "version": quire.__version__,
-        "kernels": _kernels(),
+        "kernels": _kernels(config, report),
         "weights": _weights_hash(report.folder),
         "model": repr((config.dtype, config.quantization, report.spec.rope_switch_len(report.memory.max_model_len))),
         "max_model_len": str(report.memory.max_model_len),
-        "kv": repr((kv.dtype, kv.block_size, kv.layer_shapes)),
+        "kv": repr((kv.format_name, kv.block_size, kv.layer_shapes)),
     }
 
 
-def _kernels() -> str:
+def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
+    """Return all on which the bytes of a page depend for engines that may be on different machines.
+
+    One field for each thing that a user can set, as its name and both values are shown where two engines differ. Of the weights
+    it has more samples than `tier_fingerprint`, and no times of files.
+    """
+    spec, kv = report.spec, report.memory.kv
+    return {
+        "version": quire.__version__,
+        "kernels": _kernels(config, report),
+        "model": f"{spec.model_type}, {len(spec.layers)} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}",
+        "dtype": str(spec.dtype),
+        "quantization": str(config.quantization),
+        "kv_cache_dtype": kv.format_name,
+        "block_size": str(kv.block_size),
+        "max_model_len": str(report.memory.max_model_len),
+        "kv_heads": _runs(kv.layer_shapes),
+        "weights": _weights_hash(report.folder, has_times=False)[:24],
+    }
+
+
+def _runs(shapes: tuple[tuple[int, int], ...]) -> str:
+    """Return the heads and head size of each layer; layers in a row that are equal are counted."""
+    runs = [(shape, len(list(equal))) for shape, equal in itertools.groupby(shapes)]
+    return ", ".join(f"{count} layers of {heads} x {dim}" for (heads, dim), count in runs)
+
+
+def _kernels(config: EngineConfig, report: ModelReport) -> str:
+    """Return what computes the model: the native kernels lay out keys and values in their own way."""
     native = load_native()
-    if native is None or native.__file__ is None:
+    if native is None or native.__file__ is None or not uses_native_kernels(config, report.spec):
         return f"torch {torch.__version__}"
     return hashlib.sha256(Path(native.__file__).read_bytes()).hexdigest()[:16] + f" {native.isa()}"
 
 
-def _weights_hash(folder: Path) -> str:
+def _weights_hash(folder: Path, has_times: bool = True) -> str:
+    num_samples = _NUM_SAMPLES if has_times else _NUM_TRANSFER_SAMPLES
     digest = hashlib.sha256()
     paths = [folder] if folder.is_file() else sorted(path for path in folder.iterdir() if path.suffix in _CHECKPOINT_SUFFIXES)
     for path in paths:
         status = path.stat()
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        time_ns = status.st_mtime_ns if has_times else 0
+        digest.update(f"{path.name}\0{status.st_size}\0{time_ns}\0".encode())
         with path.open("rb") as file:
-            for index in range(_NUM_SAMPLES):
-                file.seek(status.st_size * index // _NUM_SAMPLES)
+            for index in range(num_samples):
+                file.seek(status.st_size * index // num_samples)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()[:32]

@@ -6,6 +6,7 @@ import urllib.request
 
 import pytest
 
+from tests.browser.conftest import ServerProcess
 from tests.browser.scripted_server import text_chunks
 
 pytestmark = pytest.mark.slow
@@ -151,6 +152,24 @@ def test_engine_view_shows_the_batch_and_shared_blocks_when_two_requests_have_on
     assert browser.one(".engine-state").text == "Paused"
 
 
+def test_timeline_of_a_request_is_shown_with_its_phases_and_events(browser, server):
+    browser.open(f"{server.url}/#completion")
+    complete(browser, "The old", 5)
+    browser.run("location.hash = '#engine/requests'")
+    browser.until(lambda: browser.all("#card-requests tbody button"), "the list")
+    browser.click(lambda: browser.one("#card-requests tbody button"))
+    text = browser.until(lambda: browser.one("#card-requests").text, "the timeline")
+    assert "Where the time went" in text
+    for event in ("received", "admitted: ", "prefill: ", "decode: ", "finished: length, 5 output tokens"):
+        assert event in text
+    assert len(browser.all("#card-requests .lanes i.prefill")) >= 1
+    widths = browser.run("return [...document.querySelectorAll('#card-requests .lanes i')].map((bar) => bar.style.width)")
+    assert all(width.endswith("%") for width in widths)
+    browser.shot("requests")
+    browser.click(lambda: browser.button("Refresh"))
+    browser.until(lambda: "that ended" in browser.one("#card-requests .note").text, "the note")
+
+
 def test_feed_is_slow_when_motion_is_unwanted_and_ends_when_the_view_is_left(browser, server):
     opened = """
     const real = window.fetch;
@@ -214,6 +233,59 @@ def test_batch_is_started_watched_and_cancelled(browser, server, tmp_path):
     browser.until(lambda: "failed" in browser.one("#view-batches tbody").text, "the list")
     assert browser.run("return document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     browser.shot("phone-batches")
+
+
+def test_example_of_a_route_is_shown_and_started(browser, server):
+    browser.open(f"{server.url}/#batches")
+    browser.until(lambda: browser.one("#model").text, "the model")
+    browser.labelled("Route").send_keys("/v1/completions")
+    browser.click(lambda: browser.one("#view-batches .examples summary"))
+    lines = [json.loads(line) for line in browser.one("#view-batches .examples pre").text.splitlines()]
+    assert [(line["custom_id"], line["url"], line["body"]["model"]) for line in lines] == [
+        (f"example-{number}", "/v1/completions", "demo") for number in (1, 2, 3)
+    ]
+    browser.shot("batch-example")
+    browser.click(lambda: browser.button("Start the example"))
+    row = "return [...document.querySelectorAll('#view-batches tbody tr:first-child > *')].map((cell) => cell.textContent)"
+    browser.until(lambda: browser.run(row)[1:4] == ["/v1/completions", "completed", " 3 of 3"], "the end of the example")
+
+
+NUM_FREE = "return Number(/ (\\d+) free/.exec(document.querySelector('#card-kv .note').textContent)?.[1] ?? 0)"
+
+
+@pytest.fixture
+def forgetful_server(chromium):
+    """A server without a prefix cache, so that blocks become free again."""
+    started = ServerProcess("--max-num-seqs", "8", "--no-enable-prefix-caching")
+    started.wait_until_ready()
+    yield started
+    started.stop()
+
+
+def test_map_of_blocks_folds_when_it_is_mostly_empty(browser, forgetful_server):
+    server = forgetful_server
+    browser.open(f"{server.url}/#engine", height=1500)
+    browser.until(lambda: "Engine ready" in browser.one(".engine-state").text, "the feed")
+    tall = "return document.querySelector('canvas.kv').clientHeight"
+    with Load(server.url):
+        browser.until(lambda: browser.run(NUM_FREE) > 0, "blocks")
+        browser.until(lambda: browser.all("#card-kv .control button"), "the button")
+        folded = browser.run(tall)
+        browser.shot("kv-folded")
+        browser.click(lambda: browser.button("Show all blocks"))
+        whole = browser.until(lambda: browser.run(tall) > 2 * folded and browser.run(tall), "the whole map")
+        browser.click(lambda: browser.button("Fold free rows"))
+        browser.until(lambda: browser.run(tall) < whole, "the folded map")  # how much folds changes with the blocks in use
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    def points_at_folded_blocks():
+        down = browser.run(tall) // 2 - 6  # the map shrinks as blocks become free
+        for offset in (0, 5):  # the page listens to moves
+            ActionChains(browser.driver).move_to_element_with_offset(browser.one("canvas.kv"), offset, down).perform()
+        return browser.one("#card-kv .note").text.endswith(": free.")
+
+    browser.until(points_at_folded_blocks, "the folded blocks")
+    assert browser.one("#card-kv .note").text.startswith("Blocks ")
 
 
 def test_key_is_asked_for_and_kept_in_the_tab_alone(browser, guarded_server):
@@ -298,7 +370,8 @@ def test_page_fits_a_phone(browser, server, dark):
     wait_until_done(browser)
     # What stands below the text is not beneath it.
     assert browser.run("const b = document.querySelector('#view-completion .tokens'); return b.scrollHeight <= b.clientHeight")
-    browser.click(lambda: browser.all("#view-completion .tokens .tok")[-1])
+    # The last tokens may be line breaks, which have no width to click.
+    browser.click(lambda: [token for token in browser.all("#view-completion .tokens .tok") if token.size["width"] > 2][-1])
     browser.until(lambda: "bytes" in browser.one(".token-card").text, "the card")
     assert browser.run(
         "const box = document.querySelector('.token-card').getBoundingClientRect(); return box.left >= 0 && box.right <= 360"

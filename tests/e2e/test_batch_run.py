@@ -69,6 +69,13 @@ def test_every_line_is_answered_and_what_failed_lies_apart(tmp_path):
     assert "Traceback" not in ended.stderr
 
 
+def test_log_level_is_that_of_the_engine_too(tmp_path):
+    write_lines(tmp_path / "in.jsonl", [line("r")])
+    logs = [run(tmp_path, "--overwrite", "--log-level", level).stderr for level in ("info", "error")]
+    assert ["INFO weights" in log for log in logs] == [True, False]
+    assert "INFO" not in logs[1]
+
+
 def start(folder):
     return subprocess.Popen(command(folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
@@ -110,6 +117,7 @@ def test_run_goes_on_where_a_signal_ended_it_and_answers_no_line_twice(tmp_path,
     assert "600 of 600 requests done" in ended.stderr
 
 
+@pytest.mark.slow
 def test_progress_bar_is_shown_on_a_terminal(tmp_path):
     write_lines(tmp_path / "in.jsonl", [line(f"r{n}") for n in range(20)])
     main, terminal = pty.openpty()
@@ -129,6 +137,7 @@ def test_progress_bar_is_shown_on_a_terminal(tmp_path):
     assert "20 of 20 requests done" in text
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("data", "said"),
     [

@@ -321,6 +321,7 @@ def test_sampling_option_does_what_it_says(ask_openai, route, check):
     check(ask_openai, route)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty"])
 @pytest.mark.parametrize("route", ["chat", "responses"])
 def test_penalty_holds_on_routes_that_show_no_tokens(ask_openai, route, name):
@@ -618,7 +619,7 @@ def refused(route, param, kind=openai.BadRequestError, **options):
         refused("chat", "modalities", modalities=["text", "audio"]),
         refused("chat", "functions", functions=[{"name": "f"}]),
         refused("responses", "background", background=True, store=False),
-        refused("responses", "conversation", conversation="c"),
+        refused("responses", "conversation", openai.NotFoundError, conversation="conv_none"),
         refused("responses", "truncation", truncation="auto"),
         refused("responses", "previous_response_id", openai.NotFoundError, previous_response_id="resp_none"),
         refused("responses", "tools[0].type", tools=[{"type": "mcp"}]),

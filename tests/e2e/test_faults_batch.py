@@ -195,6 +195,7 @@ def test_server_says_why_when_its_data_folder_cannot_be_opened(tmp_path):
         ServerProcess("--data-dir", str(tmp_path), "--no-page")
 
 
+@pytest.mark.slow
 def test_one_batch_is_made_when_the_same_request_comes_ten_times_at_once(server):
     body = {"input_file_id": upload(server, make_lines(3)), "endpoint": "/v1/completions", "completion_window": "24h"}
 
@@ -208,6 +209,7 @@ def test_one_batch_is_made_when_the_same_request_comes_ten_times_at_once(server)
     assert_every_line_once(server, answers[0][2]["id"], 3)
 
 
+@pytest.mark.slow
 def test_online_request_waits_for_no_line_when_long_lines_hold_every_seat():
     lines = [{**line, "body": {**line["body"], "ignore_eos": True}} for line in make_lines(6, max_tokens=800)]
     with serving("--max-num-seqs", "4") as server:

@@ -82,6 +82,7 @@ def test_work_stops_when_clients_go(server, expected, is_streaming, how):
     assert server.metric("quire:generation_tokens_total") - generated < 60 * 900 / 2
 
 
+@pytest.mark.slow
 def test_work_stops_when_clients_go_during_prefill(server, expected):
     aborted = num_aborted(server)
 
@@ -109,6 +110,7 @@ def never_read(server, max_tokens, num):
     return found
 
 
+@pytest.mark.slow
 def test_one_stream_goes_on_when_others_never_read(server, expected):
     unread, others = num_unread(server), 6
     sockets = never_read(server, 900, others)
@@ -144,6 +146,7 @@ def test_one_stream_goes_on_when_500_never_read(server, expected):
     assert_recovered(server, expected)
 
 
+@pytest.mark.slow
 def test_slow_heads_and_bodies_are_cut_off_while_others_are_served(server, expected):
     whole = request_bytes("/v1/completions", completion(1))
     cuts = [1, 20, len(whole) // 2, len(whole) - 1]
@@ -161,6 +164,7 @@ def test_slow_heads_and_bodies_are_cut_off_while_others_are_served(server, expec
     assert_recovered(server, expected)
 
 
+@pytest.mark.slow
 def test_slow_drip_is_cut_off_when_the_head_does_not_end(server):
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
         sock.sendall(b"GET /health HTTP/1.1\r\n")

@@ -97,6 +97,7 @@ async def flood(server, num, is_over, outcomes, name="flood", max_tokens=60):
     await asyncio.gather(*[one() for _ in range(num)])
 
 
+@pytest.mark.slow
 def test_requests_of_one_key_flow_while_another_floods(server):
     async def go():
         is_over, outcomes = asyncio.Event(), []
@@ -123,6 +124,7 @@ def rss_mib(pid):
     return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_server_stays_whole_when_it_gets_four_times_what_it_can_serve(server, seconds):
     """Of about 200 that ask at once, 48 find room."""
@@ -154,6 +156,7 @@ def test_server_stays_whole_when_it_gets_four_times_what_it_can_serve(server, se
     assert_recovered(server)
 
 
+@pytest.mark.slow
 def test_deadline_ends_requests_in_the_queue_and_in_the_engine(server):
     async def go():
         with server.frozen_engine():

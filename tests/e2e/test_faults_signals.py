@@ -179,6 +179,7 @@ def test_link_leaves_no_folder_when_the_server_is_killed(start, tmp_path, monkey
     assert left == []
 
 
+@pytest.mark.slow
 def test_every_line_of_the_log_is_an_object_when_the_engine_writes_and_dies_below_python():
     with serving("--log-format", "json", "--no-page") as server:
         pid = server.engine_pid()

@@ -11,8 +11,10 @@ import time
 
 import pytest
 
-from quire import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
+from quire import LLM, AsyncLLM, ConfigError, LoRARequest, RequestError, SamplingParams, StructuredOutputsParams
 from quire.contracts.sampling_params import BeamSearchParams
+from quire.engine.replica_messages import AdapterCommand
+from tests.lora_adapter import write_adapter
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +70,34 @@ def test_embeddings_constraints_and_beams_are_those_of_one_engine(one, two):
     beams = BeamSearchParams(beam_width=2, max_tokens=5)
     texts = [[beam.text for beam in output.sequences] for output in one.beam_search(PROMPTS[:2], beams)]
     assert [[beam.text for beam in output.sequences] for output in two.beam_search(PROMPTS[:2], beams)] == texts
+
+
+def test_adapters_are_loaded_and_unloaded_in_every_replica(tmp_path):
+    shapes = {f"model.layers.{layer}.self_attn.q_proj": (256, 256) for layer in range(8)}
+    loras = [LoRARequest(name, number, str(tmp_path / name)) for number, name in ((1, "one"), (2, "two"))]
+    for lora in loras:
+        write_adapter(tmp_path / lora.lora_name, shapes, seed=lora.lora_int_id)
+    asked = [*loras, None, loras[0]] * 4
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    ours, theirs = LLM("demo", enable_lora=True, **OPTIONS), LLM("demo", enable_lora=True, data_parallel_size=2, **OPTIONS)
+    engine = theirs.llm_engine
+    assert [engine.add_lora(loras[0]), engine.add_lora(loras[0])] == [True, False]
+    assert {len(answer.loaded) for answer in engine._ask(AdapterCommand("list"))} == {1}
+    with pytest.raises(RequestError, match="is no folder of this machine"):
+        engine.add_lora(LoRARequest("none", 3, str(tmp_path / "none")))
+    assert engine.list_loras() == {1}
+    expected = _shown(ours.generate(PROMPTS, params, use_tqdm=False, lora_request=asked))
+    assert _shown(theirs.generate(PROMPTS, params, use_tqdm=False, lora_request=asked)) == expected
+    assert engine.list_loras() == {1, 2}
+    assert [engine.remove_lora(1), engine.remove_lora(1)] == [True, False]
+    assert engine.list_loras() == {2}
+    theirs.sleep()
+    with pytest.raises(ConfigError, match="asleep"):
+        engine.add_lora(loras[0])
+    theirs.wake_up()
+    assert _shown(theirs.generate(PROMPTS, params, use_tqdm=False, lora_request=asked)) == expected
+    ours.close()
+    theirs.close()
 
 
 def test_bad_requests_raise_before_anything_runs(two):

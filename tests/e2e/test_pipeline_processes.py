@@ -30,7 +30,7 @@ def _generate(llm, max_tokens=32, **params):
 
 
 def _pids(llm):
-    return llm.llm_engine._runner.worker_pids
+    return llm.llm_engine.runner.worker_pids
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_drafts_of_a_model_in_the_leader_change_no_token():
     one = LLM("demo", **OPTIONS)
     expected = _generate(one, temperature=0.0)
     one.close()
-    drafts = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}
+    drafts = {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False}
     stages = LLM("demo", pipeline_parallel_size=2, speculative_config=drafts, **OPTIONS)
     assert _generate(stages, temperature=0.0) == expected
     assert stages.llm_engine.stats.num_draft_tokens > 0
@@ -106,6 +106,37 @@ def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_se
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [3, 0])
+def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of_them_is_killed(killed):
+    """killed: the second process of the second stage, for which the leader never waits, or the first of the first."""
+    before = _left_behind()
+    one = LLM("demo", **OPTIONS)
+    expected = _generate(one, 8, logprobs=2, prompt_logprobs=1)
+    one.close()
+    llm = LLM("demo", pipeline_parallel_size=2, tensor_parallel_size=2, **OPTIONS)
+    pids, place = _pids(llm), rf"stage {killed // 2} \(layers \d to \d\), tensor-parallel rank {killed % 2}"
+    assert list(pids) == [0, 1, 2, 3]
+    assert _generate(llm, 8, logprobs=2, prompt_logprobs=1) == expected
+    assert [stats.pid for stats in llm.llm_engine.stats.ranks] == [os.getpid(), *pids.values()]
+    assert all(stats.memory_bytes > 0 for stats in llm.llm_engine.stats.ranks)
+    at = []
+
+    def kill():
+        at.append(time.monotonic())
+        os.kill(pids[killed], signal.SIGKILL)
+
+    threading.Timer(0.3, kill).start()
+    message = rf"pipeline {place}: rank {killed + 1} \(pid {pids[killed]}\): killed by SIGKILL"
+    with pytest.raises(WorkerError, match=message) as raised:
+        _generate(llm, 1000, ignore_eos=True)
+    assert time.monotonic() - at[0] < 1.0
+    assert raised.value.rank == killed + 1
+    llm.close()
+    assert not any(_is_alive(pid) for pid in pids.values())
+    assert _left_behind() == before
+
+
+@pytest.mark.slow
 def test_a_stage_that_is_killed_while_the_engine_is_idle_is_noticed():
     llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
     llm.llm_engine.check_health()
@@ -122,7 +153,7 @@ def test_stages_end_with_their_leader():
         "import time\n"
         "from quire import LLM\n"
         f"llm = LLM('demo', pipeline_parallel_size=2, **{OPTIONS!r})\n"
-        "print(*llm.llm_engine._runner.worker_pids.values(), flush=True)\n"
+        "print(*llm.llm_engine.runner.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
     before = _left_behind()
@@ -153,16 +184,20 @@ def _children(pid):
 
 
 @pytest.mark.slow
-def test_a_server_of_two_stages_tells_of_a_killed_one_and_goes_on_with_new_ones():
+@pytest.mark.parametrize("num_ranks", ["1", "2"])
+def test_a_server_of_two_stages_tells_of_a_killed_one_and_goes_on_with_new_ones(num_ranks):
     pytest.importorskip("uvicorn", reason="needs quire[server]")
     from tests.e2e.server_process import ServerProcess
 
-    server = ServerProcess("-pp", "2", "--pipeline-layers", "5,3").wait_ready()
+    server = ServerProcess("-pp", "2", "-tp", num_ranks, "--pipeline-layers", "5,3").wait_ready()
     try:
         body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 8, "temperature": 0}
         expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
         workers = [pid for pid, line in _children(server.engine_pid()).items() if "pipeline_worker" in line]
-        assert len(workers) == 2
+        assert len(workers) == 2 * int(num_ranks)
+        metrics = server.get("/metrics").text
+        assert metrics.count("quire:rank_up{") == len(workers) + 1
+        assert metrics.count("quire:pipeline_stage_busy_seconds_total{") == 2
         os.kill(workers[0], signal.SIGKILL)
         server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=2.0)
         server.wait_ready()

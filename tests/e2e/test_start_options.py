@@ -38,6 +38,7 @@ def wait_ready(client, process, timeout_s=120):
     raise AssertionError("waited in vain")
 
 
+@pytest.mark.slow
 def test_server_of_a_file_answers_over_a_unix_socket_with_tls_and_a_prefix(tmp_path, pems):
     key, cert = pems
     path = tmp_path / "s.sock"
@@ -85,6 +86,7 @@ def run_serve(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_start_is_refused_at_once_when_key_and_certificate_do_not_fit(tmp_path, pems):
     key, cert = pems
     alone = run_serve("--port", "0", "--ssl-keyfile", str(key))

@@ -29,7 +29,7 @@ def _generate(llm, max_tokens=32, **params):
 
 
 def _executor(llm):
-    return llm.llm_engine._runner._executor
+    return llm.llm_engine.runner.executor
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ def test_workers_end_with_their_leader():
         "import sys, time\n"
         "from quire import LLM\n"
         f"llm = LLM('demo', tensor_parallel_size=3, **{OPTIONS!r})\n"
-        "print(*llm.llm_engine._runner._executor.worker_pids.values(), flush=True)\n"
+        "print(*llm.llm_engine.runner.executor.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
     before = _left_behind()

@@ -25,7 +25,7 @@ ARCHITECTURES = {
     **{"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "minimax_m2": "minimax-m2", "phi": "phi2"},
     **{"nemotron": "nemotron", "olmo3": "olmo2", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss"},
     **{"smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "llama4_text": "llama4"},
-    **{"glm": "chatglm"},
+    **{"glm": "chatglm", "apertus": "apertus"},
 }
 _PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3")
 _LATENT = ("deepseek_v2", "deepseek_v3")
@@ -41,6 +41,7 @@ _NAMES = {
     **{"mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up"},
     **{"mlp.c_fc": "ffn_up", "mlp.fc1": "ffn_up", "mlp.dense_h_to_4h": "ffn_up"},
     **{"mlp.c_proj": "ffn_down", "mlp.fc2": "ffn_down", "mlp.dense_4h_to_h": "ffn_down"},
+    **{"attention_layernorm": "attn_norm", "feedforward_layernorm": "ffn_norm"},
     **{"mlp.gate": "ffn_gate_inp", "mlp.gate.wg": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp"},
     **{"mlp.shared_expert_gate": "ffn_gate_inp_shexp", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b"},
     **{"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_b_proj": "attn_kv_b"},
@@ -98,8 +99,11 @@ def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False)
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {} if config["model_type"] in _LATENT else _rope_tensors({"head_dim": _head_dim(config), **config})
+    xielu: dict[str, tuple[str, list[float]]] = {}
     for name, parameter in model.state_dict().items():
-        if name != "lm_head.weight" or not config.get("tie_word_embeddings"):
+        if ".act_fn." in name:
+            xielu.setdefault(f"xielu.{name.rpartition('.')[2]}", ("f32[]", []))[1].append(parameter.float().item())
+        elif name != "lm_head.weight" or not config.get("tie_word_embeddings"):
             tensors |= convert_tensor(name, parameter.float().numpy(), config)
     if splits_kv_b:
         for name in [name for name in tensors if name.endswith("attn_kv_b.weight")]:
@@ -107,7 +111,7 @@ def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False)
             nope = config["qk_nope_head_dim"]
             tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(both[:, :nope].swapaxes(1, 2))
             tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(both[:, nope:])
-    return metadata_of(config, with_mla=splits_kv_b), tensors
+    return metadata_of(config, with_mla=splits_kv_b) | xielu, tensors
 
 
 def _head_dim(config):

@@ -39,11 +39,25 @@ _JAMBA: Options = {
     **{"num_experts": 6, "num_experts_per_tok": 3, "use_mamba_kernels": False},
 }
 _MAMBA1: Options = {"state_size": 10, "time_step_rank": 5, "expand": 2, "num_hidden_layers": 3}
+_MAMBA2_ALONE: Options = {
+    **{"num_heads": 6, "head_dim": 16, "state_size": 20, "expand": 2, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 3},
+}
 _KIMI: Options = {
     **{"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"]},
     **{"linear_num_heads": 3, "linear_head_dim": 20, "num_key_value_heads": 4, "kv_lora_rank": 24, "qk_rope_head_dim": 8},
     **{"qk_nope_head_dim": 12, "v_head_dim": 14, "num_experts_per_tok": 3, "num_local_experts": 8},
     **{"moe_intermediate_size": 24},
+}
+_ZAMBA2: Options = {
+    **{
+        "n_mamba_heads": 6,
+        "mamba_d_state": 20,
+        "mamba_ngroups": 2,
+        "chunk_size": 16,
+        "num_hidden_layers": 4,
+        "adapter_rank": 6,
+    },
+    **{"layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"], "num_mem_blocks": 2},
 }
 
 CASES: dict[str, tuple[str, Options]] = {
@@ -109,6 +123,22 @@ CASES: dict[str, tuple[str, Options]] = {
         {**_MAMBA1, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": False},
     ),
     "falcon-mamba": ("falcon_mamba", _MAMBA1),
+    "mamba2": ("mamba2", _MAMBA2_ALONE),
+    "mamba2-options": (
+        "mamba2",
+        {
+            **{**_MAMBA2_ALONE, "use_bias": True, "use_conv_bias": False, "conv_kernel": 3, "tie_word_embeddings": True},
+            **{"time_step_limit": [0.01, 0.6]},
+        },
+    ),
+    "zamba2": ("zamba2", {**_ZAMBA2, "use_shared_attention_adapter": True, "use_mem_rope": True, "num_key_value_heads": 4}),
+    "zamba2-options": (
+        "zamba2",
+        {
+            **{**_ZAMBA2, "num_mem_blocks": 1, "add_bias_linear": True, "time_step_min": 0.3, "tie_word_embeddings": False},
+            **{"mamba_d_conv": 3, "use_long_context": True, "hidden_act": "silu"},
+        },
+    ),
     "kimi-linear": ("kimi_linear", _KIMI),
     "kimi-linear-latent": (
         "kimi_linear",

@@ -101,6 +101,7 @@ def check(found, expected):
         torch.testing.assert_close(torch.tensor(one), other, **TOLERANCE)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_classes_are_those_of_transformers(tmp_path, family, block_size):

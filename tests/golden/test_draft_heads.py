@@ -248,7 +248,7 @@ def run(folder, config):
     more = {} if config["method"] == "medusa" else {"draft_p_min": 0.0}
     config = {**config, **more, "num_speculative_tokens": COUNT, "adaptive": False}
     llm = LLM(str(folder), dtype="float32", num_kv_blocks=40, speculative_config=config)
-    proposer, seen = llm.llm_engine._runner._speculator._proposer, []
+    proposer, seen = llm.llm_engine.speculator.proposer, []
     propose = proposer.propose
 
     def note(wanted):

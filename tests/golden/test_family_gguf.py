@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
@@ -80,6 +81,7 @@ CASES = (
         "seed-oss",
         "stablelm",
         "starcoder2-no-bias",
+        "apertus",
     ),
 )
 PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(40)).tolist()
@@ -126,6 +128,37 @@ def test_every_architecture_of_the_family_readers_is_converted():
 
     # These have the layout of one that is: Llama, with or without its rows permuted, Granite and Qwen3.
     assert set(FAMILY_READERS) - set(ARCHITECTURES.values()) == {*("baichuan", "exaone", "internlm2", "minicpm", "qwen3vl")}
+
+
+@pytest.mark.parametrize(("key", "value"), [("beta", [0.5, 0.6]), ("eps", [0.0] * 2), ("alpha_p", [1.0]), ("alpha_n", None)])
+def test_an_activation_that_is_not_that_of_apertus_is_refused(checkpoint, tmp_path, key, value):
+    folder = checkpoint("apertus", "v4")
+    metadata, tensors = parts_of(folder, reference_model(folder))
+    metadata.pop(f"xielu.{key}")
+    metadata |= {} if value is None else {f"xielu.{key}": ("f32[]", value)}
+    path = write_gguf(tmp_path / "m.gguf", metadata, tensors)
+    with pytest.raises((ModelFormatError, UnsupportedError), match=rf"xielu\.{key}"):
+        load_parameters(path, read_model_spec(path, "float32"))
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+def test_q_k_and_v_of_chatglm_may_be_one_matrix(checkpoint, tmp_path, monkeypatch, is_quantized):
+    case = ("glm", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "attention_bias": True})
+    monkeypatch.setitem(make_checkpoints._CONFIGS, "gguf-chatglm", case)
+    folder = checkpoint("gguf-chatglm", "v4")
+    reference = reference_model(folder)
+    metadata, tensors = parts_of(folder, reference)
+    for index in range(2):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"blk.{index}.attn_{one}.{kind}") for one in "qkv"]
+            joined = np.concatenate(parts)
+            if is_quantized and kind == "weight":
+                joined, dense = quantize_q8_0(joined)
+                layer = reference.model.layers[index].self_attn
+                for one, part in zip("qkv", np.split(dense, (64, 96)), strict=True):
+                    getattr(layer, f"{one}_proj").weight.data.copy_(torch.from_numpy(part))
+            tensors[f"blk.{index}.attn_qkv.{kind}"] = joined
+    check(write_gguf(tmp_path / "m.gguf", metadata, tensors), reference)
 
 
 _WIDE = {"hidden_size": 64, "intermediate_size": 96}

@@ -32,10 +32,15 @@ pytestmark = pytest.mark.golden
 VOCAB_SIZE, NUM_TOKENS = 131, 64
 TOLERANCE, NATIVE_TOLERANCE = 3e-5, 5e-5
 NATIVE_CASES = ("gemma4", "gemma4-dense", "gemma4-unified", "gemma4-wrapped")
-GENERATED_CASES = (
-    *("gemma4", "gemma4-moe", "gemma3n"),
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ("gemma4-dense", "gemma4-moe-shared", "gemma3n-plain")),
-)
+_TORCH_CASES = ("gemma4", "gemma4-dense", "gemma4-moe", "gemma4-moe-shared", "gemma3n", "gemma3n-plain")
+# The other cases run with torch anyway, see test_gpu_and_native_kernels_say_what_they_do_not_run.
+_NATIVE_CASES = ("gemma4", "gemma4-dense")
+_DEFAULT_CASES = ("gemma4", "gemma4-moe", "gemma3n")
+GENERATED_CASES = [
+    pytest.param(kernels, case, marks=[] if case in _DEFAULT_CASES else pytest.mark.slow, id=f"{kernels}-{case}")
+    for kernels, cases in (("torch", _TORCH_CASES), ("native", _NATIVE_CASES))
+    for case in cases
+]
 # More than a KV block and the window (11), less than a block, and just one token.
 PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 1, 16, 50)]
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
@@ -50,6 +55,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("style", ["v5", "v4"])
 @pytest.mark.parametrize("case", [*CASES, *WRAPPED])
 def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
@@ -119,7 +125,7 @@ def test_gemma3n_in_its_wrapper_is_its_text(checkpoint, tmp_path, caplog, prefix
     assert any("4 tensors of images are skipped" in record.message for record in caplog.records)
 
 
-@pytest.fixture(params=["native", "torch"])
+@pytest.fixture
 def kernels(request, monkeypatch):
     """Let engines run native kernels where they cover a model, or torch only."""
     load_native.cache_clear()
@@ -147,9 +153,10 @@ def expected(checkpoint):
     return find
 
 
+@pytest.mark.covering
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("how", OPTIONS)
-@pytest.mark.parametrize("case", GENERATED_CASES)
+@pytest.mark.parametrize(("kernels", "case"), GENERATED_CASES, indirect=["kernels"])
 def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expected, case, how):
     llm = cpu_engine(checkpoint(case), **OPTIONS[how])
     assert [choices[0] for choices in generate_tokens(llm, PROMPTS, NUM_TOKENS)] == expected(case)
@@ -160,8 +167,9 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expect
     llm.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("case", GENERATED_CASES)
+@pytest.mark.parametrize(("kernels", "case"), GENERATED_CASES, indirect=["kernels"])
 def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, case):
     llm, outputs = cpu_engine(checkpoint(case)), expected(case)
     generate_tokens(llm, PROMPTS, NUM_TOKENS)
@@ -199,6 +207,7 @@ def test_what_is_stored_for_layers_that_need_no_keys_is_left(checkpoint, tmp_pat
     assert torch.equal(found, whole_prompt_logits(load_model(checkpoint("gemma4")), PROMPTS[0]))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", ["gemma4", "gemma4-dense", "gemma4-moe", "gemma3n"])
 def test_missing_tensor_is_named(checkpoint, tmp_path, case):
     folder = shutil.copytree(checkpoint(case), tmp_path / case)

@@ -42,7 +42,7 @@ def opened(folder):
     return open_parameters(folder, read_model_spec(folder))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("case", case_params(CASES))
 def test_missing_tensor_of_a_checkpoint_is_named(checkpoint, tmp_path, case):
     folder = shutil.copytree(checkpoint(case, "v5"), tmp_path / case)

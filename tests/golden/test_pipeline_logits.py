@@ -1,6 +1,9 @@
-"""Logits of every golden model have the same bits on any division of its layers into pipeline stages."""
+"""Logits of every golden model have the same bits on any division into pipeline stages, of one rank or several."""
 
 from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,7 +17,10 @@ from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.pipeline_stages import PipelineStage
 from quire.model.stage_decoder import StageDecoder, StageOutputs, row_floats
+from quire.model.tensor_shards import ModelShard, RankGroup
 from quire.model.token_runs import TokenRuns, address_of
+from quire.parallel.barrier import ProcessBarrier
+from quire.parallel.shared_memory import SharedMemoryFile
 from quire.quant.policy import POLICIES, parameter_quantizer
 from tests.golden.make_checkpoints import CASES, INDEXED_CASES
 
@@ -65,38 +71,79 @@ def _whole(spec, parameters, dtype, tables, quantize):
             runs, kv, rows, hidden, wants_best=wants_best, needs_logits=not wants_best, keeps_all=keeps_all
         )
         results = [np.array(best) if wants_best else logits.clone().numpy(), decoder.hidden_states(0, len(hidden)).numpy()]
+        if -1 in (best or ()):
+            results.append(logits.clone().numpy())
         return [*results, decoder.logits_at(0, count).numpy()] if keeps_all else results
 
     return _run(call, tables)
 
 
-def _stages(spec, parameters, dtype, tables, quantize, layers):
-    native = load_native()
-    stages = PipelineStage.all_of(layers)
-    decoders = [StageDecoder(native, stage, spec, dict(parameters), 64, quantize) for stage in stages]
-    pools = [KvPool(KvSpec.of(stage.spec(spec), BLOCK_SIZE, dtype), NUM_BLOCKS) for stage in stages]
-    shared = torch.full((64, row_floats(native, spec.hidden_size)), float("nan"))
+class _Stage:
+    """The ranks of a stage, as threads; what is called on it is called on all of them."""
+
+    def __init__(self, stage, spec, parameters, dtype, quantize, shares):
+        self.stage, size = stage, len(shares)
+        self._memory = SharedMemoryFile.create(ProcessBarrier.areas(size))
+        ProcessBarrier.initialise(self._memory, size)
+        self._rows_file, self._threads = os.memfd_create("rows"), ThreadPoolExecutor(size)
+        barriers = [ProcessBarrier(self._memory, rank, size) for rank in range(size)]
+        shards = [None if size == 1 else ModelShard.of(spec, rank, shares) for rank in range(size)]
+        self._ranks = []
+        for shard, barrier in zip(shards, barriers, strict=True):
+            group, kv = None, KvSpec.of(spec, BLOCK_SIZE, dtype)
+            if shard is not None:
+                group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, self._rows_file)
+                kv = shard.kv_spec(spec, BLOCK_SIZE, dtype)
+            decoder = StageDecoder(load_native(), stage, spec, dict(parameters), 64, quantize, group)
+            self._ranks.append((decoder, KvPool(kv.part(stage.start, stage.stop), NUM_BLOCKS)))
+
+    def call(self, act):
+        """Return what act(decoder, pool) returns on the first rank."""
+        futures = [self._threads.submit(act, *rank) for rank in self._ranks]
+        results = [future.result(timeout=60) for future in futures]
+        return results[0]
+
+    @property
+    def first_decoder(self):
+        return self._ranks[0][0]
+
+    def close(self):
+        self._threads.shutdown()
+        self._ranks.clear()
+        os.close(self._rows_file)
+        self._memory.close()
+
+
+def _stages(spec, parameters, dtype, tables, quantize, layers, shares):
+    stages = [_Stage(stage, spec, parameters, dtype, quantize, shares) for stage in PipelineStage.all_of(layers)]
+    shared = torch.full((64, row_floats(load_native(), spec.hidden_size)), float("nan"))
+    address = shared.data_ptr()
 
     def call(runs, rows, wants_best, keeps_all):
         count = len(runs.token_ids)
         logits = torch.full((len(rows), spec.vocab_size), float("nan"))
         best = []
-        for decoder, kv in zip(decoders, pools, strict=True):
+        for stage in stages:
             outputs = None
-            if decoder.stage.is_last:
+            if stage.stage.is_last:
                 wanted = rows + _others(count, rows)
                 outputs = StageOutputs(wanted, len(rows), keeps_all, wants_best, not wants_best, logits.data_ptr())
-            best = decoder.run_stage(runs, kv, shared.data_ptr(), outputs)
+            best = stage.call(lambda decoder, kv, outputs=outputs: decoder.run_stage(runs, kv, address, outputs))
         places = _others(count, rows) if keeps_all else list(range(len(rows), count))
         hidden, every = torch.empty(len(places), spec.hidden_size), torch.empty(count, spec.vocab_size)
-        decoders[-1].write_hidden_states(shared.data_ptr(), places, hidden.data_ptr())
+        stages[-1].first_decoder.write_hidden_states(shared.data_ptr(), places, hidden.data_ptr())
         results = [np.array(best) if wants_best else logits.numpy(), hidden.numpy()]
+        if -1 in best:
+            results.append(logits.numpy())
         if not keeps_all:
             return results
-        decoders[-1].write_logits(shared.data_ptr(), list(range(count)), every.data_ptr())
+        stages[-1].call(lambda decoder, _: decoder.write_logits(shared.data_ptr(), list(range(count)), every.data_ptr()))
         return [*results, every.numpy()]
 
-    return _run(call, tables)
+    found = _run(call, tables)
+    for stage in stages:
+        stage.close()
+    return found
 
 
 def _divisions(num_layers):
@@ -106,17 +153,17 @@ def _divisions(num_layers):
         yield first, num_layers - first
 
 
-def _compare(folder, dtype, quantization=None, kv_dtype=None):
+def _compare(folder, dtype, quantization=None, kv_dtype=None, shares=(1.0,), load=load_parameters):
     spec = read_model_spec(folder, dtype)
     tables = [np.array([3, 7, 1, 9], np.int64), np.array([0, 5, 2, 8], np.int64)]
     quantize = None
     if quantization is not None:
-        quantize = parameter_quantizer(load_parameters(folder, spec), spec, POLICIES[quantization]).narrowed
+        quantize = parameter_quantizer(load(folder, spec), spec, POLICIES[quantization]).quantized
     kv_dtype = kv_dtype or ("float32" if dtype == "float16" else dtype)
-    expected = _whole(spec, load_parameters(folder, spec), kv_dtype, tables, quantize)
+    expected = _whole(spec, load(folder, spec), kv_dtype, tables, quantize)
     assert len(spec.layers) > 1
     for layers in dict.fromkeys(_divisions(len(spec.layers))):
-        found = _stages(spec, load_parameters(folder, spec), kv_dtype, tables, quantize, layers)
+        found = _stages(spec, load(folder, spec), kv_dtype, tables, quantize, layers, shares)
         for step, (wanted, got) in enumerate(zip(expected, found, strict=True)):
             for a, b in zip(wanted, got, strict=True):
                 assert a.dtype == b.dtype
@@ -124,8 +171,8 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None):
                 assert same.all(), f"{(~same).sum()} of {same.size} values of call {step} differ with stages of {layers} layers"
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", [*(case for case in CASES if case not in INDEXED_CASES), "gemma4-dense"])
+@pytest.mark.one_in(8)
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in INDEXED_CASES), "gemma4-dense", "nanochat"])
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
     _compare(checkpoint(case, "v5"), "bfloat16")
@@ -137,3 +184,29 @@ def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
 def test_logits_of_quantised_weights_are_the_same_bits_on_any_division_into_stages(checkpoint, case, quantization):
     _compare(checkpoint(case, "v5"), "bfloat16", quantization, "int8")
     _compare(checkpoint(case, "v5"), "float16", quantization)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*(case for case in CASES if case not in INDEXED_CASES), "nanochat"])
+def test_logits_are_the_same_bits_on_stages_of_several_ranks(checkpoint, case):
+    _compare(checkpoint(case, "v5"), "float32", shares=(1, 1))
+    _compare(checkpoint(case, "v5"), "bfloat16", shares=(2, 1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama-mqa", "gemma2", "qwen3-moe-mlp-only", "gpt-oss"])
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_logits_of_quantised_weights_are_the_same_bits_on_stages_of_several_ranks(checkpoint, case, quantization):
+    _compare(checkpoint(case, "v5"), "bfloat16", quantization, "int8", (1, 1))
+
+
+@pytest.mark.parametrize("shares", [(1,), (1, 1)], ids=["one-rank", "two-ranks"])
+def test_a_row_without_a_best_token_gets_its_logits(checkpoint, shares):
+    def load(folder, spec):
+        parameters = load_parameters(folder, spec)
+        name = "lm_head.weight" if "lm_head.weight" in parameters else "embed.weight"
+        parameters[name] = parameters[name].float().clone()
+        parameters[name][-1] = float("nan")
+        return parameters
+
+    _compare(checkpoint("llama-bias", "v5"), "float32", shares=shares, load=load)

@@ -18,11 +18,17 @@ from tests.golden.recurrent_cases import CASES, WRAPPED
 pytestmark = pytest.mark.golden
 
 VOCAB_SIZE, NUM_TOKENS = 131, 64
+BF16_SHARE = 1.25
+"""Of the error of transformers in bfloat16: sums of states over several tokens have another order there."""
+ROUNDED_STATES = ("jamba", "jamba-dense", "mamba", "mamba-options", "falcon-mamba")
+"""Whose states transformers rounds before it multiplies them by C; quire does not, nor do the kernels of mamba-ssm."""
 TOLERANCE = 1e-4
+OWN_TOLERANCES = {"zamba2": 4e-4}
+"""Whose blocks without residual connections amplify rounding: transformers in f32 differs by 2.8e-4 from itself in f64."""
 FAST_GENERATED = ("qwen3-next", "lfm2", "nemotron-h", "falcon-h1")
 SLOW_GENERATED = (
-    *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "kimi-linear"),
-    *("falcon-h1-norm", "nemotron-h-options"),
+    *("qwen3-5", "lfm2-moe", "bamba", "granite-hybrid", "jamba", "mamba", "falcon-mamba", "mamba2", "kimi-linear"),
+    *("falcon-h1-norm", "nemotron-h-options", "zamba2"),
 )
 GENERATED_CASES = (*FAST_GENERATED, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_GENERATED))
 # More than a KV block, less than one, and just one token.
@@ -61,6 +67,7 @@ def expected(checkpoint):
     return find
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("style", ["v5", "v4"])
 @pytest.mark.parametrize("case", [*CASES, *WRAPPED])
 def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
@@ -68,7 +75,23 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     prompt = torch.randint(0, VOCAB_SIZE, (70,), generator=torch.Generator().manual_seed(70)).tolist()
     with torch.inference_mode():
         want = reference_model(checkpoint(case))(torch.tensor([prompt])).logits[0]
-    assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= TOLERANCE
+    assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("case", CASES)
+def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
+    folder = checkpoint(case)
+    exact, rounded, ours = reference_model(folder), reference_model(folder, torch.bfloat16), load_model(folder, "bfloat16")
+    for length in (1, 37):
+        prompt = PROMPTS[0][:length]
+        with torch.inference_mode():
+            want, near = (model(torch.tensor([prompt])).logits[0].float() for model in (exact, rounded))
+        found = whole_prompt_logits(ours, prompt).float()
+        if length == 1:
+            assert case in ROUNDED_STATES or torch.equal(found, near)
+            continue
+        assert (found - want).abs().mean() <= BF16_SHARE * (near - want).abs().mean()
 
 
 @pytest.mark.covering
@@ -83,6 +106,7 @@ def test_greedy_tokens_are_the_same_however_they_are_computed(checkpoint, expect
         assert llm.llm_engine.stats.num_accepted_tokens > 0
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", GENERATED_CASES)
 def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, case):
     llm, outputs = cpu_engine(checkpoint(case)), expected(case)
@@ -110,12 +134,23 @@ def test_memory_plan_counts_the_states(checkpoint):
     assert report.memory.kv.bytes_per_token == 2 * 2 * 16 * 4  # of the one layer with attention
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_states_start_anew_when_the_engine_has_slept(checkpoint, expected, level):
+    llm = cpu_engine(checkpoint("falcon-h1"))
+    for _ in range(2):
+        assert [choices[0] for choices in generate(llm, PROMPTS)] == expected("falcon-h1")
+        llm.sleep(level)
+        llm.wake_up()
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
+        ({"kv_cache_dtype": "turboquant_4bit"}, "kv_cache_dtype 'turboquant_4bit'"),
         ({"deterministic": True}, "deterministic needs"),
         ({"speculative_config": {"method": "lookahead"}}, "method 'lookahead' is not supported"),
         ({"speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' is not supported"),

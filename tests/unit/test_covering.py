@@ -64,3 +64,29 @@ def test_the_other_combinations_are_slow_or_left_out(pytester, marker, num_quick
     """)
     pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=num_quick, deselected=num_slow)
     pytester.runpytest_inprocess("-m", "slow").assert_outcomes(passed=num_slow, deselected=num_quick)
+
+
+def test_slow_combinations_are_thinned_to_those_that_have_each_value(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n    slow")
+    pytester.makeconftest("""
+        from tests.covering import redundant_slow_combinations
+
+        def pytest_collection_modifyitems(items):
+            redundant = redundant_slow_combinations(items)
+            items[:] = [item for item in items if item not in redundant]
+    """)
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.parametrize("y", [0, 1, 2, pytest.param(9, marks=pytest.mark.slow)])
+        @pytest.mark.parametrize("x", [0, 1, pytest.param(9, marks=pytest.mark.slow)])
+        def test(x, y):
+            pass
+
+        @pytest.mark.slow
+        def test_without_parameters():
+            pass
+    """)
+    pytester.runpytest_inprocess("-m", "not slow").assert_outcomes(passed=6, deselected=6)
+    # (9, 0), (9, 1), (9, 2) and (0, 9), (1, 9), (9, 9): one of them, (9, 9), has only values that others have.
+    pytester.runpytest_inprocess("-m", "slow").assert_outcomes(passed=6, deselected=6)

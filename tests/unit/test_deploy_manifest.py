@@ -62,3 +62,10 @@ def test_all_pods_are_probed_and_only_the_leader_gets_requests(documents):
     selector = service["spec"]["selector"]
     assert selector.items() <= template["leaderTemplate"]["metadata"]["labels"].items()
     assert not selector.items() <= template["workerTemplate"]["metadata"]["labels"].items()
+
+
+def test_service_leaves_the_name_of_the_set_to_the_headless_service_of_its_controller(documents):
+    # LWS_LEADER_ADDRESS is <set>-0.<set>.<namespace>: it resolves only if the Service <set> is the headless one, which the
+    # controller makes unless there is a Service of that name.
+    group, service = documents
+    assert service["metadata"]["name"] != group["metadata"]["name"]

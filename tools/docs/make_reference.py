@@ -209,12 +209,15 @@ def make_routes_page() -> str:
     """Return the page of the HTTP routes."""
     from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC
     from quire.serving.batch.endpoints import ENDPOINTS as BATCH
+    from quire.serving.http.sleep import ENDPOINTS as SLEEP
     from quire.serving.http.system import make_endpoints
+    from quire.serving.http.timelines import ENDPOINTS as TIMELINES
     from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA
     from quire.serving.openai.endpoints import ENDPOINTS as OPENAI
+    from quire.serving.openai.lora import ENDPOINTS as LORA
     from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES
 
-    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH)
+    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH, *LORA, *SLEEP, *TIMELINES)
     found = (*found, *make_endpoints(found, True))
     rows = [
         (

@@ -9,10 +9,11 @@ import msgspec
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class CachedTokens(msgspec.Struct):
-    """prompt_tokens_details."""
+class CachedTokens(msgspec.Struct, omit_defaults=True):
+    """prompt_tokens_details; evicted_tokens: what kv_compression had evicted from the KV cache at the end."""
 
     cached_tokens: int
+    evicted_tokens: int = 0
 
 
 class ReasoningTokens(msgspec.Struct):

@@ -177,6 +177,12 @@ class ResponseStreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: Literal[False] | None = None
 
 
+class ChosenConversation(msgspec.Struct, kw_only=True):
+    """A stored conversation."""
+
+    id: Identifier
+
+
 class ResponsePrompt(Body, kw_only=True):
     """A conversation, possibly continuing a stored one, and the fields that the chat template gets."""
 
@@ -184,6 +190,11 @@ class ResponsePrompt(Body, kw_only=True):
     input: str | InputItems
     instructions: Annotated[str, Meta(description="A system message; not taken over from the previous response.")] | None = None
     previous_response_id: Annotated[Identifier, Meta(description="A stored response to go on from.")] | None = None
+    conversation: (
+        Annotated[Identifier, Meta(description="A stored conversation to go on from; the answer is appended to it.")]
+        | ChosenConversation
+        | None
+    ) = None
     tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -198,15 +209,16 @@ class ResponsePrompt(Body, kw_only=True):
             "tool_choice": _refuse_tool_choice,
             "text": _refuse_text,
             "prompt": always("stored prompts are not supported; send instructions and input"),
-            "conversation": always("is not supported; use previous_response_id"),
         }
 
     def check(self) -> None:
         """Check constraints between fields."""
         for position, item in enumerate(() if isinstance(self.input, str) else self.input):
             item.check(f"input[{position}]")
-        if not self.input and self.previous_response_id is None:
+        if not self.input and self.previous_response_id is None and self.conversation is None:
             raise BodyError("input: is empty", "input")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise BodyError("conversation: cannot be used together with previous_response_id; send one of them", "conversation")
         self._check_tools()
 
     def output_schemas(self) -> Iterator[tuple[str, object]]:
@@ -244,6 +256,11 @@ class ResponsePrompt(Body, kw_only=True):
                 raise BodyError(f"tool_choice: there is no tool {name!r}", "tool_choice", "invalid_value")
         if self.tool_choice == "required" and not names:
             raise BodyError("tool_choice: needs tools", "tool_choice")
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The conversation to go on from; None for none."""
+        return self.conversation.id if isinstance(self.conversation, ChosenConversation) else self.conversation
 
     @property
     def chosen_tools(self) -> tuple[str, ...]:

@@ -49,6 +49,12 @@ class EchoedReasoning(msgspec.Struct):
     summary: str | None
 
 
+class ConversationRef(msgspec.Struct):
+    """The conversation that a response continues."""
+
+    id: str
+
+
 class Response(msgspec.Struct, kw_only=True):
     """A response in any state; most fields repeat the request."""
 
@@ -67,6 +73,7 @@ class Response(msgspec.Struct, kw_only=True):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: ConversationRef | None = None
     prompt_cache_key: str | None
     reasoning: EchoedReasoning
     safety_identifier: str | None

@@ -11,6 +11,7 @@ from msgspec import Meta
 from quire.api.decode import Body, BodyError, Part
 from quire.api.refusal import Refusal, always, unless
 from quire.api.unsupported_params import refusals_of_others
+from quire.contracts.kv_compression import CompressionMethod
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_STRINGS = 64
@@ -123,6 +124,20 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     disable_fallback: Annotated[bool, Meta(description="Do not try another backend where it is 'auto'.")] | None = None
 
 
+class KvCompressionFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Blocks of the KV cache are evicted, which changes the output; see KvCompression."""
+
+    method: CompressionMethod
+    budget_tokens: Annotated[Count, Meta(description="Tokens that are kept.")] | None = None
+    compression_ratio: (
+        Annotated[float, Meta(ge=0, lt=1, description="In place of budget_tokens: the share that is evicted.")] | None
+    ) = None
+    attention_mass: Annotated[float, Meta(gt=0, le=1, description="Of adaptive: the share that is kept.")] | None = None
+    sink_tokens: Annotated[Count, Meta(description="First tokens that are kept.")] | None = None
+    recent_tokens: Annotated[Count, Meta(description="Last tokens that are kept.")] | None = None
+    after_tokens: Annotated[Count, Meta(description="Prompt tokens before the first eviction; default: all.")] | None = None
+
+
 class SamplingFields(Body, kw_only=True):
     """Fields of both generating routes. Absent fields take the checkpoint's recommendation, else the API's default."""
 
@@ -166,6 +181,7 @@ class SamplingFields(Body, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Count | None = None
+    kv_compression: KvCompressionFields | None = None
     user: str | None = None
 
     @classmethod

@@ -72,11 +72,25 @@ def render_sweep(result: SweepResult) -> str:
     head = (result.sweep.kind, *(field.name for field in fields(SweepPoint)[1:]))
     table = _table("The runs", head, [astuple(one) for one in points])
     body = f"<section><h2>{title}</h2>{_figure(frontier, table)}</section>"
-    for name in ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms"):
+    body += _utilization_section(points)
+    for name in ("median_ttft_ms", "p99_ttft_ms", "median_ttft_visible_ms", "median_tpot_ms"):
         values = [(one.value, getattr(one, name)) for one in points if getattr(one, name) is not None]
         plot = Plot(name, name, f"{name} by {result.sweep.kind}", result.sweep.kind, "milliseconds", [Series(name, values)])
         body += f"<section><h2>{name}</h2>{_figure(plot, _table(name, (result.sweep.kind, 'ms'), values))}</section>"
     return _page(f"Sweep of {figures['model']}", body + _definitions() + _setup(figures))
+
+
+def _utilization_section(points: Sequence[SweepPoint]) -> str:
+    """Return the plot of MBU and MFU against users; nothing where the peaks are not known."""
+    found = [one for one in points if one.mbu_percent is not None]
+    if not found:
+        return ""
+    names = (("MBU", "mbu_percent"), ("MFU", "mfu_percent"))
+    series = [Series(title, [(one.mean_users, getattr(one, name) or 0.0) for one in found]) for title, name in names]
+    title = "Utilization of bandwidth and arithmetic by users"
+    plot = Plot("utilization", title, "MBU and MFU against the mean number of users", "users", "per cent of the peak", series)
+    rows = [(one.mean_users, one.mbu_percent, one.mfu_percent) for one in found]
+    return f"<section><h2>{title}</h2>{_figure(plot, _table(title, ('users', 'MBU %', 'MFU %'), rows))}</section>"
 
 
 def _warnings(figures: dict[str, Any]) -> str:

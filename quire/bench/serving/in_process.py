@@ -40,6 +40,8 @@ class EngineSender:
             record.first_choice_s = now
             record.usage_prompt_tokens = len(output.prompt_token_ids)
         if choice.token_ids:
+            if record.first_visible_s is None:
+                record.first_visible_s = now
             record.usage_output_tokens = (record.usage_output_tokens or 0) + len(choice.token_ids)
             record.content_s.append(now)
             record.content_tokens.append(record.usage_output_tokens)

@@ -15,6 +15,7 @@ SENDING = "just before a connection is taken or opened, of the first attempt whe
 DEFINITIONS = {
     "ttft": "time to the first token: from sending to the first event with content (or, if none has any, with choices)",
     "ttft_first_event": "from sending to the first event that has choices, even empty ones",
+    "ttft_visible": "time to the first visible token: from sending to the first event with text of the answer, after reasoning",
     "tpot": "time per output token after the first: (last event with content - first one) / (output tokens - 1)",
     "tpot_events": "(last event with choices - first one) / (output tokens - 1): counts a finish event that comes late",
     "tpot_with_ttft": "(last event with content - sending) / output tokens: includes the time to the first token",
@@ -31,6 +32,7 @@ GOODPUT_RULE = (
 _TITLES = {
     "ttft": "Time to First Token",
     "ttft_first_event": "Time to First Event",
+    "ttft_visible": "Time to First Visible Token",
     "tpot": "Time per Output Token (excl. 1st token)",
     "tpot_events": "Time per Output Token (between events)",
     "tpot_with_ttft": "Time per Output Token (incl. 1st token)",
@@ -93,6 +95,7 @@ def _gap(after: float | None, before: float | None, parts: int = 1) -> float | N
 _PER_REQUEST: dict[str, Callable[[RequestRecord], float | None]] = {
     "ttft": lambda record: _gap(_first(record), record.sent_s),
     "ttft_first_event": lambda record: _gap(record.first_choice_s, record.sent_s),
+    "ttft_visible": lambda record: _gap(record.first_visible_s, record.sent_s),
     "tpot": lambda record: _gap(_last(record), _first(record), record.num_output_tokens - 1),
     "tpot_events": lambda record: _gap(record.last_choice_s, record.first_choice_s, record.num_output_tokens - 1),
     "tpot_with_ttft": lambda record: _gap(_last(record), record.sent_s, record.num_output_tokens),

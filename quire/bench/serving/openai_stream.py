@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from quire.bench.serving.records import RequestRecord
 
@@ -65,6 +65,7 @@ else:
     JSON_ERRORS = (msgspec.DecodeError, ValueError, RecursionError)
 
 _MAX_MESSAGE = 300
+_VISIBLE = (None, "content", "refusal")
 _CONTENT_FIELDS = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
 
 
@@ -130,30 +131,29 @@ class StreamRecorder:
                 record.first_choice_s = now
             record.last_choice_s = now
             for choice in choices:
-                has_content = self._read_choice(choice) or has_content
+                kind = self._read_choice(choice)
+                has_content = has_content or kind is not None
+                if kind == "visible" and record.first_visible_s is None:
+                    record.first_visible_s = now
             if has_content:
                 record.content_s.append(now)
         usage = chunk.get("usage")
         if usage:
             self._read_usage(usage, has_content)
 
-    def _read_choice(self, choice: dict[str, Any]) -> bool:
-        """Return whether a choice has content."""
+    def _read_choice(self, choice: dict[str, Any]) -> Literal["visible", "hidden"] | None:
+        """Return whether a choice has content that people see, or reasoning or a tool call; None: it has none."""
         reason = choice.get("finish_reason")
         if reason is not None:
             self._record.finish_reason = reason
         delta = choice.get("delta")
-        if delta is None:
-            piece = choice.get("text")
-        else:
-            piece = delta.get("content")
-            if not piece:
-                piece = next((delta[name] for name in _CONTENT_FIELDS if delta.get(name)), None)
+        name = None if delta is None else next((name for name in _CONTENT_FIELDS if delta.get(name)), "content")
+        piece = choice.get("text") if delta is None or name is None else delta.get(name)
         if not piece:
-            return False
+            return None
         if self.text is not None:
             self.text.append(piece if isinstance(piece, str) else json.dumps(piece))
-        return True
+        return "visible" if name in _VISIBLE else "hidden"
 
     def _read_usage(self, usage: dict[str, Any], has_content: bool) -> None:
         record = self._record

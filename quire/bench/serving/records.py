@@ -21,6 +21,7 @@ class RequestRecord:
     num_wanted_tokens   requested output tokens
     sent_s              just before a connection was taken or opened for the first attempt
     first_choice_s      first event that has choices, even empty ones; last_choice_s the last such event
+    first_visible_s     first event with text of the answer: not with reasoning or a tool call only
     content_s           every event with content: text, reasoning or a delta of a tool call
     content_tokens      output tokens up to and including each of those events, if the server reports them continuously
     end_s               the end of the response, or the time of the error
@@ -41,6 +42,7 @@ class RequestRecord:
     sent_s: float | None = None
     first_choice_s: float | None = None
     last_choice_s: float | None = None
+    first_visible_s: float | None = None
     content_s: array[float] = field(default_factory=lambda: array("d"))
     content_tokens: array[int] = field(default_factory=lambda: array("q"))
     end_s: float | None = None

@@ -27,6 +27,7 @@ from quire.bench.serving.metrics import (
 from quire.bench.serving.records import RequestRecord
 from quire.bench.serving.runner import LoadResult
 from quire.bench.serving.setup import Cost, Setup
+from quire.bench.serving.utilization import Peaks, find_utilization
 
 _MAX_EXAMPLE_CHARACTERS = 200
 _WIDTH = 64
@@ -38,6 +39,7 @@ class Report:
 
     percentile_metrics  printed in the table; the JSON has all
     percentiles         of 0 to 100
+    peaks               the model and rates of what runs it, for MBU and MFU
     beside              the same run in one process; shows what the server adds
     """
 
@@ -48,6 +50,7 @@ class Report:
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
     beside: InProcessRecord | None = None
+    peaks: Peaks | None = None
 
     def distributions(self) -> dict[str, Distribution | None]:
         """Return every metric's distribution over the successful requests."""
@@ -59,6 +62,9 @@ class Report:
         if figures["request_rate"] == float("inf"):
             figures["request_rate"] = "inf"
         figures |= _rates(self.result, self.goals)
+        used = find_utilization(self.result, self.peaks)
+        figures |= {"mean_users": used.num_users, "mbu": used.mbu, "mfu": used.mfu}
+        figures["peaks"] = None if self.peaks is None else self.peaks.source
         for name, found in self.distributions().items():
             figures |= _flat(name, found)
         cost = cost_figures(self.result, self.cost)
@@ -230,6 +236,9 @@ def _headline_rows(figures: dict[str, Any]) -> list[str]:
         ("Peak output token throughput (tok/s):", figures["max_output_tokens_per_s"]),
         ("Peak concurrent requests:", figures["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", figures["total_token_throughput"]),
+        ("Model bandwidth utilization, MBU (%):", None if figures["mbu"] is None else 100.0 * figures["mbu"]),
+        ("Model FLOPs utilization, MFU (%):", None if figures["mfu"] is None else 100.0 * figures["mfu"]),
+        ("  of:", figures["peaks"]),
     ]
     return outcomes + [_row(label, value) for label, value in rows if value is not None]
 

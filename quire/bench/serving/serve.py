@@ -34,6 +34,7 @@ from quire.bench.serving.report import Report
 from quire.bench.serving.runner import LoadResult, Sender, run_load
 from quire.bench.serving.server_lag import LagCounts, read_server_lag, read_server_steps
 from quire.bench.serving.setup import Cost, Setup
+from quire.bench.serving.utilization import Peaks
 from quire.bench.serving.workload import Dataset, Request, make_requests, random_requests
 from quire.contracts.config import EngineConfig
 from quire.model.resolve import BUNDLED_MODELS, resolve_model
@@ -79,6 +80,7 @@ class ServeOptions:
     goals: Goals = field(default_factory=lambda: Goals({}))
     percentile_metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
+    peaks: Peaks | None = None
     has_progress: bool = False
     engine: EngineConfig | None = None
 
@@ -319,4 +321,4 @@ def make_setup(options: ServeOptions, requests: list[Request], backend: str, loo
 
 
 def _report(options: ServeOptions, setup: Setup, result: LoadResult, cost: Cost) -> Report:
-    return Report(setup, result, cost, options.goals, options.percentile_metrics, options.percentiles)
+    return Report(setup, result, cost, options.goals, options.percentile_metrics, options.percentiles, peaks=options.peaks)

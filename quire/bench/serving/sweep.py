@@ -14,6 +14,7 @@ from quire.bench.serving.report import Report
 
 Kind = Literal["concurrency", "rate"]
 _COLUMNS = (
+    ("users", "mean_users"),
     ("tok/s/user", "tokens_per_s_per_user"),
     ("out tok/s", "output_tokens_per_s"),
     ("in tok/s", "input_tokens_per_s"),
@@ -21,7 +22,10 @@ _COLUMNS = (
     ("good/min", "good_requests_per_minute"),
     ("TTFT p50 ms", "median_ttft_ms"),
     ("TTFT p99 ms", "p99_ttft_ms"),
+    ("TTFT visible", "median_ttft_visible_ms"),
     ("TPOT p50 ms", "median_tpot_ms"),
+    ("MBU %", "mbu_percent"),
+    ("MFU %", "mfu_percent"),
     ("failed", "num_failed"),
 )
 
@@ -73,8 +77,9 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One run of a sweep; None where nothing succeeded, or for goodput where there are no limits.
+    """One run of a sweep; None where nothing succeeded, for goodput without limits, and for MBU and MFU without peaks.
 
+    mean_users             requests in flight, the mean over the run
     tokens_per_s_per_user  1 over the mean time per output token
     """
 
@@ -88,6 +93,10 @@ class SweepPoint:
     p99_ttft_ms: float | None
     median_tpot_ms: float | None
     num_failed: int
+    mean_users: float
+    median_ttft_visible_ms: float | None
+    mbu_percent: float | None
+    mfu_percent: float | None
 
     @classmethod
     def of(cls, value: float, figures: dict[str, Any]) -> SweepPoint:
@@ -105,6 +114,9 @@ class SweepPoint:
             figures.get("p99_ttft_ms"),
             figures["median_tpot_ms"],
             figures["failed"] + figures["rejected"],
+            figures["mean_users"],
+            figures["median_ttft_visible_ms"],
+            *(None if figures[name] is None else 100.0 * figures[name] for name in ("mbu", "mfu")),
         )
 
 

@@ -30,19 +30,23 @@ from typing import Literal
 from quire.base.errors import RequestError
 from quire.base.ids import SequenceId
 from quire.contracts.config import SchedulerConfig
-from quire.contracts.request import Request, check_prompt_length
+from quire.contracts.request import Request, check_output_tokens, check_prompt_length
+from quire.engine.scheduling.eviction import EvictionRule
 from quire.engine.scheduling.sequence import OrderKey, Sequence, SequenceStatus
+from quire.engine.scheduling.window_blocks import WindowLimits
 
 
 def check_servable(request: Request, config: SchedulerConfig) -> None:
     """Raise RequestError if a sequence of the request could never end in this pool."""
     num_prompt = len(request.prompt_token_ids)
-    num_slots = config.num_kv_blocks * config.block_size
-    pool = f"the KV pool holds {num_slots} tokens ({config.num_kv_blocks} blocks of {config.block_size})"
+    num_slots = config.num_sequence_blocks * config.block_size
+    where = "the KV pool holds" if config.num_homes == 1 else f"the KV pool of each of {config.num_homes} homes holds"
+    pool = f"{where} {num_slots} tokens ({config.num_sequence_blocks} blocks of {config.block_size})"
     if num_prompt == 0:
         raise RequestError("the prompt has 0 tokens: at least 1 is needed", "prompt")
     check_prompt_length(num_prompt, config.max_model_len, request.pooling is not None)
-    if num_prompt > num_slots:
+    rule = _check_compression(request, config)
+    if _peak_tokens(rule, num_prompt) > num_slots:
         raise RequestError(
             f"the prompt has {num_prompt} tokens, but {pool}: shorten the prompt or raise num_kv_blocks", "prompt"
         )
@@ -53,13 +57,22 @@ def check_servable(request: Request, config: SchedulerConfig) -> None:
             "truncate_prompt_tokens, or raise max_num_batched_tokens",
             "prompt",
         )
+    check_output_tokens(request)
+    num_known = num_prompt + len(request.output_token_ids)
+    if request.output_token_ids and num_known >= _longest(rule, config):
+        raise RequestError(
+            f"output_token_ids: the prompt and the output have {num_known} tokens, but max_model_len is "
+            f"{config.max_model_len} and {pool}: nothing is left",
+            "output_token_ids",
+        )
     max_tokens = request.params.max_tokens
     if request.pooling is not None or max_tokens is None:
         return
     num_needed = min(num_prompt + max_tokens, config.max_model_len) - 1
-    if num_needed > num_slots:
+    num_held = _peak_tokens(rule, num_needed)
+    if num_held > num_slots:
         raise RequestError(
-            f"{num_prompt} prompt tokens and max_tokens {max_tokens} need room for {num_needed} tokens, but {pool}: "
+            f"{num_prompt} prompt tokens and max_tokens {max_tokens} need room for {num_held} tokens, but {pool}: "
             f"lower max_tokens to {num_slots + 1 - num_prompt}, leave it None, or raise num_kv_blocks",
             "max_tokens",
         )
@@ -72,9 +85,56 @@ def max_total_tokens(request: Request, config: SchedulerConfig) -> int:
     """
     if request.pooling is not None:
         return len(request.prompt_token_ids) + 1
-    longest = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
+    longest = _longest(eviction_rule(request, config), config)
     max_tokens = request.params.max_tokens
     return longest if max_tokens is None else min(longest, len(request.prompt_token_ids) + max_tokens)
+
+
+def eviction_rule(request: Request, config: SchedulerConfig) -> EvictionRule | None:
+    """Return when a sequence of a request loses blocks; None: it keeps all."""
+    return EvictionRule.of(request.params.kv_compression, len(request.prompt_token_ids), config.block_size)
+
+
+def _check_compression(request: Request, config: SchedulerConfig) -> EvictionRule | None:
+    """Return the rule of a request. Raises RequestError for a compression that this scheduler cannot do."""
+    compression = request.params.kv_compression
+    if compression is None or request.pooling is not None:
+        return None
+    refusals = {
+        "a model with sliding windows, whose KV has a pool of its own": config.window_tokens is not None,
+        "a model with a recurrent state": config.num_state_checkpoints is not None,
+        "a model whose tokens attend in both directions": config.computes_whole_prompts,
+        "pipeline stages": config.num_pipeline_stages > 1,
+    }
+    for reason, is_refused in refusals.items():
+        if is_refused:
+            raise RequestError(f"kv_compression is not supported with {reason}: leave it out", "kv_compression")
+    least = compression.least_budget(config.block_size)
+    if compression.budget_tokens is not None and compression.budget_tokens < least:
+        raise RequestError(
+            f"kv_compression: budget_tokens must be at least {least} with blocks of {config.block_size} tokens, sink_tokens "
+            f"{compression.sink_tokens} and recent_tokens {compression.recent_tokens}, got {compression.budget_tokens}",
+            "kv_compression",
+        )
+    return eviction_rule(request, config)
+
+
+def _longest(rule: EvictionRule | None, config: SchedulerConfig) -> int:
+    """Return the number of tokens, the last of which is not computed, that a sequence can reach."""
+    num_slots = config.num_sequence_blocks * config.block_size
+    num_computed = num_slots if rule is None else rule.longest(num_slots)
+    return config.max_model_len if num_computed is None else min(config.max_model_len, num_computed + 1)
+
+
+def _peak_tokens(rule: EvictionRule | None, num_tokens: int) -> int:
+    return num_tokens if rule is None else rule.peak_tokens(num_tokens)
+
+
+def window_limits(config: SchedulerConfig) -> WindowLimits | None:
+    """Return the size of the window group; None: there is none."""
+    if config.window_tokens is None:
+        return None
+    return WindowLimits(config.num_window_blocks, config.window_tokens, config.peak_window_blocks)
 
 
 def new_sequence(
@@ -83,6 +143,7 @@ def new_sequence(
     """Return a choice of a servable request, which is WAITING, or HELD until choice 0 has computed the prompt."""
     has_prompt_logprobs = choice == 0 and request.params.prompt_logprobs is not None
     switch_len = config.rope_switch_len
+    token_ids = [*request.prompt_token_ids, *request.output_token_ids]
     return Sequence(
         sequence_id=sequence_id,
         request=request,
@@ -91,10 +152,11 @@ def new_sequence(
         max_total_tokens=max_total_tokens(request, config),
         ending_token_ids=request.ending_token_ids,
         next_prompt_logprob=1 if has_prompt_logprobs else len(request.prompt_token_ids),
-        token_ids=list(request.prompt_token_ids),
+        token_ids=token_ids,
         added_s=now,
         status=SequenceStatus.WAITING if choice == 0 else SequenceStatus.HELD,
-        short_rope_len=None if switch_len is None or len(request.prompt_token_ids) > switch_len else switch_len,
+        short_rope_len=None if switch_len is None or len(token_ids) > switch_len else switch_len,
+        eviction=eviction_rule(request, config),
     )
 
 

@@ -18,6 +18,7 @@ class SequenceStats:
     first_scheduled_s  None if it never ran
     first_token_s      None if it has no output
     num_cached_tokens  prompt tokens from the prefix cache at its first admission; 0 for one forked from choice 0
+    num_evicted_tokens tokens that its KV compression has evicted
     """
 
     added_s: float
@@ -25,6 +26,7 @@ class SequenceStats:
     first_token_s: float | None
     num_cached_tokens: int
     num_preemptions: int
+    num_evicted_tokens: int = 0
 
     @classmethod
     def of(cls, sequence: Sequence) -> SequenceStats:
@@ -35,6 +37,7 @@ class SequenceStats:
             first_token_s=sequence.first_token_s,
             num_cached_tokens=sequence.num_cached_tokens,
             num_preemptions=sequence.num_preemptions,
+            num_evicted_tokens=sequence.num_evicted_tokens,
         )
 
 

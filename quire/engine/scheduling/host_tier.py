@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
@@ -33,6 +34,7 @@ class HostTierStats:
     num_not_saved    pages worth saving that were dropped, because a step may save only so many or every slot was in use
     num_host_hits    pages that admissions found in the host tier
     num_disk_hits    those that were read from the disk tier for them
+    num_peer_hits    those that were pulled from a prefill engine for them
     """
 
     num_saved: int = 0
@@ -40,6 +42,7 @@ class HostTierStats:
     num_not_saved: int = 0
     num_host_hits: int = 0
     num_disk_hits: int = 0
+    num_peer_hits: int = 0
 
 
 class HostTier:
@@ -63,6 +66,7 @@ class HostTier:
         self._uses: dict[int, float] = {}  # keys that were hit or retained, with their keep_s, for the disk tier
         self.tracks_uses = False
         self._from_disk: set[int] = set()  # slots whose page was read from the disk tier and not used yet
+        self._from_peer: set[int] = set()  # the same for pages that were pulled from a prefill engine
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
         self._loads: dict[BlockId, int] = {}
@@ -79,15 +83,26 @@ class HostTier:
         """Return the key of the page in a slot; None: it is free, or a page is being read into it."""
         return self._keys[slot]
 
+    def slot_of(self, key: int) -> int | None:
+        """Return the slot of a page, also of one that the next plan saves; None: it is not here."""
+        return self._slots.get(key)
+
+    def is_saving(self, slot: int) -> bool:
+        """Return whether the next plan saves into a slot, which has other bytes until then."""
+        return slot in self._saves
+
     def match(self, keys: Iterable[int]) -> list[int]:
-        """Return the slots of the pages that a chain of keys begins with."""
-        slots: list[int] = []
+        """Return the slots of the pages that a chain of keys begins with. They count as used: what is read next for the rest of
+        the chain must not replace them."""
+        found: list[tuple[int, int]] = []
         for key in keys:
             slot = self._slots.get(key)
             if slot is None:
                 break
-            slots.append(slot)
-        return slots
+            found.append((key, slot))
+        for key, _ in reversed(found):
+            self._slots.move_to_end(key)
+        return [slot for _, slot in found]
 
     def offer(self, block_id: BlockId, key: int, is_reused: bool) -> None:
         """Called before a published block is reused; saves its page in the next plan if that is worthwhile."""
@@ -170,6 +185,9 @@ class HostTier:
         if slot in self._from_disk:
             self._from_disk.remove(slot)
             self.stats.num_disk_hits += 1
+        elif slot in self._from_peer:
+            self._from_peer.remove(slot)
+            self.stats.num_peer_hits += 1
         else:
             self.stats.num_host_hits += 1
             if key is not None:
@@ -192,19 +210,19 @@ class HostTier:
         return bool(self._saves or self._loads)
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Return up to num_slots slots without a page, pinned, to be filled from the disk tier."""
+        """Return up to num_slots slots without a page, pinned, to be filled from the disk tier or a peer."""
         slots: list[int] = []
         while len(slots) < num_slots and (slot := self._take_slot()) is not None:
             self._num_pins[slot] = 1
             slots.append(slot)
         return slots
 
-    def install(self, slot: int, key: int) -> None:
+    def install(self, slot: int, key: int, source: Literal["disk", "peer"] = "disk") -> None:
         """Enter the page that was read into a reserved slot, which stays pinned; if an equal page was saved meanwhile, that one
         stays."""
         if key not in self._slots:
             self._enter(key, slot)
-            self._from_disk.add(slot)
+            (self._from_disk if source == "disk" else self._from_peer).add(slot)
 
     def hold(self, request_id: RequestId, slots: list[int]) -> None:
         """Keep pinned slots for a request until it is admitted or has ended, see `let_go`."""
@@ -270,6 +288,7 @@ class HostTier:
         del self._slots[key]
         self._keys[slot] = None
         self._from_disk.discard(slot)
+        self._from_peer.discard(slot)
         self._spared.pop(slot, None)
         self._keep_s[slot] = 0.0
         self._saves.pop(slot, None)

@@ -19,6 +19,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_queues(scheduler)
     _check_pool(scheduler)
     _check_index(scheduler)
+    _check_windows(scheduler)
     problem = None if scheduler.kv.host_tier is None else scheduler.kv.host_tier.find_problem()
     _require(problem is None, f"the host tier {problem}")
     for sequence in scheduler.iter_sequences():
@@ -74,6 +75,31 @@ def _check_pool(scheduler: Scheduler) -> None:
     _require(set(num_refs) <= set(range(pool.num_blocks)), "a block table holds a block that does not exist")
 
 
+def _check_windows(scheduler: Scheduler) -> None:
+    windows = scheduler.kv.windows
+    if windows is None:
+        return
+    problem = windows.find_problem()
+    _require(problem is None, f"the window group {problem}")
+    num_refs: Counter[BlockId] = Counter(scheduler.in_flight.retired_window_ids)
+    for sequence in scheduler.running:
+        held = windows.held(sequence)
+        num_refs.update(held)
+        _require(len(set(held)) == len(held), "a window block is held twice by a sequence")
+        num_launched = sum(plan.num_scheduled_tokens.get(sequence.sequence_id, 0) for plan in scheduler.in_flight)
+        needed = range(
+            windows.first_needed(sequence.num_computed_tokens + 1),  # without the token more that is kept for forks
+            -(-(sequence.num_computed_tokens + num_launched) // scheduler.kv.block_size),
+        )
+        is_held = not needed or (sequence.window_first <= needed.start and needed.stop <= sequence.window_end)
+        held_range = f"[{sequence.window_first}, {sequence.window_end})"
+        _require(is_held, f"sequence {sequence.sequence_id} needs window blocks {needed}, but holds {held_range}")
+    for window_id in map(BlockId, range(windows.pool.num_blocks)):
+        counted, real = windows.pool.num_refs(window_id), num_refs[window_id]
+        if counted != real:
+            raise InvariantError(f"window block {window_id} counts {counted} references, but {real} sequences hold it")
+
+
 def _check_index(scheduler: Scheduler) -> None:
     index, size = scheduler.kv.index, scheduler.kv.block_size
     _require(scheduler.config.enable_prefix_caching or len(index) == 0, "a block is published, but caching is off")
@@ -81,7 +107,7 @@ def _check_index(scheduler: Scheduler) -> None:
     _require(num_cached == num_counted, f"{num_cached} free blocks are published, {num_counted} are counted")
     for key, block_id, entry in index.iter_entries():
         problem = _find_entry_problem(entry, size)
-        if problem is None and (entry.block_id != block_id or index.find(key) is not entry):
+        if problem is None and (entry.block_id != block_id or index.find(key, entry.place) is not entry):
             problem = "cannot be found"
         if problem is not None:
             raise InvariantError(f"the index entry of block {block_id} {problem}")
@@ -132,21 +158,32 @@ def _find_problem(sequence: Sequence, scheduler: Scheduler) -> str | None:
     if sequence.is_mask_pending and (sequence.status is not SequenceStatus.RUNNING or sequence.num_uncomputed_tokens != 1):
         return "has a pending mask, but no next token due"
     num_launched = sum(plan.num_scheduled_tokens.get(sequence.sequence_id, 0) for plan in scheduler.in_flight)
-    if len(sequence.block_ids) * size < sequence.num_computed_tokens + num_launched:
+    if len(sequence.block_ids) * size < sequence.num_slots_computed + num_launched:
         return "has tokens computed outside its blocks"
     if sequence.num_published_blocks * size > sequence.num_computed_tokens:
         return "has published what is not computed yet"
+    if sequence.num_dropped_tokens % size != 0 or sequence.num_dropped_tokens > sequence.num_computed_tokens:
+        return f"has dropped {sequence.num_dropped_tokens} tokens, which are not whole computed blocks"
+    if sequence.num_dropped_tokens > 0 and sequence.eviction is None:
+        return "has dropped tokens, but has no KV compression"
     if (sequence.last_entry is None) != (sequence.num_published_blocks == 0):
         return "has lost its last index entry"
     for index, content in enumerate(sequence.block_contents):
         if content.token_ids != tuple(sequence.token_ids[index * size : (index + 1) * size]):
             return f"has other tokens than were hashed in block {index}"
+    layout, pool = scheduler.kv.layout, scheduler.kv.pool
+    if layout.has_homes and sequence.block_ids and pool.place_of(sequence.block_ids[0]) != sequence.home:
+        return f"is at home {sequence.home}, but its blocks are at {pool.place_of(sequence.block_ids[0])}"
     for index, block_id in enumerate(sequence.block_ids):
+        if pool.place_of(block_id) != layout.place(pool.place_of(sequence.block_ids[0]), index):
+            return f"holds block {block_id} at place {pool.place_of(block_id)}, where its block {index} is not"
         entry = scheduler.kv.index.entry_of(block_id)
         if entry is None:
             continue
         if entry.content.root != content_root(sequence):
             return f"holds block {block_id} of another salt or rope"
+        if sequence.num_dropped_tokens > 0:
+            continue  # the block was at another place of the table
         if _prefix_of(entry) != sequence.token_ids[: (index + 1) * size]:
             return f"holds block {block_id}, published with other tokens"
     return None

@@ -5,19 +5,22 @@ One rule keeps shared KV intact: a sequence writes only into blocks that are not
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.block_keys import block_key, root_key
-from quire.contracts.step import StepPlan
-from quire.engine.scheduling.block_pool import BlockPool
+from quire.contracts.step import StepPlan, TableRun
+from quire.engine.scheduling.block_pool import BlockLayout, BlockPool
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
-from quire.engine.scheduling.sequence import Sequence
+from quire.engine.scheduling.sequence import HeldBlocks, Sequence
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.state_checkpoints import StateCheckpoints
+from quire.engine.scheduling.window_blocks import WindowBlocks, WindowLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,14 @@ class BlockGrowth:
     replaced  (index in the table, new block)
     copies    (source, target) of the replaced blocks whose earlier tokens are kept. The source may already belong to
               another sequence, which writes it in the same step: hence all copies come before all writes
+    window_blocks, window_copies  new entries of the window group's table, and copies in that group
     """
 
     appended: tuple[BlockId, ...] = ()
     replaced: tuple[tuple[int, BlockId], ...] = ()
     copies: tuple[tuple[BlockId, BlockId], ...] = ()
+    window_blocks: tuple[TableRun, ...] = ()
+    window_copies: tuple[tuple[BlockId, BlockId], ...] = ()
 
 
 NO_GROWTH = BlockGrowth()
@@ -43,17 +49,22 @@ _MARK = "\udfff"
 
 def content_root(sequence: Sequence) -> str:
     """Return the root of a sequence's block keys: everything other than tokens that changes the KV or separates requests."""
-    salt = sequence.request.cache_salt
+    salt, adapter_key = sequence.request.cache_salt, sequence.request.adapter_key
     if sequence.short_rope_len is not None:
-        return f"{_MARK}short rope{salt}"
-    return f"{_MARK}{salt}" if salt.startswith(_MARK) else salt
+        root = f"{_MARK}short rope{salt}"
+    else:
+        root = f"{_MARK}{salt}" if salt.startswith(_MARK) else salt
+    return f"{_MARK}adapter {adapter_key} {root}" if adapter_key else root
 
 
 class KvAllocator:
     """The block pool and the prefix index together; the only writer of the block tables of sequences.
 
     states     checkpoints of recurrent states; None: the model has no recurrent state
-    host_tier  where replaced blocks are saved; None: there is none. Not supported with recurrent states
+    host_tier  where replaced blocks are saved; None: there is none. Not supported with recurrent states or windows
+    windows    the window group; None: the model has one KV cache group
+    layout     which ranks hold the blocks of a sequence; with several places there are no windows, states or host tier. With
+               homes each has a prefix cache of its own
     """
 
     def __init__(
@@ -64,14 +75,23 @@ class KvAllocator:
         enable_prefix_caching: bool,
         num_state_checkpoints: int | None = None,
         host_tier: HostTier | None = None,
+        window: WindowLimits | None = None,
+        layout: BlockLayout | None = None,
     ) -> None:
+        self.layout = BlockLayout() if layout is None else layout
+        assert self.layout.num_places == 1 or (host_tier is None and window is None and num_state_checkpoints is None)
         assert host_tier is None or num_state_checkpoints is None, "a page has no recurrent state"
         self.host_tier = host_tier
         self.states: StateCheckpoints | None = None
         if num_state_checkpoints is not None:
             self.states = StateCheckpoints(num_state_checkpoints, block_size, is_caching=enable_prefix_caching)
-        self.index = PrefixIndex(on_drop=self._note_drop)
-        self.pool = BlockPool(num_blocks, on_reuse=self._reuse, is_kept=self.index.__contains__)
+        num_places = self.layout.num_places
+        self.index = PrefixIndex(on_drop=self._note_drop, num_places=num_places if self.layout.has_homes else 1)
+        is_kept = self.index.__contains__
+        self.pool = BlockPool(num_blocks, on_reuse=self._reuse, is_kept=is_kept, num_places=num_places)
+        self.windows: WindowBlocks | None = None
+        if window is not None:
+            self.windows = WindowBlocks(window, block_size, self.index.__contains__)
         self._num_cached_blocks = 0
         self.block_size = block_size
         self._is_caching = enable_prefix_caching
@@ -85,27 +105,44 @@ class KvAllocator:
         """Return them; O(blocks in the index)."""
         return [block_id for _, block_id, _ in self.index.iter_entries() if self.pool.num_refs(block_id) == 0]
 
-    def admit(self, sequence: Sequence) -> int | None:
-        """Allocate blocks for all known tokens of a sequence without blocks, and return how many tokens are cached.
+    def num_cached_tokens(self, sequence: Sequence, home: int) -> int:
+        """Return how many tokens of a sequence without blocks the prefix cache of a home has."""
+        return len(self.index.match(self._cacheable(sequence), home)) * self.block_size
 
-        None, without a change, if too few blocks are free. Sets its block table and num_computed_tokens.
+    def admit(self, sequence: Sequence, home: int = 0) -> int | None:
+        """Allocate blocks for the known tokens of a sequence without blocks, and return how many tokens are cached.
+
+        None, without a change, if too few blocks are free. Sets its home, its block table and num_computed_tokens.
         """
         contents = self._cacheable(sequence)
-        hits = self.index.match(contents)
+        hits = self.index.match(contents, home)
+        num_matched = len(hits)
         if self.states is not None:
             hits = self.states.cut(sequence, hits)
+        if self.windows is not None:
+            hits = self.windows.cut(hits)
+        if self.layout.num_places > 1 and not self.layout.has_homes:
+            hits = self._cut_at_wrong_place(hits)
         hit_ids = [entry.block_id for entry in hits]
-        num_new = self._num_blocks_for(sequence.num_tokens) - len(hits)
-        num_revived = sum(self.pool.num_refs(block_id) == 0 for block_id in hit_ids)
-        if num_new + num_revived > self.pool.num_free:
+        num_blocks = self._num_blocks_for(sequence.num_admitted_tokens)
+        num_new = num_blocks - len(hits)
+        revived_ids = [block_id for block_id in hit_ids if self.pool.num_refs(block_id) == 0]
+        num_revived = len(revived_ids)
+        first = home if self.layout.has_homes else self._first_place(hit_ids, num_blocks)
+        if not self._has_free(first, range(len(hits), num_blocks), revived_ids):
             return None
+        if self.windows is not None and self.windows.num_wanted(hit_ids, num_new) > self.windows.pool.num_free:
+            return None
+        sequence.home = home
         self._num_cached_blocks -= num_revived
         self.pool.share(hit_ids)  # before allocate, which could otherwise return the hits themselves
         tier = self.host_tier
         if tier is None:
-            sequence.block_ids = [*hit_ids, *self._allocate(num_new)]
+            sequence.block_ids = [*hit_ids, *self._allocate(first, range(len(hits), num_blocks))]
         else:
             self._allocate_and_load(sequence, hits, contents[len(hits) :], num_new, tier)
+        if self.windows is not None:
+            self.windows.start(sequence, hit_ids, num_matched)
         sequence.num_computed_tokens = len(hits) * self.block_size
         sequence.num_published_blocks = len(hits)
         sequence.last_entry = hits[-1] if hits else None
@@ -125,7 +162,7 @@ class KvAllocator:
             tier.note_use(entry.content.key)
         slots = tier.match(content.key for content in contents)
         tier.pin(slots)  # before allocate, which saves what it replaces
-        new_ids = self._allocate(num_new)
+        new_ids = self._allocate(0, range(num_new))
         sequence.block_ids = [*(entry.block_id for entry in hits), *new_ids]
         for slot, content, block_id in zip(slots, contents, new_ids, strict=False):
             entry = self.index.publish(hits[-1] if hits else None, content, block_id)
@@ -140,11 +177,34 @@ class KvAllocator:
                 tier.retain(entry, sequence.request.cache_retention_s)
         tier.let_go(sequence.request.request_id)
 
+    def clear_cache(self) -> None:
+        """Drop all published blocks from the prefix index. No sequence may hold a block."""
+        for block_id in [block_id for _, block_id, _ in self.index.iter_entries()]:
+            self.index.drop(block_id)
+            if self.windows is not None:
+                self.windows.forget(block_id)
+
     def missing_keys(self, sequence: Sequence) -> list[int]:
         """Return the keys of a sequence's cacheable blocks after those that the pool and the host tier have."""
         contents = self._cacheable(sequence)
         rest = [content.key for content in contents[len(self.index.match(contents)) :]]
         return rest if self.host_tier is None else rest[len(self.host_tier.match(rest)) :]
+
+    def page_keys(self, sequence: Sequence) -> list[int]:
+        """Return the keys of the full blocks of a sequence's known tokens."""
+        return [content.key for content in self._contents(sequence, sequence.num_tokens // self.block_size)]
+
+    def save_page(self, key: int) -> int | None:
+        """Return the slot of a page, which is saved in the next plan if only the pool has it; None: neither has it, or there is
+        no room in this plan."""
+        tier = self.host_tier
+        if tier is None:
+            return None
+        if key not in tier:
+            entry = self.index.find(key)
+            if entry is None or not tier.save(entry.block_id, key):
+                return None
+        return tier.slot_of(key)
 
     def with_page_moves(self, plan: StepPlan) -> StepPlan:
         """Return a plan with the pages that it saves and loads."""
@@ -175,46 +235,73 @@ class KvAllocator:
 
     def has_room_for(self, sequence: Sequence) -> bool:
         """Return whether `admit` would find enough blocks for a sequence if none of its tokens is cached."""
-        return self._num_blocks_for(sequence.num_tokens) <= self.pool.num_free
+        num_blocks, windows = self._num_blocks_for(sequence.num_admitted_tokens), self.windows
+        if windows is not None and windows.num_wanted([], num_blocks) > windows.pool.num_free:
+            return False
+        return self._has_free(self._first_place([], num_blocks), range(num_blocks))
+
+    def cover_start(self, sequence: Sequence, num_tokens: int) -> None:
+        """Make the slots of the first num_tokens tokens to compute writable in the window group, after `admit`."""
+        if self.windows is not None:
+            self.windows.extend(sequence, self._num_blocks_for(sequence.num_computed_tokens + num_tokens))
 
     def grow(self, sequence: Sequence, num_tokens: int, num_launched: int = 0) -> BlockGrowth | None:
         """Make the slots of the next num_tokens >= 1 tokens writable; None, without a change, if too few blocks are free.
 
         num_launched: tokens after the computed ones that a step in flight computes.
         """
-        table, start = sequence.block_ids, sequence.num_computed_tokens + num_launched
+        table, start = sequence.block_ids, sequence.num_slots_computed + num_launched
         first = start // self.block_size
         is_one_block = first < len(table) and start + num_tokens <= (first + 1) * self.block_size
-        if is_one_block and self._is_writable(table[first]):  # the case of almost every decoded token
-            return NO_GROWTH
+        windows = self.windows
+        if is_one_block and self._is_writable(table[first]) and (windows is None or first < sequence.window_end):
+            return NO_GROWTH  # the case of almost every decoded token
         num_appended, locked = self._missing(table, start, num_tokens)
-        if num_appended == 0 and not locked:
+        num_windows = 0
+        if windows is not None:
+            num_windows = windows.num_missing(sequence, self._num_blocks_for(start + num_tokens), locked)
+            if num_windows > windows.pool.num_free:
+                return None
+        if num_appended == 0 and not locked and num_windows == 0:
             return NO_GROWTH
-        new_ids = self.pool.allocate(num_appended + len(locked))
+        new_ids = self._try_allocate(self._first_place(table), [*locked, *range(len(table), len(table) + num_appended)])
         if new_ids is None:
             return None
         replaced = tuple(zip(locked, new_ids, strict=False))
         copies: list[tuple[BlockId, BlockId]] = []
+        window_blocks: list[TableRun] = []
+        window_copies: list[tuple[BlockId, BlockId]] = []
         for index, new_id in replaced:
-            if index * self.block_size < start:  # the block contains tokens before the first written one
+            is_begun = index * self.block_size < start  # the block contains tokens before the first written one
+            if is_begun:
                 copies.append((table[index], new_id))
-            self.free([table[index]])
+            if windows is not None and index < sequence.window_end:
+                pair = windows.replace(table[index], new_id)
+                window_blocks.append((index, pair[1:]))
+                if is_begun:
+                    window_copies.append(pair)
+            self._free_blocks([table[index]])
             table[index] = new_id
         appended = new_ids[len(locked) :]
         table.extend(appended)
-        return BlockGrowth(appended, replaced, tuple(copies))
+        if windows is None:
+            return BlockGrowth(appended, replaced, tuple(copies))
+        window_blocks += windows.extend(sequence, self._num_blocks_for(start + num_tokens))
+        return BlockGrowth(appended, replaced, tuple(copies), tuple(window_blocks), tuple(window_copies))
 
     def has_room_behind(self, running: SequenceQueue, launched: Mapping[SequenceId, int]) -> bool:
         """Return whether all running sequences can continue after a step in flight, which computes `launched` tokens of
         them."""
-        num_free = self.pool.num_free
+        num_free = min(map(self.pool.num_free_at, range(self.layout.num_places)))
+        if self.windows is not None and self.windows.pool.num_free < self.windows.peak_blocks + 2 * len(running):
+            return False
         if num_free >= len(running):  # their tables cover the known tokens, so one more token takes at most one block
             return True
         for sequence in running:
             num_launched = launched.get(sequence.sequence_id, 0)
             num_tokens = sequence.num_tokens_behind(num_launched)
             if num_tokens > 0:
-                start = sequence.num_computed_tokens + num_launched
+                start = sequence.num_slots_computed + num_launched
                 num_appended, locked = self._missing(sequence.block_ids, start, num_tokens)
                 num_free -= num_appended + len(locked)
         return num_free >= 0
@@ -227,7 +314,23 @@ class KvAllocator:
 
     def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Return how many blocks the table lacks for the next num_tokens tokens."""
-        return max(0, -(-(sequence.num_computed_tokens + num_tokens) // self.block_size) - len(sequence.block_ids))
+        return max(0, self._num_blocks_for(sequence.num_slots_computed + num_tokens) - len(sequence.block_ids))
+
+    def leaves_blocks(self, sequence: Sequence, num_tokens: int, num_left: int) -> bool:
+        """Return whether num_left blocks remain free in each group after the next num_tokens tokens of a sequence."""
+        windows = self.windows
+        if windows is not None:
+            num_windows = windows.num_missing(sequence, self._num_blocks_for(sequence.num_computed_tokens + num_tokens), [])
+            if windows.pool.num_free - num_windows < num_left:
+                return False
+        table = sequence.block_ids
+        missing = range(len(table), len(table) + self.num_missing_blocks(sequence, num_tokens))
+        if self.layout.num_places == 1:
+            return self.pool.num_free - len(missing) >= num_left
+        if self.layout.has_homes:
+            return self.pool.num_free_at(sequence.home) - len(missing) >= num_left
+        demand = Counter(self.layout.places(self._first_place(table), missing))
+        return all(self.pool.num_free_at(place) - demand[place] >= num_left for place in range(self.layout.num_places))
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Let `target`, which has no blocks, share the blocks of the prompt that `source` has computed.
@@ -235,33 +338,59 @@ class KvAllocator:
         The last prompt token is computed again, so that `target` gets its own logits.
         """
         target.block_ids = source.block_ids[: self._num_blocks_for(target.num_prompt_tokens)]
+        target.home = source.home
         self.pool.share(target.block_ids)
+        if self.windows is not None:
+            self.windows.fork(source, target)
         target.block_contents = source.block_contents[: target.num_prompt_tokens // self.block_size]
         target.num_computed_tokens = target.num_prompt_tokens - 1
         if self.states is not None:
             self.states.fork(source, target)
 
-    def can_fork(self, source: Sequence) -> bool:
-        """Return whether everything that forks of a sequence start from is available."""
-        return self.states is None or self.states.can_fork(source)
+    def can_fork(self, source: Sequence, num_forked: int) -> bool:
+        """Return whether everything that a fork of a sequence starts from is available after num_forked others, and a block of
+        each group for its next token."""
+        if self.windows is not None and self.windows.pool.num_free <= num_forked:
+            return False
+        place = self.layout.place(self._first_place(source.block_ids), (source.num_prompt_tokens - 1) // self.block_size)
+        return self.pool.num_free_at(place) > num_forked and (self.states is None or self.states.can_fork(source))
+
+    def evict(self, sequence: Sequence, indices: tuple[int, ...]) -> None:
+        """Take the full blocks at some indices, ascending, out of a sequence's table. No step in flight may use them.
+
+        A block that another sequence shares, or that the prefix index has, keeps its content.
+        """
+        evicted = [sequence.block_ids[index] for index in indices]
+        for index in reversed(indices):
+            del sequence.block_ids[index]
+        sequence.num_dropped_tokens += len(indices) * self.block_size
+        self._free_blocks(evicted)
 
     def release(self, sequence: Sequence) -> None:
         """Free all blocks of a sequence; published ones remain cached until they are reused."""
         self.free(self.detach(sequence))
 
-    def detach(self, sequence: Sequence) -> list[BlockId]:
+    def detach(self, sequence: Sequence) -> HeldBlocks:
         """Remove all blocks from a sequence, and return them in order, to be freed later."""
+        window_ids = [] if self.windows is None else self.windows.detach(sequence)
         block_ids, sequence.block_ids = sequence.block_ids, []
         sequence.num_computed_tokens = 0
+        sequence.num_dropped_tokens = 0
         sequence.num_published_blocks = 0
         sequence.last_entry = None
         if self.states is not None:
             self.states.forget(sequence)
-        return block_ids
+        return HeldBlocks(block_ids, window_ids)
 
     def publish(self, sequence: Sequence) -> None:
-        """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and its saved states."""
-        self._publish(sequence)
+        """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and its saved states.
+
+        After an eviction nothing more is added: the KV of later tokens depends on what was evicted.
+        """
+        if sequence.num_dropped_tokens == 0:
+            self._publish(sequence)
+        if self.windows is not None:
+            self.windows.advance(sequence)
         if self.states is not None:
             self.states.commit(sequence)
 
@@ -276,10 +405,12 @@ class KvAllocator:
             sequence.num_published_blocks, sequence.last_entry = 0, None
         contents, keep_s = self._contents(sequence, num_full), sequence.request.cache_retention_s
         for index in range(sequence.num_published_blocks, num_full):
-            entry = self.index.publish(sequence.last_entry, contents[index], sequence.block_ids[index])
+            entry = self.index.publish(sequence.last_entry, contents[index], sequence.block_ids[index], sequence.home)
             if entry is None:
                 return
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
+            if self.windows is not None and entry.block_id != sequence.block_ids[index]:
+                self._move_entry(entry, sequence.block_ids[index], self.windows)
             if keep_s > 0 and (index + 1) * self.block_size <= sequence.num_prompt_tokens and self.host_tier is not None:
                 self.host_tier.retain(entry, keep_s)
 
@@ -301,8 +432,25 @@ class KvAllocator:
     def _is_writable(self, block_id: BlockId) -> bool:
         return self.pool.num_refs(block_id) == 1 and block_id not in self.index
 
-    def free(self, block_ids: list[BlockId]) -> None:
-        """Drop a reference of each block of a table given in order."""
+    def _move_entry(self, entry: PrefixEntry, block_id: BlockId, windows: WindowBlocks) -> None:
+        """Let an entry whose block has lost its window block name an equal block that has one."""
+        old_id = entry.block_id
+        if windows.of(old_id) is not None or windows.of(block_id) is None:
+            return
+        is_free = self.pool.num_refs(old_id) == 0
+        self.index.move(entry, block_id)
+        if is_free:  # to the head of the free list, as its content cannot be found any more
+            self._num_cached_blocks -= 1
+            self.pool.share([old_id])
+            self.pool.free([old_id])
+
+    def free(self, held: HeldBlocks) -> None:
+        """Drop a reference of each block that a sequence has held."""
+        if self.windows is not None:
+            self.windows.pool.free(held.window_ids)
+        self._free_blocks(held.block_ids)
+
+    def _free_blocks(self, block_ids: list[BlockId]) -> None:
         self.pool.free(block_ids)
         self._num_cached_blocks += sum(self.pool.num_refs(block_id) == 0 and block_id in self.index for block_id in block_ids)
 
@@ -314,6 +462,8 @@ class KvAllocator:
             if entry is not None:
                 self.host_tier.offer(block_id, entry.content.key, entry.is_reused)
         self.index.drop(block_id)
+        if self.windows is not None:
+            self.windows.forget(block_id)
 
     def _note_drop(self, block_id: BlockId) -> None:
         # A block that is being reused counts as held here: _reuse has seen to it.
@@ -324,8 +474,46 @@ class KvAllocator:
     def _num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _allocate(self, num_blocks: int) -> tuple[BlockId, ...]:
-        block_ids = self.pool.allocate(num_blocks)
+    def _first_place(self, table: SequenceOf[BlockId], num_blocks: int = 0) -> int:
+        """Return the place of the first block of a table; of an empty one, the place from which num_blocks blocks leave the
+        most blocks free at the fullest place."""
+        if table:
+            return self.pool.place_of(table[0])
+        if self.layout.num_places == 1:
+            return 0
+
+        def num_left(first: int) -> int:
+            demand = Counter(self.layout.places(first, range(num_blocks)))
+            return min(self.pool.num_free_at(place) - demand[place] for place in range(self.layout.num_places))
+
+        return max(range(self.layout.num_places), key=num_left)
+
+    def _cut_at_wrong_place(self, hits: list[PrefixEntry]) -> list[PrefixEntry]:
+        """Return the hits before the first one that is not where a sequence that starts with them has it.
+
+        Sequences with one prefix may have started at different places, and each has published some of its blocks.
+        """
+        for index, entry in enumerate(hits):
+            if self.pool.place_of(entry.block_id) != self.layout.place(self.pool.place_of(hits[0].block_id), index):
+                return hits[:index]
+        return hits
+
+    def _has_free(self, first: int, indices: SequenceOf[int], block_ids: Iterable[BlockId] = ()) -> bool:
+        """Return whether blocks for these indices of a table are free, in addition to block_ids, which are."""
+        if self.layout.num_places == 1:
+            return len(indices) + sum(1 for _ in block_ids) <= self.pool.num_free
+        demand = Counter(self.layout.places(first, indices))
+        demand.update(map(self.pool.place_of, block_ids))
+        return self.pool.has_free(demand)
+
+    def _try_allocate(self, first: int, indices: SequenceOf[int]) -> tuple[BlockId, ...] | None:
+        """Allocate blocks for these indices of a table; None, without a change, if too few are free."""
+        if self.layout.num_places == 1:
+            return self.pool.allocate(len(indices))
+        return self.pool.allocate_at(self.layout.places(first, indices))
+
+    def _allocate(self, first: int, indices: SequenceOf[int]) -> tuple[BlockId, ...]:
+        block_ids = self._try_allocate(first, indices)
         if block_ids is None:
-            raise InvariantError(f"{num_blocks} blocks were counted as free, but {self.pool.num_free} are")
+            raise InvariantError(f"{len(indices)} blocks were counted as free, but {self.pool.num_free} are")
         return block_ids

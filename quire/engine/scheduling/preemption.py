@@ -33,7 +33,7 @@ class StepLimits(NamedTuple):
     """The most that one of several steps in flight computes."""
 
     num_tokens: int
-    num_sequences: int
+    num_sequences: int | None
 
 
 def share_of_step(config: SchedulerConfig, running: SequenceQueue, waiting: SequenceQueue, kv: KvAllocator) -> StepLimits:

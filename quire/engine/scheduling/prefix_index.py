@@ -30,6 +30,7 @@ class PrefixEntry:
     """A published block. Compared by identity, so that it is never confused with a later entry with the same key.
 
     parent   the entry of the block before it; None for the first block
+    place    the home of the block, see BlockLayout; 0 without homes
     is_live  True until its block is reused; an entry whose parent is not live can no longer be found
     is_reused  another sequence has hit it, or it was loaded from a tier; known only with tiers
     is_saved   its page was saved while the engine was idle
@@ -38,6 +39,7 @@ class PrefixEntry:
     content: BlockContent
     parent: PrefixEntry | None
     block_id: BlockId
+    place: int = 0
     is_live: bool = True
     is_reused: bool = False
     is_saved: bool = False
@@ -54,16 +56,18 @@ class PrefixEntry:
 
 
 class PrefixIndex:
-    """The published blocks by key and by block id; at most one block per key and one key per block.
+    """The published blocks by key and by block id; at most one block per key at each place, and one key per block.
 
     on_drop(id) is called when a published block is forgotten.
-    changes  (entry, whether it was published or dropped) in order, for who takes them away; None: they are not recorded
+    num_places  homes, each with a prefix cache of its own; chains do not cross places
+    changes  (entry, whether it was published or dropped) in order, for who takes them away; None: they are not recorded. A
+             content at several places is published with the first and dropped with the last of them
     """
 
-    def __init__(self, on_drop: Callable[[BlockId], None] | None = None) -> None:
+    def __init__(self, on_drop: Callable[[BlockId], None] | None = None, num_places: int = 1) -> None:
         self._on_drop = on_drop
         self.changes: list[tuple[PrefixEntry, bool]] | None = None
-        self._entry_by_key: dict[int, PrefixEntry] = {}
+        self._entries: list[dict[int, PrefixEntry]] = [{} for _ in range(num_places)]  # by key, of each place
         self._entry_by_block: dict[BlockId, PrefixEntry] = {}
 
     def __len__(self) -> int:
@@ -81,50 +85,64 @@ class PrefixIndex:
         """Return the entry of a block; None if it is not published."""
         return self._entry_by_block.get(block_id)
 
-    def find(self, key: int) -> PrefixEntry | None:
+    def find(self, key: int, place: int = 0) -> PrefixEntry | None:
         """Return the entry under a key, unverified."""
-        return self._entry_by_key.get(key)
+        return self._entries[place].get(key)
 
-    def match(self, contents: Iterable[BlockContent]) -> list[PrefixEntry]:
+    def match(self, contents: Iterable[BlockContent], place: int = 0) -> list[PrefixEntry]:
         """Return the entries of the longest published chain at the start of `contents`, which begins at a sequence's first
         block."""
         matched: list[PrefixEntry] = []
         parent: PrefixEntry | None = None
+        entries = self._entries[place]
         for content in contents:
-            entry = self._entry_by_key.get(content.key)
+            entry = entries.get(content.key)
             if entry is None or not entry.holds(parent, content):
                 break
             matched.append(entry)
             parent = entry
         return matched
 
-    def publish(self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId) -> PrefixEntry | None:
+    def publish(
+        self, parent: PrefixEntry | None, content: BlockContent, block_id: BlockId, place: int = 0
+    ) -> PrefixEntry | None:
         """Add a block whose KV is complete, and return the entry of its content.
 
         This is the entry of an earlier publisher if there is one. None if another content has the same key, which stays.
         A published block may be published again, with the same content.
         """
-        found = self._entry_by_key.get(content.key)
+        entries = self._entries[place]
+        found = entries.get(content.key)
         if found is not None:
             if found.holds(parent, content):
                 return found
             if not found.is_orphan:
                 return None
             self.drop(found.block_id)
-        entry = PrefixEntry(content, parent, block_id)
-        self._entry_by_key[content.key] = entry
+        entry = PrefixEntry(content, parent, block_id, place)
+        is_first = not self._is_anywhere(content.key)
+        entries[content.key] = entry
         self._entry_by_block[block_id] = entry
-        if self.changes is not None:
+        if self.changes is not None and is_first:
             self.changes.append((entry, True))
         return entry
+
+    def _is_anywhere(self, key: int) -> bool:
+        return any(key in entries for entries in self._entries)
+
+    def move(self, entry: PrefixEntry, block_id: BlockId) -> None:
+        """Let a live entry name another block with the same content, which is not published."""
+        del self._entry_by_block[entry.block_id]
+        entry.block_id = block_id
+        self._entry_by_block[block_id] = entry
 
     def drop(self, block_id: BlockId) -> None:
         """Drop a block, if it is published, because its content is about to change."""
         entry = self._entry_by_block.pop(block_id, None)
         if entry is not None:
-            del self._entry_by_key[entry.content.key]
+            del self._entries[entry.place][entry.content.key]
             entry.is_live = False
-            if self.changes is not None:
+            if self.changes is not None and not self._is_anywhere(entry.content.key):
                 self.changes.append((entry, False))
             if self._on_drop is not None:
                 self._on_drop(block_id)

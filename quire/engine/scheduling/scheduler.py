@@ -35,6 +35,9 @@ While a step runs, the next may be planned (schedule_ahead), assuming one more t
 preempts no sequence. A sequence that turns out to have ended has computed one token in vain, in blocks that it keeps until
 then.
 
+With attention data parallelism each sequence has a home (num_homes), which is chosen when it is admitted, see homes.py. Each
+home has a part of the blocks and of the token budget, and a running sequence is preempted only for another one of its home.
+
 With pipeline stages several steps are in flight (schedule_pipelined), each of other sequences: see preemption.py.
 """
 
@@ -48,8 +51,10 @@ from quire.base.ids import RequestId, SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
-from quire.engine.scheduling.admission import new_sequence
+from quire.contracts.timeline import PreemptReason
+from quire.engine.scheduling.admission import new_sequence, window_limits
 from quire.engine.scheduling.events import SequenceStats, SequenceUpdate
+from quire.engine.scheduling.homes import admit_at_home, block_layout, home_budget, last_of_home
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import NO_GROWTH, KvAllocator
@@ -58,6 +63,7 @@ from quire.engine.scheduling.sequence import Sequence, SequenceStatus
 from quire.engine.scheduling.sequence_queue import SequenceQueue
 from quire.engine.scheduling.step_outcome import find_mistake, take_computed, take_prompt_logprobs
 from quire.engine.scheduling.step_plan_builder import StepPlanBuilder, find_remaining, give_draft_slots
+from quire.engine.scheduling.timeline import TimelineRecorder
 
 _NOTHING: Mapping[SequenceId, int] = {}
 
@@ -80,6 +86,8 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             num_state_checkpoints=config.num_state_checkpoints,
             host_tier=HostTier(num_pages, config.max_page_saves, config.kv_save) if num_pages > 0 else None,
+            window=window_limits(config),
+            layout=block_layout(config),
         )
         self.waiting = SequenceQueue()
         self.running = SequenceQueue()
@@ -93,6 +101,10 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_queried_tokens = 0
         self._num_hit_tokens = 0
+        self._evicted: dict[SequenceId, tuple[int, ...]] = {}  # blocks that the worker's tables still have
+        self._num_evicted_blocks = 0
+        self.timelines: TimelineRecorder | None = None
+        """Records what happens to each sequence, if set; it is told here and by the step loop."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -111,8 +123,10 @@ class Scheduler:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the blocks that sequences hold, 0 to 1; blocks that are only cached count as free."""
-        return 1.0 - self.kv.pool.num_free / self.kv.pool.num_blocks
+        """Share of the blocks that sequences hold, 0 to 1, of the fuller group; blocks that are only cached count as free. With
+        decode context parallelism: on the fullest rank."""
+        pools = [self.kv.pool] if self.kv.windows is None else [self.kv.pool, self.kv.windows.pool]
+        return max(pool.usage for pool in pools)
 
     @property
     def prefix_cache_queries(self) -> int:
@@ -128,6 +142,11 @@ class Scheduler:
     def num_preemptions(self) -> int:
         """Number of preemptions."""
         return self._num_preemptions
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks that KV compression has evicted."""
+        return self._num_evicted_blocks
 
     def sequence(self, sequence_id: SequenceId) -> Sequence:
         """Return an unfinished sequence. Raises KeyError when there is none of that id."""
@@ -152,6 +171,8 @@ class Scheduler:
         self._choices[request.request_id] = choices
         for sequence in choices:
             self._sequences[sequence.sequence_id] = sequence
+            if self.timelines is not None:
+                self.timelines.add(sequence)
         self.waiting.add(choices[0])
         return tuple(sequence.sequence_id for sequence in choices)
 
@@ -168,12 +189,37 @@ class Scheduler:
         if tier is None or len(self.in_flight) > 0:
             return None
         self.kv.save_cached(min(self.config.max_page_saves, tier.num_slots))
-        if not tier.has_moves:
+        return self.schedule_moves(now)
+
+    def schedule_moves(self, now: float = 0.0) -> StepPlan | None:
+        """Return a step that only saves the pages that are to be saved; None if there are none."""
+        tier = self.kv.host_tier
+        if tier is None or len(self.in_flight) > 0 or not tier.has_moves:
             return None
         plan = self.kv.with_page_moves(StepPlanBuilder(0).build(next(self._step_ids), tuple(self._ended)))
         self._ended = []
         self.in_flight.begin(plan)
         return plan
+
+    def reset_cache(self) -> None:
+        """Forget the contents of all KV blocks: the worker has lost them. Nothing may be unfinished or in flight."""
+        if self.has_unfinished or len(self.in_flight) > 0:
+            raise InvariantError("the KV cache is reset while sequences use it")
+        self.kv.clear_cache()
+
+    def forget_ended(self) -> None:
+        """Forget the ended sequences that the worker was not told of: it is a new one, and has no rows for them."""
+        self._ended = []
+
+    def page_keys(self, request: Request) -> list[int]:
+        """Return the keys of the full blocks of a request's prompt."""
+        sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
+        return self.kv.page_keys(sequence)
+
+    def num_cacheable_pages(self, request: Request) -> int:
+        """Return how many blocks at the start of a request's prompt may come from a cache."""
+        sequence = new_sequence(request, self.config, SequenceId(-1), 0, 0, 0.0)
+        return sequence.max_cached_tokens // self.config.block_size
 
     def missing_keys(self, request: Request) -> list[int]:
         """Return the keys of a request's cacheable blocks after those that the pool and the host tier have."""
@@ -210,7 +256,8 @@ class Scheduler:
     def _plan(self, launched: Mapping[SequenceId, int], now: float, limits: StepLimits | None = None) -> StepPlan | None:
         """Return the step after one that computes `launched` tokens of sequences; or, with limits, a step of sequences that
         are not in flight."""
-        draft = StepPlanBuilder(*(limits or (self.config.max_num_batched_tokens,)))
+        most = limits or StepLimits(self.config.max_num_batched_tokens, None)
+        draft = StepPlanBuilder(*most, self.config.num_homes, home_budget(self.config))
         num_preempted_before = self._num_preemptions
         running = self.running if limits is None else self.in_flight.leave_out(self.running)
         decoding, prefilling = find_remaining(running, launched)
@@ -219,7 +266,7 @@ class Scheduler:
         for is_background in (False, True) if prefilling or len(self.waiting) > 0 else ():
             for sequence, num_left in prefilling:
                 if sequence.request.is_background is is_background:
-                    self._schedule_running(draft, sequence, self._chunk(draft, num_left), launched)
+                    self._schedule_running(draft, sequence, self._chunk(draft, sequence, num_left), launched)
             if self._num_preemptions == num_preempted_before and not draft.is_starved:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # the next drafts are not known earlier
@@ -229,8 +276,9 @@ class Scheduler:
         ended = self._ended
         if limits is not None:  # the worker's rows cannot change until the step is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
-        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv.states))
+        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv, self._evicted))
         self.in_flight.begin(plan)
+        self._evicted = {}
         self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
         for start in plan.starts:
             sequence = self._sequences[start.sequence_id]
@@ -244,8 +292,8 @@ class Scheduler:
 
         Sequences that ended while the plan was in flight are skipped. A chunk before the end of a prompt makes no update.
         """
-        for block_ids in self.in_flight.end(plan, result):
-            self.kv.free(block_ids)
+        for held in self.in_flight.end(plan, result):
+            self.kv.free(held)
         self.kv.end_page_moves(plan, result.is_failed)
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
@@ -282,11 +330,13 @@ class Scheduler:
         # The last choice is ended first, so that ending choice 0 does not queue the held ones.
         return [self._end(sequence, "abort") for sequence in reversed(tuple(self._choices.get(request_id, ())))][::-1]
 
-    def _chunk(self, draft: StepPlanBuilder, num_left: int) -> int:
+    def _chunk(self, draft: StepPlanBuilder, sequence: Sequence, num_left: int) -> int:
         """Return how many of its uncomputed tokens a sequence may compute in this step, 0 when the budget is spent."""
+        if sequence.eviction is not None:
+            num_left = sequence.eviction.limit_chunk(num_left, sequence.num_computed_tokens, sequence.num_dropped_tokens)
         if self.config.computes_whole_prompts:
             return num_left if num_left <= draft.num_tokens_left else 0
-        return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.num_tokens_left)
+        return min(num_left, self.config.long_prefill_token_threshold or num_left, draft.tokens_left(sequence.home))
 
     def _schedule_running(
         self, draft: StepPlanBuilder, sequence: Sequence, num_tokens: int, launched: Mapping[SequenceId, int]
@@ -295,44 +345,51 @@ class Scheduler:
             return
         num_launched = launched.get(sequence.sequence_id, 0) if launched else 0
         while (growth := self.kv.grow(sequence, num_tokens, num_launched)) is None:
-            victim = self.running.last if len(self.in_flight) == 0 else find_preemptible(sequence, self.running, self.in_flight)
+            if len(self.in_flight) == 0:
+                victim = last_of_home(sequence, self.running)
+            else:
+                victim = find_preemptible(sequence, self.running, self.in_flight)
             if victim is None:
                 draft.is_starved = True
                 return
             draft.remove(victim)
-            self._preempt(victim)
+            self._preempt(victim, "kv_blocks")
             if victim is sequence:
                 return
         draft.add(sequence, num_tokens, growth)
 
     def _schedule_waiting(self, draft: StepPlanBuilder, is_background: bool, may_preempt: bool) -> None:
-        while len(self.waiting) > 0 and draft.num_tokens_left > 0 and not draft.is_full:
+        while len(self.waiting) > 0 and draft.has_tokens_left and not draft.is_full:
             sequence = self.waiting.first
             if sequence.request.is_background is not is_background:
                 return
             if self.config.computes_whole_prompts and sequence.num_uncomputed_tokens > draft.num_tokens_left:
                 return  # the prompt is not split: it waits for a step with room for all of it
-            num_cached = self.kv.admit(sequence) if len(self.running) < self.config.max_num_seqs else None
+            num_cached = admit_at_home(sequence, self.kv, draft) if len(self.running) < self.config.max_num_seqs else None
             if num_cached is None:
                 victim = find_victim(sequence, self.running)
                 if victim is None or not may_preempt or self.in_flight.last_with(victim.sequence_id) is not None:
                     return
                 draft.remove(victim)
-                self._preempt(victim)
+                self._preempt(victim, "priority")
                 continue
             self._start_running(sequence)
             if sequence.first_scheduled_s is None:
-                sequence.num_cached_tokens = num_cached
+                sequence.num_cached_tokens = min(num_cached, sequence.num_prompt_tokens)
                 if self.config.enable_prefix_caching and sequence.max_cached_tokens == sequence.num_tokens - 1:
                     self._num_queried_tokens += sequence.num_tokens
                     self._num_hit_tokens += num_cached
-            draft.add(sequence, self._chunk(draft, sequence.num_uncomputed_tokens), NO_GROWTH)
+            num_tokens = self._chunk(draft, sequence, sequence.num_uncomputed_tokens)
+            self.kv.cover_start(sequence, num_tokens)
+            draft.add(sequence, num_tokens, NO_GROWTH)
 
     def _start_running(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.RUNNING
         self.running.add(sequence)
+        if self.timelines is not None:
+            self.timelines.admit(sequence)
 
     def _start_waiting(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.RUNNING:
@@ -340,13 +397,13 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING
         self.waiting.add(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, reason: PreemptReason) -> None:
         step = self.in_flight.last_with(sequence.sequence_id)
         if step is not None:
             raise InvariantError(
                 f"sequence {sequence.sequence_id} is preempted while step {step.step_id}, which has it, is in flight"
             )
-        self._drop_kv(sequence)
+        self._drop_kv(sequence, reason)
         sequence.num_preemptions += 1
         self._num_preemptions += 1
 
@@ -356,11 +413,13 @@ class Scheduler:
 
         No step in flight computes it: `num_tokens_behind` has returned that nothing is left to compute after the present token.
         """
-        self._drop_kv(sequence)
+        self._drop_kv(sequence, "rope")
         sequence.short_rope_len = None
         sequence.block_contents.clear()
 
-    def _drop_kv(self, sequence: Sequence) -> None:
+    def _drop_kv(self, sequence: Sequence, reason: PreemptReason) -> None:
+        if self.timelines is not None:
+            self.timelines.preempt(sequence, reason)
         self.kv.release(sequence)
         self._forget_row(sequence)
         self._start_waiting(sequence)
@@ -368,6 +427,7 @@ class Scheduler:
         sequence.is_mask_pending = False
 
     def _forget_row(self, sequence: Sequence) -> None:
+        self._evicted.pop(sequence.sequence_id, None)
         if sequence.is_known:
             self._ended.append(sequence.sequence_id)
             sequence.is_known = False
@@ -382,6 +442,8 @@ class Scheduler:
         self.kv.publish(sequence)
         if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
+        if sequence.eviction is not None and ending is None:
+            self._evict(sequence, num_computed_before, result)
         pooled = result.pooled.get(sequence.sequence_id)
         if pooled is not None:
             return self._end(sequence, "stop", pooled=pooled)
@@ -403,8 +465,23 @@ class Scheduler:
             stop_reason=None if ending is None else ending.stop_reason,
             is_ended_by_token=ending is not None and ending.is_by_token,
             start=SequenceStats.of(sequence) if is_start else None,
-            stats=None if ending is None else self._drop(sequence),
+            stats=None if ending is None else self._drop(sequence, ending.finish_reason),
         )
+
+    def _evict(self, sequence: Sequence, num_computed_before: int, result: StepResult) -> None:
+        """Evict blocks of a sequence if a step has reached the length at which its compression does so."""
+        rule, num_computed = sequence.eviction, sequence.num_computed_tokens
+        if rule is None or num_computed != rule.next_len(num_computed_before, sequence.num_dropped_tokens):
+            return
+        scores = result.block_scores.get(sequence.sequence_id)
+        if rule.compression.needs_scores and scores is None:
+            raise InvariantError(f"the worker returned no scores of the blocks of sequence {sequence.sequence_id}")
+        indices = rule.choose(num_computed, sequence.num_dropped_tokens, scores)
+        if indices:
+            self.kv.evict(sequence, indices)
+            self._evicted[sequence.sequence_id] = indices
+            self._num_evicted_blocks += len(indices)
+            sequence.num_evicted_tokens = sequence.num_dropped_tokens
 
     def _release_held(self, request_id: RequestId, source: Sequence | None) -> None:
         """Release the held choices of a request: forked from `source` if possible, otherwise waiting."""
@@ -412,8 +489,8 @@ class Scheduler:
         for sequence in self._choices[request_id]:
             if sequence.status is not SequenceStatus.HELD:
                 continue
-            has_room = len(self.running) < self.config.max_num_seqs and self.kv.pool.num_free > num_forked
-            if source is None or not has_room or not self.kv.can_fork(source):
+            has_seat = len(self.running) < self.config.max_num_seqs
+            if source is None or not has_seat or not self.kv.can_fork(source, num_forked):
                 self._start_waiting(sequence)
                 continue
             self.kv.fork(source, sequence)
@@ -441,11 +518,13 @@ class Scheduler:
             stop_reason=stop_reason,
             error=error,
             error_param=error_param,
-            stats=self._drop(sequence),
+            stats=self._drop(sequence, reason),
         )
 
-    def _drop(self, sequence: Sequence) -> SequenceStats:
+    def _drop(self, sequence: Sequence, reason: FinishReason) -> SequenceStats:
         """Remove an ended sequence from all structures; return its last update."""
+        if self.timelines is not None:
+            self.timelines.finish(sequence, reason)
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
             last = self.in_flight.last_with(sequence.sequence_id)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.request import Request
+from quire.engine.scheduling.eviction import EvictionRule
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry
 
 OrderKey = tuple[int, float, int, int]
@@ -31,6 +32,13 @@ class StateSave(NamedTuple):
     is_for_forks: bool = False
 
 
+class HeldBlocks(NamedTuple):
+    """The blocks of a sequence, in order, and its window blocks."""
+
+    block_ids: list[BlockId]
+    window_ids: list[BlockId]
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """The mutable state of one choice; only the scheduler and its KvAllocator write it.
@@ -39,8 +47,12 @@ class Sequence:
     order_key            order among all sequences under the policy; unique, never changes
     max_total_tokens     prompt and output together, at which it ends with "length"
     ending_token_ids     the request's; stored here because they are read for every token
-    num_computed_tokens  tokens whose KV is in block_ids, [0, num_computed_tokens)
+    num_computed_tokens  tokens whose KV is in block_ids, or was evicted: [0, num_computed_tokens)
     block_ids            the block table; covers at least the computed tokens; empty unless RUNNING
+    home                 the rank that attends to it, with attention data parallelism; set when it is admitted
+    eviction             which blocks its KV compression evicts, and when; None: none
+    num_dropped_tokens   tokens of the blocks that were evicted from block_ids, a multiple of the block size
+    window_first, window_end  it holds the window blocks of block_ids[window_first:window_end], see WindowBlocks
     is_known             the worker has a row for it
     block_contents       of its first full blocks; computed once, kept after a preemption
     num_published_blocks blocks from the start of the table that are in the prefix index, themselves or as an equal block
@@ -53,8 +65,10 @@ class Sequence:
     state_slot, fork_slot, state_saves, last_checkpoint
                          for models with a recurrent state, written by StateCheckpoints: the checkpoint from which it starts,
                          the one for its forks, those that the step in flight saves, and the last one of its output
-    num_shared_tokens    tokens of blocks that were found without a checkpoint when it was admitted
+    num_shared_tokens    tokens of blocks that were found without a checkpoint when it was admitted; with a window group, of all
+                         blocks that were found, with window blocks or not
     num_cached_tokens    prompt tokens found in the prefix cache when it was first admitted
+    num_evicted_tokens   num_dropped_tokens as it was last, also after the end
     times                in seconds on the clock of the caller's `now`
     """
 
@@ -70,6 +84,11 @@ class Sequence:
     status: SequenceStatus
     num_computed_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list[BlockId])
+    home: int = 0
+    eviction: EvictionRule | None = None
+    num_dropped_tokens: int = 0
+    window_first: int = 0
+    window_end: int = 0
     is_known: bool = False
     block_contents: list[BlockContent] = field(default_factory=list[BlockContent])
     num_published_blocks: int = 0
@@ -84,6 +103,7 @@ class Sequence:
     num_shared_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_evicted_tokens: int = 0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
 
@@ -131,6 +151,17 @@ class Sequence:
         """
         if self.request.pooling is not None and self.request.pooling.needs_every_token:
             return 0
+        most = self.num_tokens - 1
         if self.next_prompt_logprob < self.num_prompt_tokens:
-            return self.next_prompt_logprob - 1
-        return self.num_tokens - 1
+            most = self.next_prompt_logprob - 1
+        return most if self.eviction is None else min(most, self.eviction.max_cached_tokens)
+
+    @property
+    def num_slots_computed(self) -> int:
+        """Places of the computed tokens in the cache: those that were not evicted."""
+        return self.num_computed_tokens - self.num_dropped_tokens
+
+    @property
+    def num_admitted_tokens(self) -> int:
+        """Tokens for which blocks are allocated at admission: all known ones, but for those that are evicted on the way."""
+        return len(self.token_ids) if self.eviction is None else self.eviction.peak_tokens(len(self.token_ids))

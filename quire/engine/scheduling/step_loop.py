@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from quire.base.errors import DeviceLostError
+from quire.base.errors import DeviceLostError, InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.step import AheadRunner, LaunchedStep, PipelinedRunner, Runner, StepPlan, StepResult
 from quire.engine.scheduling.scheduler import Scheduler
@@ -59,16 +59,22 @@ class StepLoop:
         is_ahead: bool = True,
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        self._scheduler, self._runner, self._commit = scheduler, runner, commit
-        # With pipeline stages no step continues the sequences of one in flight.
-        self._pipelined = runner if is_ahead and isinstance(runner, PipelinedRunner) else None
-        self._ahead = runner if self._pipelined is None and is_ahead and isinstance(runner, AheadRunner) else None
-        self._launcher = self._pipelined or self._ahead
+        self._scheduler, self._commit, self._may_be_ahead = scheduler, commit, is_ahead
+        self.use_runner(runner)
         self._steps: list[_Step] = []  # in flight, oldest first
         self._windows = windows
         self._last_end_s = 0.0
         self.is_recording = False  # whether last_step is recorded
         self.last_step: StepRecord | None = None
+
+    def use_runner(self, runner: Runner | None) -> None:
+        """Run the next steps on another runner of the same kind; None: there are none until the next call. No step may be in
+        flight."""
+        self._runner = runner
+        # With pipeline stages no step continues the sequences of one in flight.
+        self._pipelined = runner if self._may_be_ahead and isinstance(runner, PipelinedRunner) else None
+        self._ahead = runner if self._pipelined is None and self._may_be_ahead and isinstance(runner, AheadRunner) else None
+        self._launcher = self._pipelined or self._ahead
 
     @property
     def is_drained(self) -> bool:
@@ -111,9 +117,16 @@ class StepLoop:
 
     def save_pages(self) -> bool:
         """Run a step that saves cached blocks to the tiers, if nothing is in flight; return whether there were any."""
+        return self._move_pages(self._scheduler.schedule_saves)
+
+    def move_pages(self) -> bool:
+        """Run a step that only saves the pages that are to be saved; return whether there were any."""
+        return self._move_pages(self._scheduler.schedule_moves)
+
+    def _move_pages(self, schedule: Callable[[float], StepPlan | None]) -> bool:
         if self._steps:
             return False
-        self._launch(self._scheduler.schedule_saves)
+        self._launch(schedule)
         if not self._steps:
             return False
         self._finish(self._steps[0])
@@ -134,6 +147,8 @@ class StepLoop:
         step = _Step(plan, started_s, shares, attended)
         self._steps.append(step)
         if self._launcher is None:
+            if self._runner is None:
+                raise InvariantError(f"step {plan.step_id} is planned, but there is no runner")
             step.launched = _AtOnce(self._runner, plan)
             return
         try:
@@ -167,11 +182,15 @@ class StepLoop:
 
     def _end(self, step: _Step, result: StepResult) -> None:
         del self._steps[0]
+        started_s, timelines = max(step.started_s, self._last_end_s), self._scheduler.timelines
+        if timelines is not None:
+            timelines.note_step(step.plan, result, started_s, time.monotonic())
         self._commit(step.plan, result)
+        if self.is_recording or timelines is not None:
+            self._last_end_s = time.monotonic()
         if self.is_recording:
-            started_s, now = max(step.started_s, self._last_end_s), time.monotonic()
-            self.last_step = StepRecord(step.plan.step_id, started_s, now - started_s, step.attended, step.shares)
-            self._last_end_s = now
+            duration_s = self._last_end_s - started_s
+            self.last_step = StepRecord(step.plan.step_id, started_s, duration_s, step.attended, step.shares)
 
 
 def _describe(error: Exception) -> str:

@@ -61,7 +61,7 @@ def describe_plan(
         num_computed = sequence.num_computed_tokens + scheduler.in_flight.num_tokens_before(plan, sequence_id)
         is_prefill = num_tokens > 1 or num_computed < sequence.num_prompt_tokens
         shares.append(StepShare(sequence.request.request_id, sequence.choice, num_tokens, is_prefill))
-        spans.append((num_computed, num_tokens))
+        spans.append((num_computed - sequence.num_dropped_tokens, num_tokens))
     return shares, [_attended(spans, window) for window in windows]
 
 

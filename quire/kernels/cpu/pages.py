@@ -70,6 +70,28 @@ def take_pages(address: int, num_bytes: int) -> bool:
     return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
 
 
+def drop_pages(tensor: Tensor) -> None:
+    """Give the memory of a contiguous tensor on the CPU back to the system; its values become zeros.
+
+    The tensor keeps its address, and gets new pages as it is written. Only for memory that no file backs.
+    """
+    if tensor.nbytes < mmap.PAGESIZE or not _drop(tensor):
+        tensor.zero_()
+
+
+def _drop(tensor: Tensor) -> bool:
+    """Drop the whole pages of a tensor, and set the rest to zero; return whether the system supports it."""
+    if sys.platform != "linux":
+        return False
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if last <= first:
+        return False
+    for start, stop in ((begin, first), (last, end)):
+        ctypes.memset(start, 0, stop - start)
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED) == 0
+
+
 def _storage_span(tensor: Tensor) -> _Range | None:
     """Return the address range of a tensor's storage, or None if it is small or torch allocated it."""
     storage = tensor.untyped_storage()

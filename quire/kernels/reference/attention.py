@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -41,6 +42,8 @@ class AttentionMetadata:
     decode_groups   cache of _decode_groups
     short_ropes     [T] bool, tokens of sequences with the short variant of the rope (ModelSpec.rope_switch_len); None: none
     states          which rows of recurrent states are read and written; None: all sequences start, and nothing is kept
+    window          the same for layers of the window group, with its slots and block tables; None: there is no such group
+    adapters        key of a LoRA adapter -> the tokens that use it; None: all use the base model
     """
 
     slots: Tensor
@@ -51,6 +54,8 @@ class AttentionMetadata:
     decode_groups: dict[tuple[int | None, int], list[DecodeGroup]] = field(default_factory=dict)
     short_ropes: Tensor | None = None
     states: StateRows | None = None
+    window: AttentionMetadata | None = None
+    adapters: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def run_experts(
     weights, chosen = routed
     if not spec.is_weight_f32:
         weights = weights.to(x.dtype)
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x, dtype=torch.float32 if spec.is_sum_f32 else None)
     for expert in chosen.unique().tolist():
         rows, slots = (chosen == expert).nonzero(as_tuple=True)
         shares = weights[rows, slots, None]
@@ -79,7 +79,7 @@ def run_experts(
         )
         y = _linear(inner, down, extra.down, expert)
         out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
-    return out
+    return out.to(x.dtype)
 
 
 def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -87,7 +87,8 @@ def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tu
     if spec.scoring == "sparse":
         weights, chosen = sparse_weights(logits, spec.top_k, spec.sparse_margin)
     else:
-        scores = logits.float().softmax(-1) if spec.scoring == "softmax" else logits.float().sigmoid()
+        read = logits.float() if spec.is_score_f32 else logits
+        scores = read.softmax(-1) if spec.scoring == "softmax" else read.sigmoid()
         wanted = scores if correction is None else scores + correction.float()
         if spec.groups is not None:
             grouped = wanted.unflatten(-1, (spec.groups.count, -1))
@@ -99,7 +100,7 @@ def route(logits: Tensor, spec: MoeSpec, correction: Tensor | None = None) -> tu
     if spec.is_renormalized:
         total = weights.sum(-1, keepdim=True)
         weights = weights / (total.clamp(min=spec.least_sum) if spec.least_sum > 0 else total)
-    return weights if spec.routed_scale == 1.0 else weights * spec.routed_scale, chosen
+    return (weights if spec.routed_scale == 1.0 else weights * spec.routed_scale).float(), chosen
 
 
 def sparse_weights(logits: Tensor, top_k: int, margin: float) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quire.base.errors import InvariantError
+
 _L2_EPS = 1e-6
 
 
@@ -37,6 +39,22 @@ class StateRows:
         states = pool[sources.clamp(min=0)] if len(pool) else pool.new_zeros((len(self.sources), *pool.shape[1:]))
         states[sources < 0] = 0
         return states
+
+
+def place_saves(rows: StateRows, starts: list[int]) -> tuple[list[int], list[int], list[int]]:
+    """Return S sources, and of each of the T tokens the row that gets the state after it, and a further such row; -1: none.
+
+    starts  S + 1 offsets of the runs
+    Raises InvariantError for more than two rows after one token, or one before all.
+    """
+    saves, checkpoints = [-1] * starts[-1], [-1] * starts[-1]
+    for start, wanted in zip(starts, rows.saves, strict=False):
+        for count, row in wanted:
+            place = start + count - 1
+            if count < 1 or checkpoints[place] >= 0:
+                raise InvariantError(f"state {row} is to be saved after {count} tokens, which the kernels cannot do")
+            (saves if saves[place] < 0 else checkpoints)[place] = row
+    return list(rows.sources), saves, checkpoints
 
 
 def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, pool: Tensor, starts: list[int], rows: StateRows) -> Tensor:

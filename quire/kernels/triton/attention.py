@@ -11,10 +11,12 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.reference.kv_formats import can_rotate_on_gpu
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_runs
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.merge_kernels import merge_chunks
+from quire.kernels.triton.rotated_codes import PACKED, unrotate_launch, width_of
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.split_kernels import attend_chunks, merge_items, plan_chunks
 from quire.kernels.triton.step import ChunkPlan, DeviceAttentionMetadata, Tiles
@@ -31,7 +33,7 @@ from quire.kernels.triton.tiles import (
 )
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_QUANTISED = (torch.int8, torch.float8_e4m3fn)
+_QUANTISED = (torch.int8, torch.float8_e4m3fn, PACKED)
 _MERGED_AT_ONCE = 16
 _PLANNED_AT_ONCE = 512
 _PARTIAL_BYTES = 256 << 20
@@ -47,7 +49,8 @@ nothing."""
 class KvCache(NamedTuple):
     """The cache of one layer.
 
-    k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn
+    k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn; or u8 [..., D / 2], codes of four bits
+                        of rotated vectors, see rotated_codes.py. Keys may be int8 and values u8
     k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
     """
 
@@ -67,7 +70,7 @@ def attend(
 ) -> Tensor:
     """Attend every query to its sequence's cached keys, itself included, causally.
 
-    q        [T, H, D] float, the heads of a token contiguous; this step's KV is already stored
+    q        [T, H, D] float, the heads of a token contiguous, rotated if the keys are; this step's KV is already stored
     sinks    [H] float, an attention sink per head: a logit in the softmax without a value; None: none
     is_in_order  batch-invariant: a query has the same bits whether it is computed with its prompt, a part of it, or by itself;
                  slower
@@ -126,7 +129,7 @@ def attend_launches(
         # Whether a row's keys are split depends on the window, never on the rest of the step.
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
-    return launches
+    return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
 
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
@@ -253,6 +256,8 @@ def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log
     # The same holds where positions of trees are compared.
     has_positions = arguments["positions_ptr"] is not None
     num_stages = min(2, tile.num_stages) if has_two_rows or has_positions else tile.num_stages
+    if call.cache.k.dtype == PACKED and constants["QUERIES"] == 1:
+        num_stages = 1  # a second tile of keys in flight takes registers that unpacking needs
     return Launch(attend_chunks, grid, arguments, constants, tile.num_warps, num_stages, IS_FUSED)
 
 
@@ -332,14 +337,24 @@ def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: T
     check_contiguous("out", out, tuple(q.shape), q.dtype)
     if q.stride(1) != spec.head_dim and spec.num_heads > 1:
         raise InvariantError(f"the heads of a token must lie in one piece, got strides {q.stride()}")
-    shape = (None, spec.num_kv_heads, None, spec.head_dim)
-    check_contiguous("k", cache.k, shape, q.dtype, *_QUANTISED)
-    check_contiguous("v", cache.v, tuple(cache.k.shape), cache.k.dtype)
-    is_quantised = cache.k.dtype in _QUANTISED
-    for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
-        if is_quantised != (scales is not None):
-            raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
-        if scales is not None:
-            check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
+    check_cache(cache, spec.num_kv_heads, spec.head_dim, q.dtype)
     if sinks is not None:
         check_contiguous("sinks", sinks, (spec.num_heads,), *_FLOATS)
+
+
+def check_cache(cache: KvCache, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Raise InvariantError for a cache that does not have these heads.
+
+    dtype  of queries, and of keys that are not quantised
+    """
+    k, v = cache.k, cache.v
+    check_contiguous("k cache", k, (None, num_kv_heads, None, width_of(k.dtype, head_dim)), dtype, *_QUANTISED)
+    v_dtypes = (torch.int8, PACKED) if k.dtype == torch.int8 else (k.dtype,)
+    check_contiguous("v cache", v, (*k.shape[:3], width_of(v.dtype, head_dim)), *v_dtypes)
+    if v.dtype == PACKED and not can_rotate_on_gpu(head_dim):
+        raise InvariantError(f"codes of four bits are those of heads of a power of two of values from 16 on, got {head_dim}")
+    for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
+        if (k.dtype in _QUANTISED) != (scales is not None):
+            raise InvariantError(f"{name} are only used with quantised keys and values, got {k.dtype}")
+        if scales is not None:
+            check_contiguous(name, scales, tuple(k.shape[:3]), torch.float32)

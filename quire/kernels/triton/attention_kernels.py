@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, tanh
+from quire.kernels.triton.rotated_codes import unpack
 
 TINY = tl.constexpr(1e-37)
 _MOST_DRAFTS = tl.constexpr(64)  # of a tree, because the ancestors are a 64-bit mask
@@ -151,11 +152,16 @@ def _attend_span(
     """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
     to all of them."""
     dims = tl.arange(0, BLOCK_D)
+    # Of codes of four bits, each byte is loaded for both of its dims.
+    K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
+    V_WIDTH: tl.constexpr = HEAD_DIM // 2 if v_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
+    k_dims = dims % K_WIDTH if K_WIDTH < HEAD_DIM else dims
+    v_dims = dims % V_WIDTH if V_WIDTH < HEAD_DIM else dims
     for first in tl.range(low, high, BLOCK_N):
         base, rows = _find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
         keys = first + tl.arange(0, BLOCK_N)
-        k_tile = k_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
-        v_tile = v_ptr + base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
+        k_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + k_dims[None, :])
+        v_tile = v_ptr + base * V_WIDTH + (rows[:, None] * V_WIDTH + v_dims[None, :])
         # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach a sum.
         if IS_MASKED or HEAD_DIM != BLOCK_D:
             is_there = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
@@ -164,6 +170,10 @@ def _attend_span(
         else:
             k = tl.load(k_tile)
             v = tl.load(v_tile)
+        if K_WIDTH < HEAD_DIM:
+            k = unpack(k, dims, HEAD_DIM)
+        if V_WIDTH < HEAD_DIM:
+            v = unpack(v, dims, HEAD_DIM)
         scores = dot(q, tl.trans(k.to(COMPUTE)), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale
         if k_scales_ptr is not None:
             scores = scores * tl.load(k_scales_ptr + base + rows, mask=keys < end, other=0.0)[None, :]
@@ -292,7 +302,8 @@ def attend_runs(
     """Attend tile program_id(0) for head program_id(1): all its keys into out, or those of a chunk into partial and log_sums.
 
     q         [T, H, D], the heads of a token contiguous, q_stride elements between tokens; out has the same shape, contiguous
-    k, v      [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM]; scales [num_blocks, NUM_KV_HEADS, BLOCK_SIZE] f32 or None
+    k, v      [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM], or HEAD_DIM / 2 bytes, see rotated_codes.py
+    k_scales, v_scales  [num_blocks, NUM_KV_HEADS, BLOCK_SIZE] f32 or None
     partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
     scale     of the scores, which are base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
     WINDOW 0: none; SOFTCAP 0: none

@@ -40,8 +40,9 @@ def move_tokens_launch(cache: KvCache, sources: Tensor, targets: Tensor, starts:
     constants = {
         "NUM_KV_HEADS": num_kv_heads,
         "BLOCK_SIZE": block_size,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": power_of_two(head_dim),
+        "K_WIDTH": head_dim,
+        "V_WIDTH": v.shape[3],
+        "BLOCK_D": power_of_two(max(head_dim, v.shape[3])),
     }
     return Launch(_move_rows, (num_runs, num_kv_heads), arguments, constants, num_warps=1, num_stages=1)
 
@@ -62,21 +63,21 @@ def _move_rows(
     starts_ptr: tl.tensor,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Move the rows of key-value head program_id(1) for the moves of sequence program_id(0)."""
     run = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     dims = tl.arange(0, BLOCK_D)
-    inside = dims < HEAD_DIM
     for move in tl.range(tl.load(starts_ptr + run), tl.load(starts_ptr + run + 1)):
         source = _row_of(tl.load(sources_ptr + move), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
         target = _row_of(tl.load(targets_ptr + move), kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-        k = tl.load(k_ptr + source * HEAD_DIM + dims, mask=inside)
-        v = tl.load(v_ptr + source * HEAD_DIM + dims, mask=inside)
-        tl.store(k_ptr + target * HEAD_DIM + dims, k, mask=inside)
-        tl.store(v_ptr + target * HEAD_DIM + dims, v, mask=inside)
+        k = tl.load(k_ptr + source * K_WIDTH + dims, mask=dims < K_WIDTH)
+        v = tl.load(v_ptr + source * V_WIDTH + dims, mask=dims < V_WIDTH)
+        tl.store(k_ptr + target * K_WIDTH + dims, k, mask=dims < K_WIDTH)
+        tl.store(v_ptr + target * V_WIDTH + dims, v, mask=dims < V_WIDTH)
         if k_scales_ptr is not None:
             tl.store(k_scales_ptr + target, tl.load(k_scales_ptr + source))
             tl.store(v_scales_ptr + target, tl.load(v_scales_ptr + source))

@@ -33,10 +33,10 @@ def take_inputs_launches(
     check_contiguous("tables", tables, (None, None), torch.int32)
     check_contiguous("all_tables", all_tables, (num_known, width), torch.int32)
     ids = {"out_ptr": token_ids, "given_ptr": given_ids, "rows_ptr": token_rows, "last_ptr": last_ids, "num_tokens": num_tokens}
-    lines = {"out_ptr": tables, "rows_ptr": rows, "tables_ptr": all_tables, "width": width}
+    arguments = {"out_ptr": tables, "rows_ptr": rows, "tables_ptr": all_tables, "width": width}
     return [
         Launch(_take_ids, (-(-num_tokens // _BLOCK),), ids, {"BLOCK": _BLOCK}, 4, 1),
-        Launch(_take_tables, (num_rows, -(-width // _LINE_BLOCK)), lines, {"BLOCK": _LINE_BLOCK}, 4, 1),
+        Launch(_take_tables, (num_rows, -(-width // _LINE_BLOCK)), arguments, {"BLOCK": _LINE_BLOCK}, 4, 1),
     ]
 
 

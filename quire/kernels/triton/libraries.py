@@ -162,7 +162,7 @@ def _flash_options(spec: AttentionSpec) -> dict[str, object]:
 def _host_counts(step: DeviceAttentionMetadata) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the number of queries of each sequence, and the context lengths."""
     if step.query_counts is None or step.host_context_lens is None:
-        raise InvariantError("a library plans with the context lengths on the host, which a recorded step does not have")
+        raise InvariantError("a library plans with the context lengths on the host, which a CUDA graph does not have")
     return step.query_counts, step.host_context_lens
 
 

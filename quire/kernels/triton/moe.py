@@ -95,7 +95,7 @@ class _ExpertCall(NamedTuple):
     correction: Tensor | None = None
 
 
-class _Pairs(NamedTuple):
+class SortedPairs(NamedTuple):
     """pairs None: tile i is pair i, with expert tile_experts[i]."""
 
     pairs: Tensor | None
@@ -139,7 +139,7 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
     routed = _routed(logits, spec, x.dtype, call.correction)
     shares, experts = routed or (empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32))
     routes = [] if routed else [_route_launch(logits, spec, shares, experts, x.dtype)]
-    sort, pairs = _sort_launches(experts, spec.num_experts, tile)
+    sort, pairs = sort_launches(experts, spec.num_experts, tile.pairs)
     hidden, width = empty(num_pairs, inner), out.shape[1]
     clamp = spec.expert.clamp
     gate = {
@@ -188,17 +188,21 @@ def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tenso
     return weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous()
 
 
-def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple[list[Launch], _Pairs]:
-    """Return the launches that sort the pairs by expert; none if there are so few pairs that most experts have at most one."""
+def sort_launches(experts: Tensor, num_experts: int, tile_pairs: int) -> tuple[list[Launch], SortedPairs]:
+    """Return the launches that sort the pairs by expert; none if there are so few pairs that most experts have at most one.
+
+    experts     [P] i32; pairs with a negative one are in no tile that has an expert
+    tile_pairs  pairs of a tile
+    """
     num_pairs = len(experts)
     if num_pairs <= num_experts:
-        return [], _Pairs(None, experts, num_pairs)
-    num_tiles = min(num_pairs, num_pairs // tile.pairs + num_experts)
+        return [], SortedPairs(None, experts, num_pairs)
+    num_tiles = min(num_pairs, num_pairs // tile_pairs + num_experts)
 
     def empty(size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=experts.device)
 
-    counts, pairs, tile_experts = empty(num_experts), empty(num_tiles * tile.pairs), empty(num_tiles)
+    counts, pairs, tile_experts = empty(num_experts), empty(num_tiles * tile_pairs), empty(num_tiles)
     count = Launch(
         count_pairs, (num_experts,), {"experts_ptr": experts, "counts_ptr": counts, "num_pairs": num_pairs}, {}, 4, 1
     )
@@ -210,8 +214,8 @@ def _sort_launches(experts: Tensor, num_experts: int, tile: ExpertTile) -> tuple
         "num_pairs": num_pairs,
         "num_tiles": num_tiles,
     }
-    constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": power_of_two(num_experts), "BLOCK_M": tile.pairs}
-    return [count, Launch(sort_pairs, (num_experts,), arguments, constants, 4, 1)], _Pairs(pairs, tile_experts, num_tiles)
+    constants = {"NUM_EXPERTS": num_experts, "BLOCK_E": power_of_two(num_experts), "BLOCK_M": tile_pairs}
+    return [count, Launch(sort_pairs, (num_experts,), arguments, constants, 4, 1)], SortedPairs(pairs, tile_experts, num_tiles)
 
 
 def _product(
@@ -219,7 +223,7 @@ def _product(
     x: Tensor,
     weight: ExpertWeights,
     bias_and_shares: tuple[Tensor | None, Tensor | None],
-    pairs: _Pairs,
+    pairs: SortedPairs,
     tile: ExpertTile,
     constants: dict[str, int | bool | float],
 ) -> Launch:

@@ -13,9 +13,10 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import RopeSpec
 from quire.kernels.reference.rope import cos_sin
 from quire.kernels.triton.arithmetic import cast_to, rounded, whole
-from quire.kernels.triton.attention import IS_FUSED, KvCache
+from quire.kernels.triton.attention import IS_FUSED, KvCache, check_cache
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm, scale_normalized
+from quire.kernels.triton.rotated_codes import quantize_rotated, rotate
 from quire.kernels.triton.sizes import power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,13 +63,13 @@ def place_heads(
 ) -> Tensor:
     """Normalise q and k head by head, rotate them, write k and v into the cache, and return q.
 
-    cache      if quantised, each (token, head) is scaled by its maximum magnitude
+    cache      if quantised, each (token, head) is scaled by its maximum magnitude, or rotated where codes have four bits
     slots      [T] i64, block * block_size + offset; negative: the token is padding and not stored
     positions  [T] i64 or i32, rows of rope's table
     rope       None: no rotation
     norms      of q and of k, RMSNorm over head_dim; None: none
     is_in_order  batch-invariant: sums have the same order for any number of tokens
-    Returns    [T, H, D] contiguous
+    Returns    [T, H, D] contiguous, rotated if the keys are
     """
     out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
     place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order).run()
@@ -148,13 +149,7 @@ def _check(
         check_tensor(name, tensor, (num_tokens, heads, head_dim), q.dtype)
         if heads > 1 and tensor.stride(1) != head_dim:
             raise InvariantError(f"the heads of a token of {name} must lie in one piece, got strides {tensor.stride()}")
-    check_contiguous("k cache", cache.k, (None, num_kv_heads, None, head_dim), q.dtype, *LARGEST_OF)
-    check_contiguous("v cache", cache.v, tuple(cache.k.shape), cache.k.dtype)
-    for name, scales in (("k_scales", cache.k_scales), ("v_scales", cache.v_scales)):
-        if (scales is None) == (cache.k.dtype in LARGEST_OF):
-            raise InvariantError(f"{name} are only used with quantised keys and values, got {cache.k.dtype}")
-        if scales is not None:
-            check_contiguous(name, scales, tuple(cache.k.shape[:3]), torch.float32)
+    check_cache(cache, num_kv_heads, head_dim, q.dtype)
     check_contiguous("slots", slots, (num_tokens,), torch.int64)
     check_contiguous("positions", positions, (num_tokens,), torch.int64, torch.int32)
     if rope is not None:
@@ -224,7 +219,12 @@ def store_heads(
     dims = tl.arange(0, BLOCK_D)
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
     places = cache_ptr + rows[:, None] * HEAD_DIM + dims[None, :]
-    if LARGEST > 0:
+    if cache_ptr.dtype.element_ty == tl.uint8:
+        codes, scales = quantize_rotated(x)
+        tl.store(scales_ptr + rows, scales, mask=is_head)
+        packed = rows[:, None] * (HEAD_DIM // 2) + tl.arange(0, HEAD_DIM // 2)[None, :]
+        tl.store(cache_ptr + packed, codes, mask=is_head[:, None])
+    elif LARGEST > 0:
         # The maximum ignores NaN, which would be stored as a number, and a failed sequence would continue: its scale is NaN.
         has_nan = tl.max((x != x).to(tl.int32), 1) > 0
         size = tl.where(has_nan, float("nan"), tl.max(tl.abs(x), 1))
@@ -284,6 +284,8 @@ def _place_heads(
             q_ptr + token * q_stride, heads, is_head, q_weight_ptr, table_ptr, position,
             HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
         )  # fmt: skip
+        if k_cache_ptr.dtype.element_ty == tl.uint8:
+            x = rotate(x)
         store_heads(x, out_ptr, None, token * NUM_HEADS + heads, is_head, HEAD_DIM, BLOCK_D, 0.0)
     else:
         slot = tl.load(slots_ptr + token)

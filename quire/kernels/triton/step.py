@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionMetadata
+from quire.kernels.reference.recurrent import StateRows, place_saves
 from quire.kernels.triton.sizes import power_of_two
 
 _ALIGNMENT = 16
@@ -67,6 +68,35 @@ class AttentionLibrary(Protocol):
         ...
 
 
+class AddsAdapters(Protocol):
+    """The rows of a step that have LoRA adapters."""
+
+    def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return the output y [T, O] of a linear layer with what the adapters add for its input x [T, K]; changes y.
+
+        name  canonical name of the layer, without ".weight"
+        """
+        ...
+
+
+class DeviceStateRows(NamedTuple):
+    """Which rows of the state pools a step reads and writes, on the device; see StateRows.
+
+    sources      [S] i32 rows from which sequences start; negative: from zeros
+    saves        [T] i32 rows that get the state after a token; negative: none
+    checkpoints  [T] i32 further rows that get it
+    """
+
+    sources: Tensor
+    saves: Tensor
+    checkpoints: Tensor
+
+    @classmethod
+    def of(cls, rows: StateRows, starts: list[int], device: torch.device) -> DeviceStateRows:
+        """Return the rows on a device. Raises InvariantError for more than two rows after one token, or one before all."""
+        return cls(*(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in place_saves(rows, starts)))
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceAttentionMetadata:
     """Positions and block tables of the tokens of one step, for all layers; a sequence of context length 0 is padding.
@@ -85,6 +115,8 @@ class DeviceAttentionMetadata:
     host_context_lens
                      context_lens on the host; None if they change with each replay of a CUDA graph
     library          computes attention of this step instead of our kernels; None: our kernels do
+    states           rows of recurrent states; None: the model has none, or all sequences start and nothing is kept
+    lora             the tokens that have adapters; None: there are none
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     """
 
@@ -100,6 +132,8 @@ class DeviceAttentionMetadata:
     has_cached_drafts: bool = False
     host_context_lens: tuple[int, ...] | None = None
     library: AttentionLibrary | None = None
+    states: DeviceStateRows | None = None
+    lora: AddsAdapters | None = None
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
@@ -129,15 +163,23 @@ class DeviceAttentionMetadata:
             max(step.context_lens, default=0),
             trees is not None and any(drafts > count for drafts, count in zip(trees.num_drafts.tolist(), counts, strict=True)),
             tuple(step.context_lens),
+            states=None if step.states is None else DeviceStateRows.of(step.states, step.query_starts, device),
         )
 
     @classmethod
     def of_decode(
-        cls, slots: Tensor, query_starts: Tensor, context_lens: Tensor, block_tables: Tensor, max_context_len: int
+        cls,
+        slots: Tensor,
+        query_starts: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        max_context_len: int,
+        states: DeviceStateRows | None = None,
     ) -> DeviceAttentionMetadata:
         """Return a step with one token for each sequence, of tensors that are on the device."""
         counts = (1,) * len(context_lens)
-        return cls(slots, query_starts, context_lens, block_tables, None, None, None, counts, max_context_len)
+        places = slots, query_starts, context_lens, block_tables
+        return cls(*places, None, None, None, counts, max_context_len, states=states)
 
     @property
     def is_decode(self) -> bool:
@@ -165,7 +207,7 @@ class DeviceAttentionMetadata:
     def _make_tiles(self, num_queries: int, num_short: int) -> tuple[Tiles, Tiles]:
         counts = self.query_counts
         if counts is None:
-            raise InvariantError("work lists are made from the queries of each sequence, which a recorded step does not have")
+            raise InvariantError("work lists are made from the queries of each sequence, which a CUDA graph does not have")
         if self.is_decode:
             return Tiles(None, None, len(counts), 1), Tiles(None, None, 0, num_queries)
         lists = list_tiles(counts, num_queries, num_short, self.host_context_lens or counts)

@@ -49,6 +49,7 @@ class DiskStore:
     """The pages of one fingerprint in a folder. One thread at a time uses it.
 
     num_damaged  pages that were found in the index, and had other bytes than their checksum says
+    slot_bytes   of a page in the file, with its header
     """
 
     def __init__(self, folder: Path, max_bytes: int, fingerprint: Mapping[str, Any], page_bytes: int) -> None:
@@ -56,7 +57,7 @@ class DiskStore:
         if max_bytes < MIN_DISK_BYTES:
             raise ConfigError(f"kv_disk_bytes must be at least {MIN_DISK_BYTES}, got {max_bytes}")
         self.folder, self.page_bytes, self.num_damaged = folder, page_bytes, 0
-        self._slot_bytes = -(-(_HEADER.size + page_bytes) // _ALIGNMENT) * _ALIGNMENT
+        self.slot_bytes = -(-(_HEADER.size + page_bytes) // _ALIGNMENT) * _ALIGNMENT
         # The rest is for the index: its rows, and the log that SQLite keeps beside it.
         self._max_slot_bytes = max_bytes - (8 << 20) - max_bytes // 64
         self._writer = own_incarnation()
@@ -102,21 +103,21 @@ class DiskStore:
         """Return the keys, from the first on, whose pages the index has."""
         found: list[int] = []
         for key in keys:
-            if self._slot_of(key) is None:
+            if self.slot_of(key) is None:
                 break
             found.append(key)
         return found
 
     def has(self, key: int) -> bool:
         """Return whether the index has a page."""
-        return self._slot_of(key) is not None
+        return self.slot_of(key) is not None
 
     def read(self, key: int, into: Any) -> bool:
         """Read a page into a writable buffer of page_bytes; False, and anything in the buffer, where it is not there."""
-        slot = self._slot_of(key)
+        slot = self.slot_of(key)
         if slot is None:
             return False
-        data = os.pread(self._descriptor, _HEADER.size + self.page_bytes, slot * self._slot_bytes)
+        data = os.pread(self._descriptor, _HEADER.size + self.page_bytes, slot * self.slot_bytes)
         if not is_page(data, key, self.page_bytes):
             self.num_damaged += remove_page(self._db, self._file, slot, key)
             return False
@@ -168,15 +169,16 @@ class DiskStore:
         if len(data) != self.page_bytes:
             raise ValueError(f"a page has {self.page_bytes} bytes, got {len(data)}")
         header = _HEADER.pack(_MAGIC, _key_bytes(key), self.page_bytes, zlib.crc32(data, zlib.crc32(_key_bytes(key))))
-        buffers, offset = [header, data], slot * self._slot_bytes
+        buffers, offset = [header, data], slot * self.slot_bytes
         num_bytes = os.pwritev(self._descriptor, buffers, offset)
         if num_bytes != len(header) + len(data):
             raise OSError(f"only {num_bytes} of {len(header) + len(data)} bytes of a page were written to {self._name}")
 
-    def _slot_of(self, key: int) -> int | None:
+    def slot_of(self, key: int) -> int | None:
+        """Return the slot of a page in the file of pages, at slot * slot_bytes; None: there is no such page."""
         row = self._db.execute("SELECT slot FROM slots WHERE file=? AND key=?", (self._file, _key_bytes(key))).fetchone()
         # A damaged index may say anything.
-        return row[0] if row is not None and 0 <= row[0] < self._max_slot_bytes // self._slot_bytes else None
+        return row[0] if row is not None and 0 <= row[0] < self._max_slot_bytes // self.slot_bytes else None
 
     def _take_slot(self) -> int | None:
         """Return a slot to write, marked as being written by this process; inside of a transaction."""
@@ -189,7 +191,7 @@ class DiskStore:
             row = db.execute(query, (file,)).fetchone()
         if row is None:
             return None
-        if not 0 <= row[0] < self._max_slot_bytes // self._slot_bytes:
+        if not 0 <= row[0] < self._max_slot_bytes // self.slot_bytes:
             raise sqlite3.DatabaseError(f"the index in {self.folder} has slot {row[0]}, which does not exist")
         values = (file, row[0], self._writer, time.time())
         db.execute("INSERT OR REPLACE INTO slots VALUES (?, ?, NULL, ?, ?)", values)
@@ -197,7 +199,7 @@ class DiskStore:
 
     def _grow(self) -> tuple[int] | None:
         total = self._db.execute("SELECT coalesce(sum(slot_bytes * num_slots), 0) FROM files").fetchone()[0]
-        if total + self._slot_bytes > self._max_slot_bytes:
+        if total + self.slot_bytes > self._max_slot_bytes:
             return None
         query = "UPDATE files SET num_slots=num_slots+1 WHERE id=? RETURNING num_slots-1"
         return self._db.execute(query, (self._file,)).fetchone()
@@ -243,7 +245,7 @@ class DiskStore:
 
     def _register(self) -> None:
         with transaction(self._db):
-            values = (self._name, self._fingerprint, self._slot_bytes, time.time())
+            values = (self._name, self._fingerprint, self.slot_bytes, time.time())
             self._db.execute("INSERT OR IGNORE INTO files VALUES (NULL, ?, ?, ?, 0, ?)", values)
             query = "UPDATE files SET used_s=? WHERE name=? RETURNING id"
             self._file: int = self._db.execute(query, (time.time(), self._name)).fetchone()[0]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
+import os
 import time
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.contracts.shared_slots import SharedSlots
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
@@ -22,16 +26,25 @@ class HostSlab:
     slots, for their parts of the blocks.
 
     page_bytes      of one block
+    stride          bytes from slot to slot
+    shared          the slots for other processes; None: they are not shared
     save_s, load_s  seconds of `move` so far
     """
 
-    def __init__(self, pool: KvPool, num_slots: int) -> None:
+    def __init__(self, pool: KvPool, num_slots: int, is_shared: bool = False) -> None:
+        """Make the slots. is_shared: other processes are to read them, see `shared`."""
         self._blocks = [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
         self.page_bytes = sum(blocks.shape[1] for blocks in self._blocks)
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
-        stride = -(-self.page_bytes // _ALIGNMENT) * _ALIGNMENT
-        memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.stride = stride = -(-self.page_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.shared: SharedSlots | None = None
+        if is_shared:
+            memory, fd = _shared_memory(num_slots * stride)
+            self.shared = SharedSlots(fd, num_slots, stride)
+            weakref.finalize(self, os.close, fd)
+        else:
+            memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
         self._parts: list[NDArray[np.uint8]] = []
         first = 0
@@ -39,6 +52,15 @@ class HostSlab:
             last = first + blocks.shape[1]
             self._parts.append(self._slots[:, first:last])
             first = last
+
+    @property
+    def address(self) -> int:
+        """Where slot 0 is in the memory of this process."""
+        return int(self._slots.ctypes.data)
+
+    def attach(self, pool: KvPool | None) -> None:
+        """Copy from and to another pool of the same shape from now on; None: to none, so that the pool can be freed."""
+        self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
 
     def page(self, slot: int) -> NDArray[np.uint8]:
         """Return the bytes of the page in a slot [page_bytes], to be read or written."""
@@ -56,6 +78,18 @@ class HostSlab:
                 blocks[block_id] = part[slot]
         self.save_s += saved_s - started_s
         self.load_s += time.perf_counter() - saved_s
+
+
+def _shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
+    """Return memory of a fixed size, which can be mapped safely, and a file descriptor by which others may only read it."""
+    fd = os.memfd_create("quire-kv-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, num_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
+        return memory, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(fd)
 
 
 def _bytes_of(array: torch.Tensor, num_blocks: int) -> NDArray[np.uint8]:

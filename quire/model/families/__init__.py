@@ -76,6 +76,7 @@ from quire.model.families import (
     solar_open,
     stablelm,
     starcoder2,
+    zamba2,
 )
 from quire.model.families.page import FAMILIES, FamilyPage, find_family
 from quire.model.families.wrappers import WRAPPERS
@@ -156,6 +157,7 @@ _PAGES = (
     solar_open,
     stablelm,
     starcoder2,
+    zamba2,
 )
 for _page in _PAGES:
     FAMILIES.register(_page.MODEL_TYPE)(_page.PAGE)
@@ -164,6 +166,7 @@ FAMILIES.register(deepseek_v32.GLM_MODEL_TYPE)(deepseek_v32.GLM_PAGE)
 FAMILIES.register(gemma4.UNIFIED_MODEL_TYPE)(gemma4.UNIFIED_PAGE)
 FAMILIES.register(lfm2.MOE_MODEL_TYPE)(lfm2.MOE_PAGE)
 FAMILIES.register(mamba.FALCON_MODEL_TYPE)(mamba.FALCON_PAGE)
+FAMILIES.register(mamba.MAMBA2_MODEL_TYPE)(mamba.MAMBA2_PAGE)
 FAMILIES.register(qwen3_next.DENSE_MODEL_TYPE)(qwen3_next.DENSE_PAGE)
 FAMILIES.register(qwen3_next.MOE_MODEL_TYPE)(qwen3_next.MOE_PAGE)
 FAMILIES.register(granitemoe.SHARED_MODEL_TYPE)(granitemoe.SHARED_PAGE)

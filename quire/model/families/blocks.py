@@ -130,6 +130,7 @@ class OutsideLayers(TypedDict, total=False):
     num_learned_positions: int
     embed_norm: NormSpec | None
     has_head_bias: bool
+    is_residual_f32: bool
     logit_scale: float
     final_softcap: float | None
     hidden_size: int

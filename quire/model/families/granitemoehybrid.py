@@ -63,6 +63,8 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
     for index, layer in enumerate(spec.layers):
         assert isinstance(layer.mlp, MlpSpec)
         inner, ours = layer.mlp.intermediate_size, f"layers.{index}"
+        if f"{ours}.shared_mlp.input_linear.weight" not in stored:  # in a GGUF file the matrices are apart
+            continue
         sources[f"{ours}.gate.weight"] = Source.of(f"{ours}.shared_mlp.input_linear.weight", (0, inner))
         sources[f"{ours}.up.weight"] = Source.of(f"{ours}.shared_mlp.input_linear.weight", (inner, 2 * inner))
         sources[f"{ours}.down.weight"] = Source.of(f"{ours}.shared_mlp.output_linear.weight")

@@ -57,6 +57,7 @@ def read_moe_spec(config: ConfigView) -> ModelSpec:
         has_correction=config.boolean("use_expert_bias"),
         is_renormalized=config.boolean("norm_topk_prob"),
         least_sum=_LEAST_SUM,
+        is_score_f32=False,
         routed_scale=config.number("routed_scaling_factor"),
     )
     if config.strings("layer_types") is None:

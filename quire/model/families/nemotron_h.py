@@ -90,6 +90,7 @@ def _read_moe(config: ConfigView) -> MoeSpec:
         least_sum=LEAST_SUM,
         routed_scale=config.number("routed_scaling_factor"),
         is_router_f32=True,
+        is_sum_f32=True,
         shared=_read_mlp(config, config.integer("moe_shared_expert_intermediate_size")),
         latent_size=latent_size,
         has_latent_bias=latent_size is not None and config.boolean("mlp_bias"),

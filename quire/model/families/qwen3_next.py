@@ -85,8 +85,10 @@ def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
                 f"{ours}.delta.norm.weight": Source.of(f"{theirs}.norm.weight"),
                 f"{ours}.delta.o.weight": Source.of(f"{theirs}.out_proj.weight"),
             }
-            is_packed = f"{theirs}.in_proj_qkvz.weight" in stored
-            sources |= _packed_inputs(layer.mixer, ours, theirs) if is_packed else _plain_inputs(ours, theirs)
+            packed, plain = _packed_inputs(layer.mixer, ours, theirs), _plain_inputs(ours, theirs)
+            for names, joined in ((("qkv", "z"), "in_proj_qkvz"), (("b", "a"), "in_proj_ba")):
+                found = packed if f"{theirs}.{joined}.weight" in stored else plain
+                sources |= {(name := f"{ours}.delta.{one}.weight"): found[name] for one in names}
         else:
             sources |= _gated_queries(layer, ours)
     return sources
@@ -105,14 +107,14 @@ def _packed_inputs(spec: GatedDeltaSpec, ours: str, theirs: str) -> Sources:
         firsts = [head * stride + start for head in range(spec.num_k_heads)]
         return tuple(Piece(f"{theirs}.{name}.weight", (first, first + count)) for first in firsts)
 
-    wide, narrow = 2 * spec.k_dim + 2 * values, 2 * num_values
+    size_qkvz, size_ba = 2 * spec.k_dim + 2 * values, 2 * num_values
     runs = {"q": (0, spec.k_dim), "k": (spec.k_dim, spec.k_dim), "v": (2 * spec.k_dim, values)}
-    qkv = [piece for start, count in runs.values() for piece in pieces("in_proj_qkvz", start, count, wide)]
+    qkv = [piece for start, count in runs.values() for piece in pieces("in_proj_qkvz", start, count, size_qkvz)]
     return {
         f"{ours}.delta.qkv.weight": Source((tuple(qkv),)),
-        f"{ours}.delta.z.weight": Source((pieces("in_proj_qkvz", 2 * spec.k_dim + values, values, wide),)),
-        f"{ours}.delta.b.weight": Source((pieces("in_proj_ba", 0, num_values, narrow),)),
-        f"{ours}.delta.a.weight": Source((pieces("in_proj_ba", num_values, num_values, narrow),)),
+        f"{ours}.delta.z.weight": Source((pieces("in_proj_qkvz", 2 * spec.k_dim + values, values, size_qkvz),)),
+        f"{ours}.delta.b.weight": Source((pieces("in_proj_ba", 0, num_values, size_ba),)),
+        f"{ours}.delta.a.weight": Source((pieces("in_proj_ba", num_values, num_values, size_ba),)),
     }
 
 

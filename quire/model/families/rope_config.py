@@ -203,7 +203,7 @@ def _resolve(config: ConfigView, key: str, values: Mapping[str, object], head_di
             attention_factor=_yarn_attention_factor(parameters, values, factor),
             is_f32=is_f32,
         )
-    attention_factor = _long_attention_factor(config, key, parameters)
+    attention_factor = _long_attention_factor(key, parameters)
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original_max)) if factor > 1 else 1.0
     return RopeSpec(
@@ -229,7 +229,7 @@ def _proportional(config: ConfigView, key: str, parameters: _Parameters, head_di
     return RopeSpec(head_dim, parameters.required("rope_theta"), "proportional", scale, num_pairs=num_pairs)
 
 
-def _long_attention_factor(config: ConfigView, key: str, parameters: _Parameters) -> float | None:
+def _long_attention_factor(key: str, parameters: _Parameters) -> float | None:
     """Return the attention factor of longrope where the configuration names it; Phi-3.5-MoE does, for short and long ones."""
     short, long = (parameters.number(name, is_required=False) for name in _MSCALES)
     if short is None and long is None:

@@ -63,7 +63,7 @@ class DeviceHead:
             name: head.parameters[name] for name in shapes if name in head.parameters
         }
         weights = load_on_device(parameters, body, device, shapes=shapes)
-        own, ends = weights.tensors, weights.linears
+        self._weights, own, ends = weights, weights.tensors, weights.linears
         layer = body.layers[0]
         rope = layer.attention.rope
         tables = {}
@@ -85,8 +85,12 @@ class DeviceHead:
         """See DeviceDecoder."""
         return self._target.on_device()
 
+    def weight_tensors(self) -> list[Tensor]:
+        """Return the weights on the device, without those that it shares with the model."""
+        return list(self._weights.all_tensors())
+
     @torch.inference_mode()
-    def narrow(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """Return features [R, F] of the model in the form of `inputs` [R, hidden_size]: entry "beside" fuses them."""
         return self._fuse(features) if self._head.entry == "beside" else features
 

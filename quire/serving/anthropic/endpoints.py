@@ -14,12 +14,14 @@ from quire.serving.anthropic.answers import MessageFold, MessageHead, MessageStr
 from quire.serving.anthropic.requests import chat_input, ignored_by_model, message_options
 from quire.serving.anthropic.thinking import ThinkingSigner
 from quire.serving.context import ServerContext
+from quire.serving.core.caller import Caller
 from quire.serving.core.plan import GenerationPlan
 from quire.serving.core.prepare import count_chat_tokens, prepare_chat
+from quire.serving.core.resumption import Resumption
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
 from quire.serving.errors import OVERLOADED_STATUS, ApiError
 from quire.serving.openai.frames import encode_json
-from quire.serving.openai.handlers import caller_of, stream_answer, whole_answer
+from quire.serving.openai.handlers import caller_of, resumed, resumption_of, stream_answer, whole_answer
 from quire.serving.openai.requests import make_id
 
 
@@ -33,20 +35,28 @@ async def _message(context: ServerContext, call: Call) -> Answer:
     context.check_accepting()
     body = await call.body(MessagesRequest, max_bytes=context.max_chat_bytes)
     call.ignore(ignored_by_model(context.model, body))
+    return await message(context, body, caller_of(call, bool(body.stream)), resumption_of(call))
+
+
+async def message(
+    context: ServerContext, body: MessagesRequest, caller: Caller, resumption: Resumption | None = None
+) -> Answer:
+    """Return the answer to a conversation. Raises ApiError and RequestError."""
     served = context.check_model(body.model)
-    caller = caller_of(call, bool(body.stream))
-    signer = ThinkingSigner(context.signing_key, call.owner.name)
-    head = MessageHead(id=make_id("msg_"), model=served.name, max_tokens=body.max_tokens, sign=signer.sign)
+    signer = ThinkingSigner(context.signing_key, caller.owner.name)
+    message_id = make_id("msg_") if resumption is None else "msg_" + resumption.id_suffix
+    head = MessageHead(id=message_id, model=served.name, max_tokens=body.max_tokens, sign=signer.sign)
 
     def prepare() -> GenerationPlan:
-        return prepare_chat(served, head.id, chat_input(served, body, signer), message_options(body), call.owner)
+        return prepare_chat(served, head.id, chat_input(served, body, signer), message_options(body), caller.owner)
 
-    plan = await context.prepare(call.owner, call.request_id, body, prepare)
+    plan = await context.prepare(caller.owner, caller.call_id, body, prepare)
+    plan = resumed(plan, resumption, bool(body.stream), served)
     jobs = [(caller.job(plan.request, bool(body.stream)), plan)]
     if not body.stream:
         return whole_answer(context.gateway, jobs, MessageFold(head))
     encoder = MessageStreamEncoder(head)
-    return stream_answer(context.gateway, jobs, encoder, lambda error: error.anthropic_event(call.request_id))
+    return stream_answer(context.gateway, jobs, encoder, lambda error: error.anthropic_event(caller.call_id), resumption)
 
 
 async def post_count_tokens(context: ServerContext, call: Call) -> Answer:

@@ -48,7 +48,8 @@ async def end_batch(call_store: CallStore, write_parts: WriteParts, record: Batc
                 status="processed",
             )
         )
-    changes: dict[str, Any] = {"status": end_status, f"{end_status}_at": now, **outputs}
+    num_unrun = await call_store(BatchStore.count_unrun, record.id)
+    changes: dict[str, Any] = {"num_unrun": num_unrun, "status": end_status, f"{end_status}_at": now, **outputs}
     await call_store(BatchStore.end_batch, record.id, files, changes)
     logger.info("batch %s is %s", record.id, end_status)
 

@@ -15,11 +15,11 @@ from starlette.requests import ClientDisconnect
 
 from quire.api.openai.batches import BatchList, BatchObject, DeletedFile, FileList, FileObject
 from quire.serving.answers import Answer, Download, Ready
-from quire.serving.batch.records import BatchRecord, FileRecord, StoredAmount, is_id
+from quire.serving.batch.records import MESSAGES_ENDPOINT, BatchRecord, FileRecord, StoredAmount, is_id
 from quire.serving.batch.room import Grow
 from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
-from quire.serving.endpoint import Call, Endpoint, header, too_large
+from quire.serving.endpoint import Call, Endpoint, header, query, too_large
 from quire.serving.errors import ApiError, invalid, not_found
 
 PART_BYTES = 1 << 20
@@ -240,6 +240,8 @@ async def create_batch(routes: BatchRoutes, call: Call) -> Answer:
     """Create a batch."""
     routes.server.check_accepting()
     body = await call.body(CreateBatch)
+    if body.endpoint == MESSAGES_ENDPOINT:
+        raise invalid(f"endpoint: {body.endpoint} has batches of its own, POST /v1/messages/batches", "endpoint")
     key = call.request.headers.get("idempotency-key")
     if key is not None and not 0 < len(key) <= MAX_KEY_LENGTH:
         raise invalid(f"idempotency-key must have 1 to {MAX_KEY_LENGTH} characters, got {len(key)}", "idempotency-key")
@@ -289,15 +291,11 @@ _UPLOAD = {
 }
 
 
-def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": schema}
-
-
-_AFTER = _query("after", {"type": "string"})
-_FILE_LIMIT = _query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000})
-_BATCH_LIMIT = _query("limit", {"type": "integer", "minimum": 1, "maximum": 100})
-_ORDER = _query("order", {"type": "string", "enum": ["asc", "desc"]})
-_PURPOSE = _query("purpose", {"type": "string"})
+_AFTER = query("after", {"type": "string"})
+_FILE_LIMIT = query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000})
+_BATCH_LIMIT = query("limit", {"type": "integer", "minimum": 1, "maximum": 100})
+_ORDER = query("order", {"type": "string", "enum": ["asc", "desc"]})
+_PURPOSE = query("purpose", {"type": "string"})
 
 _IDEMPOTENCY_KEY = header(
     "idempotency-key",

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from quire.api.anthropic.messages import MessagesRequest
 from quire.api.decode import LARGE_BYTES, annotations_of, decode_body
 from quire.api.openai.chat import ChatCompletionRequest
 from quire.api.openai.completions import CompletionRequest
@@ -17,8 +18,10 @@ from quire.api.openai.embeddings import EmbeddingRequest
 from quire.api.openai.responses import ResponsesRequest
 from quire.base.errors import QuireError, RequestError
 from quire.serving.answers import Answer, Ready, Unary
+from quire.serving.anthropic.endpoints import message
+from quire.serving.anthropic.requests import ignored_by_model as ignored_in_message
 from quire.serving.auth import Authenticator
-from quire.serving.batch.records import BatchRecord
+from quire.serving.batch.records import MESSAGES_ENDPOINT, BatchRecord
 from quire.serving.batch.runner import Execute
 from quire.serving.context import ServerContext
 from quire.serving.core.caller import Caller
@@ -41,10 +44,13 @@ _KINDS: dict[str, type[msgspec.Struct]] = {
     "/v1/responses": ResponsesRequest,
 }
 BATCH_ENDPOINTS = tuple(_KINDS)
+_KINDS[MESSAGES_ENDPOINT] = MessagesRequest
 
 
 def check_batch_body(endpoint: str, body: bytes) -> None:
-    """Check a body as its route does. Raises ApiError 400."""
+    """Check a body as its route does; that of a message batch when it runs. Raises ApiError 400."""
+    if endpoint == MESSAGES_ENDPOINT:
+        return
     try:
         decoded, _ = decode_body(body, _KINDS[endpoint])
     except RequestError as error:
@@ -82,11 +88,17 @@ def make_execute(responses: ResponseRoutes, authenticator: Authenticator, decodi
                 ignored += ignored_in_chat(context.model, decoded)
             elif isinstance(decoded, ResponsesRequest):
                 ignored += ignored_in_response(context.model, decoded)
+            elif isinstance(decoded, MessagesRequest):
+                if decoded.stream:
+                    raise invalid("stream must be false or absent in a batch", "stream")
+                ignored += ignored_in_message(context.model, decoded)
             if ignored and context.config.strict:
                 raise unknown_parameters(ignored)
             ignored += annotations_of(decoded)
             if isinstance(decoded, ResponsesRequest):
                 answer = await respond(responses, decoded, caller)
+            elif isinstance(decoded, MessagesRequest):
+                answer = await message(context, decoded, caller)
             else:
                 answer = await _ROUTES[record.endpoint][1](context, decoded, caller)
             if isinstance(answer, Unary):

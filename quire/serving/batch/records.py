@@ -18,6 +18,8 @@ from quire.api.openai.batches import (
     RequestCounts,
 )
 
+MESSAGES_ENDPOINT = "/v1/messages"
+"""What the requests of message batches call; other batches do not."""
 ENDED: frozenset[str] = frozenset({"failed", "completed", "expired", "cancelled"})
 BATCH_LIFETIME_S = 30 * 24 * 3600
 """How long a batch is kept after its end, and by default its files."""
@@ -84,7 +86,8 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One batch. The counts are of its lines; `end_status` is its status after its files are written."""
+    """One batch. The counts are of its lines; `end_status` is its status after its files are written;
+    num_unrun counts the failed lines that did not run, because the batch expired or was cancelled."""
 
     id: str
     owner: str
@@ -114,6 +117,12 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    num_unrun: int = 0
+
+    @property
+    def is_of_messages(self) -> bool:
+        """Whether it is a message batch of the Anthropic API."""
+        return self.endpoint == MESSAGES_ENDPOINT
 
     def as_json(self) -> BatchObject:
         """Return the batch object of the API."""

@@ -15,6 +15,7 @@ from quire.serving.batch.lines import CheckBody, Validation, validate
 from quire.serving.batch.records import (
     BATCH_LIFETIME_S,
     ENDED,
+    MESSAGES_ENDPOINT,
     BatchErrorItem,
     BatchRecord,
     BatchStatus,
@@ -190,7 +191,7 @@ class BatchService:
         window_s: int = WINDOW_S,
     ) -> BatchRecord:
         """Create a batch; its input is validated and run in the background. Raises ApiError."""
-        if endpoint not in self.endpoints:
+        if endpoint not in (*self.endpoints, MESSAGES_ENDPOINT):
             raise invalid(f"endpoint must be one of {', '.join(self.endpoints)}, got {endpoint[:100]!r}", "endpoint")
         file = await self.call_store(BatchStore.file, owner, input_file_id)
         if file is None:
@@ -231,12 +232,23 @@ class BatchService:
             raise not_found(f"there is no batch {batch_id[:100]!r}", param="batch_id")
         return record
 
-    async def batches(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchRecord], bool]:
-        """Return a page of batches, the newest first, and whether there are more."""
-        found = await self.call_store(BatchStore.batches, owner, after, limit)
+    async def batches(
+        self, owner: str, after: str | None, limit: int, *, of_messages: bool = False, ascending: bool = False
+    ) -> tuple[list[BatchRecord], bool]:
+        """Return a page of batches, the newest first unless ascending, and whether there are more.
+
+        of_messages  message batches, instead of the others
+        """
+        found = await self.call_store(BatchStore.batches, owner, after, limit, of_messages, ascending)
         if found is None:
             raise invalid(f"after: there is no batch {(after or '')[:100]!r}", "after")
         return found[:limit], len(found) > limit
+
+    async def delete_batch(self, record: BatchRecord) -> None:
+        """Delete a batch that has ended, with its files. Raises ApiError 400 for one that has not."""
+        if record.status not in ENDED:
+            raise invalid("a batch that has not ended cannot be deleted: cancel it first", "batch_id", "batch_not_ended")
+        await self.call_store(BatchStore.delete_batch, record)
 
     async def cancel(self, owner: str, batch_id: str) -> BatchRecord:
         """Cancel a batch: running lines are aborted, finished ones are kept. Raises ApiError 400 if the batch has ended."""

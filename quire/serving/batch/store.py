@@ -245,13 +245,31 @@ class BatchStore:
             return None
         return record if record.status in ENDED else self._with_counts(record)
 
-    def batches(self, owner: str, after: str | None, limit: int) -> list[BatchRecord] | None:
-        """Return up to limit + 1 batches of an owner, the newest first; None if `after` is not one of them."""
+    def delete_batch(self, record: BatchRecord) -> None:
+        """Delete the record of a batch that has ended, and its files, except one that another batch reads."""
+        with transaction(self._db):
+            self._db.execute("DELETE FROM batch WHERE id=?", (record.id,))
+        for file_id in (record.input_file_id, record.output_file_id, record.error_file_id):
+            if file_id is not None and not self.is_in_use(file_id):
+                self.delete_file(file_id)
+
+    def count_unrun(self, batch_id: str) -> int:
+        """Return how many lines of a batch failed because it expired or was cancelled."""
+        sql = "SELECT COUNT(*) FROM line WHERE batch_id=? AND state=? AND instr(result, ?)"
+        return self._db.execute(sql, (batch_id, FAILED, b'"response":null,"error":{"code":"batch_')).fetchone()[0]
+
+    def batches(
+        self, owner: str, after: str | None, limit: int, of_messages: bool = False, ascending: bool = False
+    ) -> list[BatchRecord] | None:
+        """Return up to limit + 1 batches of an owner, message batches or the others, the newest first unless ascending; None if
+        `after` is not one of them."""
         if after is not None and self.batch(after, owner) is None:
             return None
         found: list[BatchRecord] = []
-        for (blob,) in self._page("batch", owner, after, ascending=False):
+        for (blob,) in self._page("batch", owner, after, ascending):
             record = _decode_batch(blob)
+            if record.is_of_messages != of_messages:
+                continue
             found.append(record if record.status in ENDED else self._with_counts(record))
             if len(found) > limit:
                 break

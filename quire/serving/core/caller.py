@@ -16,6 +16,7 @@ class Caller:
     priority     None: the tier in the body, otherwise "default"
     traceparent  W3C trace context that the client sent
     call_id      of the HTTP request; None for none
+    client_id    of the same request, as the client has named it; None for none
     received_s   arrival of the request's head, in time.monotonic(); None without HTTP
     """
 
@@ -25,6 +26,7 @@ class Caller:
     priority: PriorityClass | None = None
     traceparent: str | None = None
     call_id: str | None = None
+    client_id: str | None = None
     received_s: float | None = None
 
     def job(self, request: Request, is_streaming: bool, priority: PriorityClass = "default") -> Job:
@@ -38,5 +40,6 @@ class Caller:
             deadline_s=self.deadline_s,
             traceparent=self.traceparent,
             call_id=self.call_id,
+            client_id=self.client_id,
             received_s=self.received_s,
         )

@@ -10,7 +10,13 @@ from quire.serving.core import harmony_constraints
 from quire.serving.core.call_constraints import Format, calls_of, text_with_calls
 from quire.serving.core.plan import ChatInput, ParserSetup
 from quire.text.parsing.call_forms import CALL_FORMS
-from quire.text.parsing.formats import ReasoningFormat, find_reasoning_format, find_tool_format, is_harmony
+from quire.text.parsing.formats import (
+    FALLBACK_TOOL_FORMAT,
+    ReasoningFormat,
+    find_reasoning_format,
+    find_tool_format,
+    is_harmony,
+)
 from quire.text.parsing.tools import Tool
 
 _GAP: Format = {"type": "regex", "pattern": r"\n{0,2}"}
@@ -112,7 +118,8 @@ def _calls(chat: ChatInput, setup: ParserSetup | None, has_answer: bool) -> Form
     form = None if name is None else CALL_FORMS.get(name)
     if setup is None or not setup.tools:
         return None
-    if not chat.forced_tools and not chat.strict_tools and (not has_answer or form is None):
+    is_free = not chat.forced_tools and not chat.strict_tools and name != FALLBACK_TOOL_FORMAT
+    if is_free and (not has_answer or form is None):
         return None
     if form is None:
         param = "tool_choice" if chat.forced_tools else "tools"

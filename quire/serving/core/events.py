@@ -106,12 +106,14 @@ class UsageEnd(msgspec.Struct):
 
     num_cached     prompt tokens taken from the prefix cache
     num_reasoning  output tokens that were reasoning
+    num_evicted    tokens that kv_compression had evicted at the end
     """
 
     num_prompt: int
     num_completion: int
     num_cached: int
     num_reasoning: int
+    num_evicted: int = 0
 
 
 GenerationEvent = (

@@ -55,6 +55,7 @@ class GenerationPlan:
     wants_tokens          TokensDelta events are wanted
     wants_start           a GenerationStart is wanted
     prompt_ids            the prompt's token ids as JSON, if they are part of the answer
+    is_complete           nothing follows the output that the request goes on from
     """
 
     request: Request
@@ -72,6 +73,7 @@ class GenerationPlan:
     wants_tokens: bool = False
     wants_start: bool = False
     prompt_ids: bytes | None = None
+    is_complete: bool = False
 
     def told_prompt_ids(self) -> Any:
         """Return the prompt's token ids as JSON."""
@@ -119,7 +121,7 @@ class GenerationOptions:
     cache_retention_s  see Request
     room_param  the field that states max_tokens, where that many have to fit behind the prompt; None: they are cut to what the
                 context has left
-    tells_prompt_ids  the answer has the tokens of the prompt
+    returns_prompt_ids  the answer has the tokens of the prompt
     """
 
     sampling: Mapping[str, Any]
@@ -131,4 +133,4 @@ class GenerationOptions:
     wants_tokens: bool = False
     wants_start: bool = False
     is_streaming: bool = False
-    tells_prompt_ids: bool = False
+    returns_prompt_ids: bool = False

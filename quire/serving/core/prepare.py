@@ -21,9 +21,10 @@ from quire.serving.core.long_prompts import pack_prompt, write_ids
 from quire.serving.core.plan import ChatInput, GenerationOptions, GenerationPlan, ParserSetup
 from quire.serving.core.reasoning_effort import reasoning_variables
 from quire.serving.core.served_model import ServedModel
+from quire.serving.core.shown_tools import show_tools
 from quire.serving.interfaces import Tenant
 from quire.text.parsing.detection import reads_without_tools, starts_in_call, starts_in_reasoning
-from quire.text.parsing.formats import TOOL_FORMATS, is_harmony
+from quire.text.parsing.formats import FALLBACK_TOOL_FORMAT, TOOL_FORMATS, is_harmony
 from quire.text.parsing.tools import Tool
 from quire.text.template_hiding import RenderedChat
 from quire.text.tokenizer import Tokenizer
@@ -72,7 +73,7 @@ def prepare_chat(
         hides_special_tokens=hides_special,
         echo_text=echo,
         wants_tokens=options.wants_tokens,
-        prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
+        prompt_ids=write_ids(token_ids) if options.returns_prompt_ids else None,
         wants_start=options.wants_start,
     )
 
@@ -144,7 +145,7 @@ def prepare_prompts(
                 echo_text=echo,
                 echoes_prompt=options.echo,
                 wants_tokens=options.wants_tokens,
-                prompt_ids=write_ids(token_ids) if options.tells_prompt_ids else None,
+                prompt_ids=write_ids(token_ids) if options.returns_prompt_ids else None,
             )
         )
     return plans
@@ -186,13 +187,15 @@ def _render(served: ServedModel, chat: ChatInput) -> RenderedChat:
     tokenizer = need_tokenizer(served)
     effort = reasoning_variables(served.template_source, chat.reasoning_effort, served.reasons)
     variables = {**effort, **chat.template_variables}
-    messages = list(chat.messages)
+    messages, tools = list(chat.messages), chat.tools or None
+    if served.parsers.tool_format == FALLBACK_TOOL_FORMAT:
+        messages, tools = show_tools(messages, chat, served.template_source), None
     end = ""
     if chat.continues_final_message:
         end = f"\ue000{secrets.token_hex(8)}\ue000"
         messages[-1] = {**messages[-1], "content": text_of(messages[-1].get("content")) + end}
     rendered = tokenizer.render_chat(
-        messages, add_generation_prompt=chat.add_generation_prompt and not end, tools=chat.tools or None, **variables
+        messages, add_generation_prompt=chat.add_generation_prompt and not end, tools=tools, **variables
     )
     if not end:
         return rendered

@@ -6,17 +6,18 @@ import hashlib
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.api.decode import MAX_IGNORED, shorten
 from quire.base.errors import ModelFormatError
+from quire.contracts.lora import LoRARequest
 from quire.engine.request_factory import RequestFactory, RequestRules
 from quire.serving.config import ServerConfig
 from quire.serving.core.executor import TokenizerPool
 from quire.serving.engine_client.messages import EngineInfo
 from quire.text.parsing.detection import ParserChoice, detect_formats
-from quire.text.parsing.formats import find_reasoning_format, find_tool_format, markers_of
+from quire.text.parsing.formats import FALLBACK_TOOL_FORMAT, find_reasoning_format, find_tool_format, markers_of
 from quire.text.tokenizer import Tokenizer, load_tokenizer
 
 WILDCARD = "*"
@@ -34,13 +35,15 @@ def _count_nothing(_output_format: str, _outcome: str) -> None:
 class ServedModel:
     """The loaded model as the APIs see it. Thread-safe, except `preparation`, which belongs to the event loop.
 
-    names             names for clients; "*" among them allows any name
+    names             names for clients; "*" among them allows any name. Where the server was given none, the path or id that it
+                      was started with is taken, too
     parsers           the formats of tool calls and reasoning in its output
     marker_token_ids  markers of the formats that are special tokens
     count_tool_output  called for every output parsed for tool calls, with the format and whether there were any
     template_variables  variables that the chat template reads; others have no effect
     longest_token_bytes  length of the longest token's text; bounds the text that a context can hold
     max_prompt_characters  of one prompt
+    lora              the LoRA adapter of all its requests; None: it is the base model
     fingerprint       the API's system_fingerprint; changes with the weights, the precision or the server's version
     """
 
@@ -57,6 +60,8 @@ class ServedModel:
     longest_token_bytes: int = 0
     max_prompt_characters: int = LEAST_PROMPT_CHARACTERS
     count_tool_output: Callable[[str, str], None] = _count_nothing
+    has_default_name: bool = False
+    lora: LoRARequest | None = None
     _indexes: itertools.count[int] = field(default_factory=itertools.count)
     _name: str = field(init=False)
 
@@ -64,6 +69,10 @@ class ServedModel:
         # Cached, because finding out whether the checkpoint is a path reads the file system.
         name = next((name for name in self.names if name != WILDCARD), None)
         object.__setattr__(self, "_name", checkpoint_name(self.info) if name is None else name)
+
+    def is_called(self, name: str) -> bool:
+        """Return whether a client's name is one of the model's."""
+        return name in self.names or (self.has_default_name and name == self.info.model)
 
     @property
     def max_chat_bytes(self) -> int:
@@ -90,6 +99,10 @@ class ServedModel:
         """Return the paths of chat_template_kwargs that the chat template does not know."""
         unused = [name for name in variables or () if name not in self.template_variables]
         return tuple(f"chat_template_kwargs.{shorten(name, 64)}" for name in unused[:MAX_IGNORED])
+
+    def with_lora(self, lora: LoRARequest) -> ServedModel:
+        """Return the model whose requests have a LoRA adapter, under its name. Raises RequestError if the engine takes none."""
+        return replace(self, names=(lora.lora_name,), has_default_name=False, factory=self.factory.with_lora(lora), lora=lora)
 
     def next_index(self) -> int:
         """Return the index of a new request: requests without a seed get theirs from it."""
@@ -124,10 +137,12 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
         scheduling_policy=info.scheduling_policy,
         max_model_len=info.max_model_len,
         pooler=info.pooler,
+        enable_lora=info.enable_lora,
     )
     return ServedModel(
         info=info,
         names=names,
+        has_default_name=not config.served_model_names,
         tokenizer=tokenizer,
         factory=RequestFactory(rules, tokenizer),
         parsers=parsers,
@@ -147,8 +162,11 @@ def choose_parsers(tokenizer: Tokenizer | None, config: ServerConfig) -> ParserC
     found = ParserChoice(None, None)
     if tokenizer is not None and tokenizer.chat_template is not None:
         found = detect_formats(tokenizer.chat_template.source, tokenizer.id_of)
+    # A template that shows no tools known here, in a model for chats: see quire.serving.core.shown_tools.
+    has_template = tokenizer is not None and tokenizer.chat_template is not None
+    tool_format = found.tool_format or (FALLBACK_TOOL_FORMAT if has_template else None)
     chosen = ParserChoice(
-        _choose(config.tool_call_parser, found.tool_format), _choose(config.reasoning_parser, found.reasoning_format)
+        _choose(config.tool_call_parser, tool_format), _choose(config.reasoning_parser, found.reasoning_format)
     )
     find_tool_format(chosen.tool_format)
     find_reasoning_format(chosen.reasoning_format)

@@ -1,4 +1,4 @@
-"""Outlets: sinks that take events directly, without a task switch."""
+"""Sinks that take events directly, without a task switch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class DirectFrames:
     encode_text  like encode, for (choice, text) of a TextDelta without positions, if there is a faster way
     """
 
-    def __init__(self, bypass: DirectSink, encode: Encode, encode_text: EncodeText | None = None) -> None:
-        self._bypass = bypass
+    def __init__(self, direct_sink: DirectSink, encode: Encode, encode_text: EncodeText | None = None) -> None:
+        self._direct_sink = direct_sink
         self._encode = encode
         self._encode_text = encode_text
 
     @property
     def is_open(self) -> bool:
         """Whether the connection accepts frames now."""
-        sink = self._bypass.sink
+        sink = self._direct_sink.sink
         return sink is not None and sink.is_open
 
     def put(self, events: list[GenerationEvent]) -> None:
@@ -38,8 +38,8 @@ class DirectFrames:
         self._write(self._encode([TextDelta(choice, text)]) if encode is None else encode(choice, text))
 
     def _write(self, frame: bytes) -> None:
-        if frame and self._bypass.sink is not None:
-            self._bypass.sink.write(frame)
+        if frame and self._direct_sink.sink is not None:
+            self._direct_sink.sink.write(frame)
 
 
 class Folding:

@@ -6,7 +6,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Protocol
+
+import msgspec
 
 from quire.serving.core.choice_reader import ChoiceReader
 from quire.serving.core.events import (
@@ -27,7 +30,7 @@ from quire.serving.interfaces import Gateway, GenerationStream, Job, Sink
 MAX_WAITING_LISTS = 64
 
 
-class Outlet(Protocol):
+class EventSink(Protocol):
     """A sink that takes events immediately, in place of a consumer that waits in the iteration."""
 
     @property
@@ -64,6 +67,7 @@ class GenerationReader:
         self._has_started = False
         self._num_completion = 0
         self._num_cached = 0
+        self._num_evicted = 0
 
     @property
     def has_ended(self) -> bool:
@@ -80,6 +84,7 @@ class GenerationReader:
         events: list[GenerationEvent] = []
         if delta.metrics is not None:
             self._num_cached = delta.metrics.num_cached_tokens
+            self._num_evicted = delta.metrics.num_evicted_tokens
             if delta.finished:
                 self._num_completion += delta.metrics.num_unreturned_tokens
         if not self._has_started:
@@ -114,7 +119,8 @@ class GenerationReader:
     def usage(self) -> UsageEnd:
         """Return the token counts so far."""
         num_reasoning = sum(choice.num_reasoning for choice in self._choices)
-        return UsageEnd(self._plan.num_prompt_tokens, self._num_completion, self._num_cached, num_reasoning)
+        num_prompt = self._plan.num_prompt_tokens
+        return UsageEnd(num_prompt, self._num_completion, self._num_cached, num_reasoning, self._num_evicted)
 
     def _start(self, delta: RequestDelta, events: list[GenerationEvent]) -> None:
         plan = self._plan
@@ -150,20 +156,20 @@ class GenerationReader:
 
 
 async def generation_events(
-    gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]], outlet: Outlet | None = None
+    gateway: Gateway, jobs: Sequence[tuple[Job, GenerationPlan]], sink: EventSink | None = None
 ) -> AsyncGenerator[list[GenerationEvent], None]:
     """Open the jobs and yield their events; the choices of plan i are numbered from i * num_choices. Ends with one UsageEnd for
     all.
 
-    Events that an outlet takes are not yielded, except the end of a choice. Raises ApiError. Closing the generator aborts
+    Events that a sink takes are not yielded, except the end of a choice. Raises ApiError. Closing the generator aborts
     running jobs.
     """
     if len(jobs) == 1:
         ((job, plan),) = jobs
         async with gateway.open(job) as stream:
             reader = GenerationReader(plan)
-            if outlet is not None and not reader.may_end_early:
-                stream.attach_sink(_taker(reader, outlet))
+            if sink is not None and not reader.may_end_early:
+                stream.attach_sink(_delta_callback(reader, sink))
             async for events in _read_stream(stream, reader):
                 yield events
         return
@@ -176,27 +182,47 @@ async def generation_events(
             yield events
 
 
-def _taker(reader: GenerationReader, outlet: Outlet) -> Sink:
-    """Return a callback for deltas in which no choice ends, while the outlet is open."""
+def _delta_callback(reader: GenerationReader, sink: EventSink) -> Sink:
+    """Return a callback for deltas in which no choice ends, while the sink is open."""
     first_choice = reader.first_choice
 
     def take(delta: RequestDelta) -> bool:
-        if not outlet.is_open:
+        if not sink.is_open:
             return False
         text = reader.feed_text(delta)
         if text is not None:
             if text:
-                outlet.put_text(first_choice, text)
+                sink.put_text(first_choice, text)
             return True
         for choice in delta.choices:
             if choice.finish_reason is not None:
                 return False
         events = reader.feed(delta)
         if events:
-            outlet.put(events)
+            sink.put(events)
         return True
 
     return take
+
+
+async def resumable_events(
+    gateway: Gateway, job: Job, plan: GenerationPlan, resumed: RequestDelta | None
+) -> AsyncGenerator[tuple[list[GenerationEvent], list[int]], None]:
+    """Yield the events of each delta of a plan with one choice, and its tokens; there may be tokens without events.
+
+    resumed  the output that the request goes on from, as a delta; its events come first, with its tokens
+    """
+    async with gateway.open(job) as stream:
+        reader = GenerationReader(replace(plan, wants_tokens=True))
+        if resumed is not None:
+            yield _without_tokens(reader.feed(resumed))
+        async for events in _read_stream(stream, reader):
+            yield _without_tokens(events)
+
+
+def _without_tokens(events: list[GenerationEvent]) -> tuple[list[GenerationEvent], list[int]]:
+    token_ids = [token_id for event in events if isinstance(event, TokensDelta) for token_id in event.token_ids]
+    return [event for event in events if not isinstance(event, TokensDelta)], token_ids
 
 
 async def _read_stream(stream: GenerationStream, reader: GenerationReader) -> AsyncGenerator[list[GenerationEvent], None]:
@@ -246,5 +272,5 @@ async def _merge(
 
 
 def _sum(usages: Iterable[UsageEnd]) -> UsageEnd:
-    counts = [(usage.num_prompt, usage.num_completion, usage.num_cached, usage.num_reasoning) for usage in usages]
+    counts = [msgspec.structs.astuple(usage) for usage in usages]
     return UsageEnd(*map(sum, zip(*counts, strict=True)))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
@@ -11,31 +13,47 @@ from itertools import chain
 from quire.base.errors import RequestError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_stats import ExpertStats
+from quire.contracts.lora import LoRARequest
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import Request
+from quire.contracts.sleep import SleepLevel
 from quire.contracts.tier_stats import TierStats
+from quire.contracts.timeline import RequestTimeline
 from quire.serving.engine_client.framing import MessageError
 from quire.serving.engine_client.messages import (
     Abort,
+    AskTimelines,
     EngineInfo,
     FromEngine,
     Heartbeat,
     KvReport,
+    LoadAdapter,
     Lost,
     Ready,
+    RebalanceExperts,
     RequestDelta,
+    Sleep,
+    SleepState,
     StepOutputs,
     Submit,
+    Timelines,
+    UnloadAdapter,
+    WakeUp,
     Watch,
 )
 from quire.serving.engine_client.subscription import Subscription, coalesce
 from quire.serving.engine_client.supervisor import EngineState, LinkOptions, Supervisor
 from quire.serving.errors import ApiError, engine_unavailable, from_quire_error, invalid, spread_s
+from quire.serving.public_error import show_error
 
 logger = get_logger(__name__)
 
 _COMMAND_TIMEOUT_S = 2.0
 """A command that has not reached the engine's socket after this time is lost."""
+
+_TIMELINE_TIMEOUT_S = 2.0
+"""How long the engine, which answers between its steps, may take to send timelines."""
 
 _DELTAS_PER_TURN = 32
 _ENDS_PER_TURN = 6
@@ -45,6 +63,7 @@ others."""
 _UNAVAILABLE = {
     "starting": "the model is being loaded",
     "restarting": "the engine is being started again",
+    "sleeping": "the engine is asleep: POST /wake_up wakes it up",
     "failed": "the engine has failed",
     "closed": "the server is shutting down",
 }
@@ -66,7 +85,12 @@ class EngineClient:
         self._watch_hz = 0.0
         self._checkpoint = (0, 0.0)  # (number of commands sent, time)
         self._undelivered: deque[RequestDelta] = deque()
+        self._num_questions = 0
+        self._questions: dict[int, asyncio.Future[dict[str, RequestTimeline]]] = {}
+        self._sleep_answers: dict[int, asyncio.Future[SleepState]] = {}
+        self.sleep_level: SleepLevel | None = None
         self.ranks: list[RankStats] = []
+        self.experts: list[ExpertStats] = []
         self.tiers: list[TierStats] = []
         self.info: EngineInfo | None = None
         self.on_step: list[Callable[[StepOutputs], None]] = []
@@ -82,7 +106,8 @@ class EngineClient:
     @property
     def state(self) -> EngineState:
         """The state of the engine; it takes requests while it is "ready"."""
-        return self._supervisor.state
+        state = self._supervisor.state
+        return "sleeping" if state == "ready" and self.sleep_level is not None else state
 
     @property
     def last_error(self) -> str | None:
@@ -150,6 +175,87 @@ class EngineClient:
         self._subscriptions[request_id] = subscription
         return subscription
 
+    async def load_adapter(self, lora: LoRARequest) -> None:
+        """Load a LoRA adapter, unless it is loaded. Raises ApiError: 400 if it cannot be loaded, 503 while the engine is not
+        ready."""
+        request_id = f"lora-{uuid.uuid4().hex}"
+        await self._command(LoadAdapter(request_id=request_id, lora=dataclasses.astuple(lora)))
+
+    async def rebalance_experts(self) -> None:
+        """Begin to move experts between the engine's ranks. Raises ApiError: 400 if they do not move there, or are being moved
+        already, 503 while the engine is not ready."""
+        await self._command(RebalanceExperts(f"experts-{uuid.uuid4().hex}"))
+
+    async def _command(self, command: LoadAdapter | RebalanceExperts) -> None:
+        """Send a command, and wait for its answer. Raises ApiError: 400 if it is refused, 503 while the engine is not ready."""
+        if self.state != "ready":
+            raise engine_unavailable(_UNAVAILABLE[self.state])
+        request_id = command.request_id
+        try:
+            sequence = self._supervisor.send(command)
+        except WorkerError as error:
+            raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
+        subscription = Subscription(request_id, sequence, self._options.slow_reader_bytes, self._options.slow_reader_s)
+        self._subscriptions[request_id] = subscription
+        delta = await subscription.next()
+        if delta.error is not None and delta.is_refused:
+            raise invalid(delta.error, delta.error_param)
+        if delta.error is not None:
+            raise _engine_error(delta.error)
+
+    def unload_adapter(self, lora_int_id: int) -> None:
+        """Unload a LoRA adapter, as soon as no request uses it. Ignored while the engine is neither ready nor asleep, as it has
+        none then."""
+        if self.state in ("ready", "sleeping"):
+            try:
+                self._supervisor.send(UnloadAdapter(lora_int_id))
+            except WorkerError as error:
+                logger.warning("an adapter could not be unloaded: %s", error)  # it ends with the engine
+
+    async def check_sleep(self, level: SleepLevel) -> None:
+        """Raise ApiError if the engine cannot sleep at a level, as `sleep` does; requests go on."""
+        await self._change_sleep(lambda number: Sleep(number, level, is_check=True))
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Put the engine to sleep, and return when it is asleep; its unfinished requests are aborted.
+
+        Raises ApiError: 400 if this engine cannot sleep so, 503 if it is not ready or ends.
+        """
+        await self._change_sleep(lambda number: Sleep(number, level))
+
+    async def wake_up(self) -> None:
+        """Wake the engine up, and return when it takes requests. Raises ApiError: 503 if it is not ready, cannot load its model
+        again, or ends."""
+        await self._change_sleep(WakeUp)
+
+    async def _change_sleep(self, make_command: Callable[[int], Sleep | WakeUp]) -> None:
+        if self.state not in ("ready", "sleeping"):
+            raise engine_unavailable(_UNAVAILABLE[self.state])
+        number = self._num_questions
+        self._num_questions += 1
+        answer = self._sleep_answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._supervisor.send(make_command(number))
+            self._supervisor.expect_silence(True)
+            found = await answer
+        except WorkerError as error:
+            raise engine_unavailable(_UNAVAILABLE["restarting"]) from error
+        finally:
+            del self._sleep_answers[number]
+        if found.error is not None and found.is_refused:
+            raise ApiError(400, found.error, code="unsupported_value")
+        if found.error is not None:
+            raise engine_unavailable(f"the engine did not change its state: {show_error(found.error)}")
+
+    def _on_sleep_state(self, message: SleepState) -> None:
+        self._supervisor.expect_silence(False)
+        before, self.sleep_level = self.state, message.level
+        if self.state != before:
+            self.on_state_change()
+        answer = self._sleep_answers.get(message.number)
+        if answer is not None and not answer.done():
+            answer.set_result(message)
+
     def abort(self, request_id: str) -> None:
         """End a request: its last delta, with finish_reason "abort", follows. Ignored for one that has ended."""
         if request_id in self._subscriptions and request_id not in self._aborts:
@@ -161,41 +267,69 @@ class EngineClient:
         if self.state == "ready":
             self._send_watch()
 
+    async def timelines_of(self, request_ids: list[str]) -> dict[str, RequestTimeline]:
+        """Return the timelines so far of unfinished requests; without those that the engine does not know, or does not send
+        within two seconds."""
+        if self.state != "ready" or not request_ids:
+            return {}
+        number = self._num_questions
+        self._num_questions += 1
+        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._supervisor.send(AskTimelines(number, request_ids))
+            return await asyncio.wait_for(answer, _TIMELINE_TIMEOUT_S)
+        except (WorkerError, TimeoutError) as error:
+            logger.warning("the engine sent no timelines: %s", error or f"no answer within {_TIMELINE_TIMEOUT_S} s")
+            return {}
+        finally:
+            del self._questions[number]
+
     # What follows is called by the supervisor.
 
     def on_message(self, message: FromEngine, now: float) -> None:
         """Handle a message of the engine."""
         if isinstance(message, StepOutputs):
-            self._tell(self.on_step, message)  # first: a reader may end once it has its last delta
+            self._notify(self.on_step, message)  # first: a reader may end once it has its last delta
             if self._undelivered:  # delivery is scheduled but late: merge deltas for the same reader
                 self._undelivered = _merge(self._undelivered, message.deltas)
             else:
                 self._undelivered.extend(message.deltas)
                 self._deliver_some()
         elif isinstance(message, KvReport):
-            self._tell(self.on_kv, message)
+            self._notify(self.on_kv, message)
+        elif isinstance(message, Timelines):
+            question = self._questions.get(message.number)
+            if question is not None and not question.done():
+                question.set_result(message.timelines)
         elif isinstance(message, Heartbeat):
-            self.ranks, self.tiers = message.ranks, message.tiers
+            self.ranks, self.tiers, self.experts = message.ranks, message.tiers, message.experts
             self._check_commands(message, now)
         elif isinstance(message, Lost):
             self._on_lost_commands(message.first, message.last)
+        elif isinstance(message, SleepState):
+            self._on_sleep_state(message)
         elif isinstance(message, Ready):
+            self.sleep_level = None  # also where the engine before was asleep
             self.info = message.info
             self._checkpoint = (0, now)
 
     def on_state_change(self) -> None:
         """Tell the listeners."""
-        if self.state != "ready":
-            self.ranks, self.tiers = [], []
+        if self.state not in ("ready", "sleeping"):
+            self.ranks, self.tiers, self.experts = [], [], []
         if self.state == "ready" and self._watch_hz > 0:
             self._send_watch()
-        self._tell(self.on_state, self.state)
+        self._notify(self.on_state, self.state)
 
     def on_engine_end(self, reason: str) -> None:
         """End every request, since the engine's state is lost."""
         self._deliver_some(is_all=True)
         self._aborts.clear()
+        self.sleep_level = None
         self._fail(self._subscriptions, _engine_error(reason))
+        for answer in self._sleep_answers.values():
+            if not answer.done():
+                answer.set_exception(_engine_error(reason))
 
     def on_lost_outputs(self) -> None:
         """End every request, since any of them may lack a part of its output."""
@@ -283,7 +417,7 @@ class EngineClient:
         except WorkerError as error:
             logger.warning("the live view could not be switched: %s", error)
 
-    def _tell(self, listeners: list[Callable[..., None]], item: object) -> None:
+    def _notify(self, listeners: list[Callable[..., None]], item: object) -> None:
         for listener in listeners:
             try:
                 listener(item)

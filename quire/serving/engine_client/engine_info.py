@@ -44,13 +44,15 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         num_active_parameters=report.num_active_parameters,
         weight_bytes=report.active_weight_bytes,
         kv_bytes_per_token=report.memory.kv.bytes_per_token,
-        kv_cache_dtype=report.memory.kv.dtype,
+        kv_cache_dtype=report.memory.kv.format_name,
         attention=_attention_kinds(report.spec, report.memory.kv, engine.windows),
         peak_bytes_per_s=bytes_per_s,
         peak_flops_per_s=flops_per_s,
         load_time_s=load_time_s,
         pid=os.getpid(),
         pooler=report.pooler,
+        enable_lora=config.enable_lora,
+        role=config.role,
     )
 
 

@@ -7,23 +7,32 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from quire.base.errors import RequestError, UnsupportedError
+from quire.base.errors import ConfigError, QuireError, RequestError, UnsupportedError
 from quire.base.logging import get_logger
+from quire.contracts.lora import LoRARequest
 from quire.serving.engine_client.deltas import DeltaWriter
 from quire.serving.engine_client.framing import MessageError
 from quire.serving.engine_client.kv_events import KvEventPublisher
 from quire.serving.engine_client.messages import (
     MAX_STEP_PARTS,
     Abort,
+    AskTimelines,
     Heartbeat,
     KvReport,
+    LoadAdapter,
+    RebalanceExperts,
     RequestDelta,
+    Sleep,
+    SleepState,
     StepOutputs,
     StepPart,
     StepReport,
     Stop,
     Submit,
+    Timelines,
     ToEngine,
+    UnloadAdapter,
+    WakeUp,
     Watch,
 )
 
@@ -59,22 +68,29 @@ class EngineLoop:
     """Runs an engine for the server. An error of one request ends only that request."""
 
     def __init__(
-        self, engine: LLMEngine, port: Port, has_workers: bool = False, kv_events: KvEventPublisher | None = None
+        self,
+        engine: LLMEngine,
+        port: Port,
+        has_workers: bool = False,
+        kv_events: KvEventPublisher | None = None,
+        counts_experts: bool = False,
     ) -> None:
         """Take over an engine that is loaded.
 
         has_workers  the engine has processes of its own, which may end while it is idle
         kv_events    told which blocks the prefix cache holds, after each step; not closed here
+        counts_experts  heartbeats have the tokens of the experts
         """
         self._kv_events = kv_events
         if kv_events is not None:
             engine.scheduler.kv.index.changes = []
-        self._has_workers = has_workers
+        self._has_workers, self._counts_experts = has_workers, counts_experts
         engine.is_recording = True
         self._engine = engine
         self._port = port
         self._deltas = DeltaWriter()
         self._replies: list[RequestDelta] = []
+        self._sleeps: list[int] = []  # numbers of the Sleep commands that are not answered
         self._next_beat_s = 0.0
         self._watch_interval_s: float | None = None
         self._next_watch_s = 0.0
@@ -83,24 +99,23 @@ class EngineLoop:
         """Run until a Stop arrives. Raises PeerGoneError if the server has ended, and the exceptions of a broken engine."""
         engine = self._engine
         while True:
-            self._tell()
+            self._publish()
             wait_s = 0.0 if engine.has_unfinished_requests() or engine.save_pages() else self._idle_s()
             for command in self._port.receive(wait_s):
                 if isinstance(command, Stop):
                     return
                 self._handle_command(command)
-            if self._replies:
-                replies, self._replies = self._replies, []
-                self._send(replies, None)
+            self._send_replies()
             if engine.has_unfinished_requests():
                 self._step()
+                self._end_sleeps()
 
     def _idle_s(self) -> float:
         due_s = self._next_beat_s if self._watch_interval_s is None else min(self._next_beat_s, self._next_watch_s)
         idle_s = max(0.001, due_s - time.monotonic())
         return min(_HEALTH_CHECK_S, idle_s) if self._has_workers else idle_s
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         """Send the heartbeat and the KvReport if they are due."""
         now = time.monotonic()
         if self._has_workers:
@@ -111,7 +126,9 @@ class EngineLoop:
             steps, unfinished = self._engine.stats.num_steps, self._engine.num_unfinished_requests()
             ranks = self._engine.stats.ranks if self._has_workers else []
             tiers = self._engine.stats.tiers
-            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, self._port.num_commands, ranks, tiers))
+            experts = self._engine.stats.experts if self._counts_experts else []
+            num_commands = self._port.num_commands
+            self._port.send(Heartbeat(self._port.last_empty_s, steps, unfinished, num_commands, ranks, tiers, experts))
         if self._watch_interval_s is not None and now >= self._next_watch_s:
             self._send_kv_report(now, self._watch_interval_s)
 
@@ -133,6 +150,87 @@ class EngineLoop:
             is_on = command.hz > 0
             self._watch_interval_s = 1 / min(command.hz, _MAX_WATCH_HZ) if is_on else None
             self._next_watch_s = 0.0
+        elif isinstance(command, LoadAdapter):
+            self._load_adapter(command)
+        elif isinstance(command, UnloadAdapter):
+            self._engine.remove_lora(command.lora_int_id)
+        elif isinstance(command, Sleep):
+            self._begin_sleep(command)
+        elif isinstance(command, WakeUp):
+            self._wake_up(command)
+        elif isinstance(command, RebalanceExperts):
+            self._rebalance_experts(command)
+        elif isinstance(command, AskTimelines):
+            self._send_timelines(command)
+
+    def _send_replies(self) -> None:
+        if self._replies:
+            replies, self._replies = self._replies, []
+            self._send(replies, None)
+
+    def _send_timelines(self, command: AskTimelines) -> None:
+        self._send_replies()  # a request without a timeline has then ended for the server, too
+        found = {request_id: self._engine.timeline_of(request_id) for request_id in command.request_ids}
+        timelines = {request_id: timeline for request_id, timeline in found.items() if timeline is not None}
+        try:
+            self._port.send(Timelines(command.number, timelines))
+        except MessageError:
+            logger.exception("the timelines of %d requests cannot be sent", len(timelines))
+            self._port.send(Timelines(command.number, {}))
+
+    def _load_adapter(self, command: LoadAdapter) -> None:
+        delta = RequestDelta(command.request_id, [], True)
+        try:
+            self._engine.add_lora(LoRARequest(*command.lora))
+        except RequestError as error:
+            delta.error, delta.error_param, delta.is_refused = str(error), error.param, True
+        except ConfigError as error:  # the engine is asleep
+            delta.error, delta.is_refused = str(error), True
+        except Exception as error:
+            logger.exception("the adapter %s could not be loaded", command.lora[0])
+            delta.error = _describe(error)
+        self._replies.append(delta)
+
+    def _begin_sleep(self, command: Sleep) -> None:
+        try:
+            if command.is_check:
+                self._engine.check_sleep(command.level)
+                self._port.send(SleepState(command.number, self._engine.sleep_level))
+                return
+            self._engine.begin_sleep(command.level)
+        except QuireError as error:
+            self._port.send(SleepState(command.number, self._engine.sleep_level, str(error), is_refused=True))
+            return
+        self._sleeps.append(command.number)
+        self._end_sleeps()
+
+    def _end_sleeps(self) -> None:
+        """Answer the Sleep commands if the engine is asleep."""
+        if self._sleeps and not self._engine.has_unfinished_requests():
+            numbers, self._sleeps = self._sleeps, []
+            for number in numbers:
+                self._port.send(SleepState(number, self._engine.sleep_level))
+
+    def _wake_up(self, command: WakeUp) -> None:
+        numbers, self._sleeps = self._sleeps, []
+        for number in numbers:
+            self._port.send(SleepState(number, None, "it was woken up before it was asleep"))
+        try:
+            self._engine.wake_up()
+        except QuireError as error:
+            logger.exception("the engine could not be woken up")
+            self._port.send(SleepState(command.number, self._engine.sleep_level, _describe(error)))
+            return
+        self._port.send(SleepState(command.number, None))
+
+    def _rebalance_experts(self, command: RebalanceExperts) -> None:
+        delta = RequestDelta(command.request_id, [], True)
+        try:
+            if not self._engine.rebalance_experts():
+                delta.error, delta.is_refused = "the experts are being moved already: wait until that has ended", True
+        except ConfigError as error:
+            delta.error, delta.is_refused = str(error), True
+        self._replies.append(delta)
 
     def _submit(self, command: Submit) -> None:
         try:
@@ -227,6 +325,7 @@ class EngineLoop:
             total_accepted_per_pos=stats.accepted_per_pos,
             total_stage_busy_s=[] if stages is None else list(stages.busy_s),
             total_active_s=0.0 if stages is None else stages.active_s,
+            total_evicted_blocks=scheduler.num_evicted_blocks,
         )
 
     def _kv_report(self, now: float) -> KvReport:

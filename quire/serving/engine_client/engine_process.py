@@ -35,6 +35,16 @@ _KILL_WAIT_S = 5.0
 _LAST_LINES_S = 1.0  # to read the log of a process that has ended
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """What the process logs, publishes and records; see LinkOptions."""
+
+    log_level: str = "INFO"
+    log_format: str = "text"
+    kv_events: KvEventOptions | None = None
+    records_timelines: bool = False
+
+
 class EngineProcess:
     """The process starts in the constructor; `on_frame` is then called in the event loop for each received frame.
 
@@ -48,12 +58,11 @@ class EngineProcess:
         config: EngineConfig,
         on_frame: Callable[[Received[FromEngine]], None],
         command: tuple[str, ...] = ENGINE_COMMAND,
-        log_level: str = "INFO",
-        log_format: str = "text",
         environment: Mapping[str, str] | None = None,
-        kv_events: KvEventOptions | None = None,
+        reports: ReportOptions | None = None,
     ) -> None:
         """environment: variables in addition to those of this process."""
+        reports = ReportOptions() if reports is None else reports
         self._on_frame = on_frame
         self._loop = asyncio.get_running_loop()
         session = secrets.token_bytes(SESSION_BYTES)
@@ -70,11 +79,12 @@ class EngineProcess:
                 session=session,
                 parent_pid=os.getpid(),
                 config=dataclasses.asdict(config),
-                log_level=log_level,
-                log_format=log_format,
-                kv_events=kv_events,
+                log_level=reports.log_level,
+                log_format=reports.log_format,
+                kv_events=reports.kv_events,
+                records_timelines=reports.records_timelines,
             )
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if log_format == "json" else {}
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if reports.log_format == "json" else {}
             variables = {**environment_with_quire(), **(environment or {})}
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, bufsize=0, **pipes)
         except BaseException:

@@ -13,6 +13,7 @@ from quire.base.errors import ConfigError, ModelFormatError, QuireError, Unsuppo
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.request import Request
+from quire.contracts.sleep import SleepLevel
 from quire.engine.replica_router import ReplicaRouter
 from quire.engine.replica_setup import ReplicaSetup, replica_setups
 from quire.serving.engine_client.client import EngineClient
@@ -65,7 +66,7 @@ class EngineFleet:
 
     def _listen(self, index: int, replica: EngineClient) -> None:
         replica.on_step.append(lambda outputs: self._on_step(index, outputs))
-        replica.on_kv.append(lambda report: self._tell(self.on_kv, report))
+        replica.on_kv.append(lambda report: self._notify(self.on_kv, report))
         replica.on_state.append(lambda state: self._on_state(index, state))
         replica.on_end.append(lambda request_id, is_complete: self._router.end(request_id, is_complete=is_complete))
 
@@ -80,7 +81,7 @@ class EngineFleet:
         if self._is_closed:
             return "closed"
         states = {replica.state for replica in self._replicas}
-        order: tuple[EngineState, ...] = ("ready", "restarting", "starting", "failed")
+        order: tuple[EngineState, ...] = ("ready", "sleeping", "restarting", "starting", "failed")
         return next((state for state in order if state in states), "closed")
 
     @property
@@ -171,11 +172,44 @@ class EngineFleet:
             return subscription
         raise refusal or engine_unavailable("no replica is ready")
 
+    async def check_sleep(self, level: SleepLevel) -> None:
+        """Raise ApiError if one of the replicas cannot sleep at a level; requests go on."""
+        self._check_all_loaded()
+        for replica in self._replicas:
+            await replica.check_sleep(level)
+
+    async def sleep(self, level: SleepLevel) -> None:
+        """Put all replicas to sleep, see EngineClient. If one fails, the others are woken up, and its error is raised."""
+        self._check_all_loaded()
+        ends = await asyncio.gather(*(replica.sleep(level) for replica in self._replicas), return_exceptions=True)
+        error = next((end for end in ends if isinstance(end, BaseException)), None)
+        if error is not None:
+            asleep = [replica for replica in self._replicas if replica.state == "sleeping"]
+            await asyncio.gather(*(replica.wake_up() for replica in asleep), return_exceptions=True)
+            raise error
+
+    async def wake_up(self) -> None:
+        """Wake all replicas up, see EngineClient. Raises the error of the first that fails; the others are awake then."""
+        self._check_all_loaded()
+        ends = await asyncio.gather(*(replica.wake_up() for replica in self._replicas), return_exceptions=True)
+        error = next((end for end in ends if isinstance(end, BaseException)), None)
+        if error is not None:
+            raise error
+
+    def _check_all_loaded(self) -> None:
+        for index, replica in enumerate(self._replicas):
+            if replica.state not in ("ready", "sleeping"):
+                raise engine_unavailable(f"replica {index} is {replica.state}: all replicas sleep and wake up together")
+
     def abort(self, request_id: str) -> None:
         """Abort a request; ignored if it has ended."""
-        owner = self._router.owner_of(request_id)
+        owner = self.replica_of(request_id)
         if owner is not None:
             self._replicas[owner].abort(request_id)
+
+    def replica_of(self, request_id: str) -> int | None:
+        """Return the index of the replica that runs a request; None if it has ended or was never submitted."""
+        return self._router.owner_of(request_id)
 
     def watch(self, hz: float) -> None:
         """Request KvReports from all replicas at this maximum rate per second; 0 for none."""
@@ -189,7 +223,7 @@ class EngineFleet:
                     self._router.note_prefill(part.request_id, part.num_tokens)
         for delta in outputs.deltas:
             self._router.note_output(delta.request_id, sum([len(choice.token_ids) for choice in delta.choices]))
-        self._tell(self.on_step, msgspec.structs.replace(outputs, replica=index) if index else outputs)
+        self._notify(self.on_step, msgspec.structs.replace(outputs, replica=index) if index else outputs)
 
     def _on_state(self, index: int, state: EngineState) -> None:
         info = self._replicas[index].info
@@ -204,9 +238,9 @@ class EngineFleet:
         elif self._is_open[index]:
             self._router.close(index)
             self._is_open[index] = False
-        self._tell(self.on_state, self.state)
+        self._notify(self.on_state, self.state)
 
-    def _tell(self, listeners: list[Callable[..., None]], item: object) -> None:
+    def _notify(self, listeners: list[Callable[..., None]], item: object) -> None:
         for listener in listeners:
             try:
                 listener(item)

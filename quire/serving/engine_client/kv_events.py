@@ -2,6 +2,9 @@
 
 A PUB socket sends frames (topic, sequence number in 8 bytes big-endian, msgpack of a KvEventBatch). A ROUTER socket answers a
 sequence number with the batches from it on that are still kept, as frames (number, batch), and the number -1 at the end.
+
+A batch is the array [time, events, rank]. An event is an array with its name first, as in older versions of vLLM, or a map with
+its name under "type", as in later ones and in SGLang.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import zmq
@@ -27,6 +30,9 @@ MEDIUM = "GPU"
 """vLLM's word for the pool that is computed with, on a CPU too."""
 _KEY_BYTES = 16
 _POLL_MS = 200
+
+KvEventEncoding = Literal["array", "map"]
+KV_EVENT_ENCODINGS: tuple[KvEventEncoding, ...] = ("array", "map")
 
 
 class KvEvent(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, tag=True):
@@ -71,26 +77,33 @@ class KvEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class KvEventOptions(msgspec.Struct, frozen=True):
-    """Where events are published: tcp://*:5557 binds, tcp://host:5557 connects. Each replica adds its number to the ports."""
+    """Where and how events are published: tcp://*:5557 binds, tcp://host:5557 connects. Each replica adds its number to the
+    ports.
+    """
 
     endpoint: str
     replay_endpoint: str | None = None
     replica: int = 0
+    encoding: KvEventEncoding = "array"
 
     def __post_init__(self) -> None:
+        if self.encoding not in KV_EVENT_ENCODINGS:
+            raise ConfigError(f"kv_events_encoding must be one of {', '.join(KV_EVENT_ENCODINGS)}, got {self.encoding!r}")
         check_endpoint("kv_events_endpoint", self.endpoint)
         if self.replay_endpoint is not None:
             check_endpoint("kv_events_replay_endpoint", self.replay_endpoint)
 
     @classmethod
-    def of(cls, endpoint: str | None, replay_endpoint: str | None) -> KvEventOptions | None:
+    def of(
+        cls, endpoint: str | None, replay_endpoint: str | None, encoding: KvEventEncoding = "array"
+    ) -> KvEventOptions | None:
         """Return the options of a server; None where it publishes nothing. Raises ConfigError."""
-        return None if endpoint is None else cls(endpoint, replay_endpoint)
+        return None if endpoint is None else cls(endpoint, replay_endpoint, encoding=encoding)
 
     def of_replica(self, replica: int) -> KvEventOptions:
         """Return those of one of several replicas."""
         replay = None if self.replay_endpoint is None else offset_port(self.replay_endpoint, replica)
-        return KvEventOptions(offset_port(self.endpoint, replica), replay, replica)
+        return KvEventOptions(offset_port(self.endpoint, replica), replay, replica, self.encoding)
 
 
 def offset_port(endpoint: str, replica: int) -> str:
@@ -160,6 +173,14 @@ def events_of(changes: Iterable[tuple[Entry, bool]], block_size: int) -> list[Bl
     return events
 
 
+def as_map(event: msgspec.Struct) -> dict[str, Any]:
+    """Return an event with its name under "type"; extra_keys are left out where there are none."""
+    fields = msgspec.structs.asdict(event)
+    if fields.get("extra_keys", ()) is None:
+        del fields["extra_keys"]
+    return {"type": event.__struct_config__.tag, **fields}
+
+
 class KvEventPublisher:
     """Publishes from the engine's thread, which never waits; replays are answered by a thread of its own.
 
@@ -207,7 +228,10 @@ class KvEventPublisher:
             self._send(events)
 
     def _send(self, events: list[BlockStored | BlockRemoved | AllBlocksCleared]) -> None:
-        payload = self._encoder.encode(KvEventBatch(time.time(), events, self._options.replica))
+        batch: object = KvEventBatch(time.time(), events, self._options.replica)
+        if self._options.encoding == "map":
+            batch = [time.time(), [as_map(event) for event in events], self._options.replica]
+        payload = self._encoder.encode(batch)
         with self._lock:
             number, self._next = self._next, self._next + 1
             self._kept.append((number, payload))

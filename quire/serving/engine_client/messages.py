@@ -15,17 +15,22 @@ import msgspec
 
 from quire.base.errors import RequestError
 from quire.base.ids import RequestId
+from quire.contracts.config import Role
 from quire.contracts.constraint import Constraint
+from quire.contracts.expert_stats import ExpertStats
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooler_spec import PoolerSpec
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.sleep import SleepLevel
 from quire.contracts.tier_stats import TierStats
+from quire.contracts.timeline import RequestTimeline
 from quire.serving.engine_client.kv_events import KvEventOptions
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_STEP_PARTS = 64
 """Beyond this number of parts, a step reports no more decoding sequences; the page does not show them."""
@@ -48,6 +53,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     config      fields of EngineConfig
     log_format  of ServerConfig
     kv_events   where events of KV blocks are published; None: nowhere
+    records_timelines  the last delta of a request has its timeline
     """
 
     address: str
@@ -57,6 +63,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     log_level: str = "INFO"
     log_format: str = "text"
     kv_events: KvEventOptions | None = None
+    records_timelines: bool = False
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -64,7 +71,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     """Add a request; its deltas have its id, and exactly one of them has finished=True.
 
     The fields are those of Request: prompt_token_ids as i32 in the machine's byte order, params only if they differ from the
-    default, pooling with every field, and likewise the constraint in params.
+    default, pooling with every field, and likewise the constraint in params; lora has those of LoRARequest in order.
     """
 
     request_id: str
@@ -78,6 +85,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
     pooling: dict[str, Any] | None = None
     is_background: bool = False
     cache_retention_s: float = 0.0
+    output_token_ids: list[int] = []
+    lora: tuple[str, int, str] | None = None
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -100,6 +109,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             pooling=None if request.pooling is None else dataclasses.asdict(request.pooling),
             is_background=request.is_background,
             cache_retention_s=request.cache_retention_s,
+            output_token_ids=list(request.output_token_ids),
+            lora=None if request.lora is None else dataclasses.astuple(request.lora),
         )
 
     def request(self) -> Request:
@@ -123,6 +134,8 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", kw_only=True, forbid_unk
             pooling=None if self.pooling is None else PoolingParams(**self.pooling),
             is_background=self.is_background,
             cache_retention_s=self.cache_retention_s,
+            output_token_ids=tuple(self.output_token_ids),
+            lora=None if self.lora is None else LoRARequest(*self.lora),
         )
 
     def _constraint(self) -> dict[str, Constraint]:
@@ -141,7 +154,7 @@ def _stated(params: SamplingParams) -> dict[str, Any]:
     stated: dict[str, Any] = {}
     for name, default in _DEFAULT_PARAMS.items():
         value = getattr(params, name)
-        if name == "constraint" and value is not None:
+        if name in ("constraint", "kv_compression") and value is not None:
             stated[name] = dataclasses.asdict(value)
         elif value != default and name != "structured_outputs":  # the constraint is derived from it
             if isinstance(value, int) and not -(2**63) <= value < 2**64:
@@ -188,11 +201,55 @@ class Watch(msgspec.Struct, frozen=True, tag="watch", forbid_unknown_fields=True
     hz: float
 
 
+class LoadAdapter(msgspec.Struct, frozen=True, tag="load_adapter", kw_only=True, forbid_unknown_fields=True):
+    """Load a LoRA adapter; the answer is a RequestDelta with request_id, finished, with an error if it cannot be loaded."""
+
+    request_id: str
+    lora: tuple[str, int, str]
+
+
+class UnloadAdapter(msgspec.Struct, frozen=True, tag="unload_adapter", forbid_unknown_fields=True):
+    """Unload a LoRA adapter, as soon as no request uses it. Ignored if it is not loaded."""
+
+    lora_int_id: int
+
+
+class RebalanceExperts(msgspec.Struct, frozen=True, tag="rebalance_experts", forbid_unknown_fields=True):
+    """Begin to move experts between ranks; the answer is a RequestDelta with request_id, finished, with an error if they do not
+    move here, or are being moved already."""
+
+    request_id: str
+
+
+class AskTimelines(msgspec.Struct, frozen=True, tag="timelines", forbid_unknown_fields=True):
+    """Send the timelines so far of unfinished requests, in one Timelines with the same number. Unknown ids are left out."""
+
+    number: int
+    request_ids: list[str]
+
+
+class Sleep(msgspec.Struct, frozen=True, tag="sleep", forbid_unknown_fields=True):
+    """Abort all requests, and fall asleep at this level; the answer is a SleepState with the same number.
+
+    is_check  do not sleep: the answer says whether this engine can
+    """
+
+    number: int
+    level: SleepLevel
+    is_check: bool = False
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag="wake_up", forbid_unknown_fields=True):
+    """Wake up; the answer is a SleepState with the same number."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Abort all requests, release the memory, and end the process with status 0."""
 
 
-ToEngine = Submit | Abort | Watch | Stop
+ToEngine = Submit | Abort | Watch | LoadAdapter | UnloadAdapter | RebalanceExperts | AskTimelines | Sleep | WakeUp | Stop
 
 
 # From the engine.
@@ -227,12 +284,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_parameters           all weights; num_active_parameters those that one token uses
     weight_bytes             bytes of the weights that one token reads, as they are run
     kv_bytes_per_token       bytes of keys and values of one cached token, all layers
-    kv_cache_dtype           of the keys and values: the model's dtype, "int8" or "fp8"
+    kv_cache_dtype           of the keys and values: the model's dtype, "int8", "fp8", "turboquant_4bit" or "k8v4"
     attention                the layers by their windows
     peak_bytes_per_s         the machine's memory bandwidth; peak_flops_per_s its operations; both measured at start; None:
                              unknown
     load_time_s              seconds that loading took
     pooler                   the model's task and pooling
+    enable_lora              whether requests may have LoRA adapters
+    role                     of EngineConfig
     """
 
     model: str
@@ -264,8 +323,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     peak_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
+    role: Role = "both"
     chat_template: str | None = None
     pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
+    enable_lora: bool = False
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -295,6 +356,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_commands  one more than the sequence number of the last received command
     ranks         of a model on several processes
     tiers         of the KV cache
+    experts       tokens of the experts of each layer, where they are placed on ranks or their load is saved
     """
 
     time_s: float
@@ -303,6 +365,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
     num_commands: int
     ranks: list[RankStats] = []
     tiers: list[TierStats] = []
+    experts: list[ExpertStats] = []
 
 
 class Lost(msgspec.Struct, frozen=True, tag="lost"):
@@ -371,6 +434,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     num_free_blocks     unused blocks, including those with a reusable prefix (num_cached_blocks)
     parts               the first MAX_STEP_PARTS parts, and all prefill parts
     total_drafts        number of verified drafts; total_accepted_per_pos: accepted tokens by position in the draft
+    total_evicted_blocks KV blocks that kv_compression has evicted
     total_stage_busy_s  seconds in which each pipeline stage computed, of the total_active_s in which steps were in flight
     """
 
@@ -393,6 +457,7 @@ class StepReport(msgspec.Struct, array_like=True, frozen=True, gc=False):
     total_accepted_per_pos: list[int] = []
     total_stage_busy_s: list[float] = []
     total_active_s: float = 0.0
+    total_evicted_blocks: int = 0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step", gc=False):
@@ -418,4 +483,25 @@ class KvReport(msgspec.Struct, frozen=True, tag="kv"):
     cached: list[int]
 
 
-FromEngine = Hello | Ready | Failed | Heartbeat | Lost | StepOutputs | KvReport
+class Timelines(msgspec.Struct, frozen=True, tag="timelines"):
+    """The answer to an AskTimelines: request id -> its timeline so far."""
+
+    number: int
+    timelines: dict[str, RequestTimeline]
+
+
+class SleepState(msgspec.Struct, frozen=True, tag="sleep_state"):
+    """The answer to Sleep and WakeUp.
+
+    level       of the engine's sleep now; None: it is awake
+    error       why the command had no effect
+    is_refused  this engine does not support it
+    """
+
+    number: int
+    level: SleepLevel | None
+    error: str | None = None
+    is_refused: bool = False
+
+
+FromEngine = Hello | Ready | Failed | Heartbeat | Lost | StepOutputs | KvReport | Timelines | SleepState

@@ -45,6 +45,10 @@ class EnginePort:
         """One more than the sequence number of the last command."""
         return self._reader.num_received
 
+    def wake_on(self, fd: int) -> None:
+        """End the waits of `receive` also when a file descriptor is readable."""
+        self._poller.register(fd, zmq.POLLIN)
+
     def receive(self, timeout_s: float) -> list[ToEngine]:
         """Return the received commands, waiting up to timeout_s for the first. Raises PeerGoneError.
 

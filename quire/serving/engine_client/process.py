@@ -109,8 +109,17 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             if not engine.scheduler.config.enable_prefix_caching:
                 raise ConfigError("kv_events_endpoint needs enable_prefix_caching: without it no block is ever found again")
             kv_events = KvEventPublisher(start.kv_events, engine.scheduler.kv.block_size)
+        if engine.prefill is not None:
+            port.wake_on(engine.prefill.wake_fd)
+        engine.records_timelines = start.records_timelines
         port.send(Ready(describe_engine(engine, time.monotonic() - began_s)))
-        EngineLoop(engine, port, has_workers=engine.config.parallel.world_size > 1, kv_events=kv_events).run()
+        EngineLoop(
+            engine,
+            port,
+            has_workers=engine.config.parallel.world_size > 1,
+            kv_events=kv_events,
+            counts_experts=_counts_experts(engine.config),
+        ).run()
         return 0
     except PeerGoneError:
         raise
@@ -129,6 +138,11 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             kv_events.close()
         if engine is not None:
             engine.close()
+
+
+def _counts_experts(config: EngineConfig) -> bool:
+    """Return whether the server shows the tokens of experts."""
+    return config.enable_expert_parallel or config.save_expert_load is not None or bool(config.lossy_routing)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from quire.base.errors import ConfigError, InvariantError, ModelFormatError, Qui
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.serving.config import ServerConfig
-from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess
+from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess, ReportOptions
 from quire.serving.engine_client.framing import Received
 from quire.serving.engine_client.kv_events import KvEventOptions
 from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, FromEngine, Hello, Ready, Stop
@@ -26,8 +26,9 @@ from quire.serving.public_error import show_error
 
 logger = get_logger(__name__)
 
-EngineState = Literal["starting", "ready", "restarting", "failed", "closed"]
-"""failed: no more restarts; the reason is in last_error."""
+EngineState = Literal["starting", "ready", "sleeping", "restarting", "failed", "closed"]
+"""sleeping: a state of EngineClient only, for the supervisor the engine is ready. failed: no more restarts; the reason is in
+last_error."""
 
 _TICK_S = 0.1
 _LAST_WORDS_S = 0.25
@@ -47,6 +48,7 @@ class LinkOptions:
     log_format      likewise, of ServerConfig
     environment     variables that the process gets in addition
     kv_events       where the process publishes events of KV blocks; None: nowhere
+    records_timelines  the engine records the timelines of requests
     name            of the engine in the log, where there are several
     """
 
@@ -64,10 +66,11 @@ class LinkOptions:
     log_format: str = "text"
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     kv_events: KvEventOptions | None = None
+    records_timelines: bool = False
     name: str = "the engine"
 
     @classmethod
-    def of(cls, config: ServerConfig) -> LinkOptions:
+    def of(cls, config: ServerConfig, log_level: str = "INFO") -> LinkOptions:
         """Return the options of a server."""
         return cls(
             slow_reader_bytes=config.slow_reader_bytes,
@@ -76,8 +79,10 @@ class LinkOptions:
             start_timeout_s=config.start_timeout_s,
             max_restarts=config.max_restarts,
             restart_window_s=config.restart_window_s,
+            log_level=log_level,
             log_format=config.log_format,
-            kv_events=KvEventOptions.of(config.kv_events_endpoint, config.kv_events_replay_endpoint),
+            kv_events=KvEventOptions.of(config.kv_events_endpoint, config.kv_events_replay_endpoint, config.kv_events_encoding),
+            records_timelines=config.records_timelines,
         )
 
 
@@ -122,7 +127,7 @@ class Supervisor:
         self._failed: Failed | None = None
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
-        self._grace_s = 0.0
+        self._grace_s = self._silent_until_s = 0.0
 
     @property
     def pid(self) -> int | None:
@@ -157,6 +162,10 @@ class Supervisor:
             raise WorkerError(f"the engine is {self.state}")
         return self._engine.send(message)
 
+    def expect_silence(self, is_expected: bool) -> None:
+        """Set whether the engine may be silent for up to start_timeout_s from now on, because it loads or frees memory."""
+        self._silent_until_s = time.monotonic() + self._options.start_timeout_s if is_expected else 0.0
+
     async def close(self) -> None:
         """Stop the engine, killing it after stop_timeout_s, without a restart. May be called again."""
         if self.state == "ready" and self._engine is not None:
@@ -186,6 +195,7 @@ class Supervisor:
     async def _run_engine(self) -> _End:
         """Start a process and watch it until it ends or must be ended; it has ended when this returns."""
         self._failed = self._watchdog = None
+        self._silent_until_s = 0.0
         self._start_deadline_s = time.monotonic() + self._options.start_timeout_s
         try:
             options = self._options
@@ -193,10 +203,8 @@ class Supervisor:
                 self._config,
                 self._on_frame,
                 options.command,
-                options.log_level,
-                options.log_format,
                 options.environment,
-                options.kv_events,
+                ReportOptions(options.log_level, options.log_format, options.kv_events, options.records_timelines),
             )
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)
@@ -229,6 +237,8 @@ class Supervisor:
             if now > self._start_deadline_s:
                 text = f"the engine was not ready within start_timeout_s ({self._options.start_timeout_s:g} s)"
                 return _End("it took too long to start", text)
+            return None
+        if now < self._silent_until_s:
             return None
         problem = self._watchdog.problem(now)
         return None if problem is None else _End("it did not answer", f"the engine hangs: {problem}")
@@ -309,13 +319,13 @@ class Supervisor:
             self._failed = message
         elif isinstance(message, Ready):
             self._watchdog = Watchdog(self._options.watchdog_timeout_s, now)
-            self._tell(message, now)
+            self._deliver(message, now)
             self._set_state("ready")
             self._settle(None)
         else:
-            self._tell(message, now)
+            self._deliver(message, now)
 
-    def _tell(self, message: FromEngine, now: float) -> None:
+    def _deliver(self, message: FromEngine, now: float) -> None:
         try:
             self._events.on_message(message, now)
         except Exception:  # a bug here must not leave anybody waiting for what the message held

@@ -23,7 +23,7 @@ from quire.serving.answers import Ready
 from quire.serving.auth import Authenticator
 from quire.serving.body_room import BodyRoom
 from quire.serving.config import ServerConfig
-from quire.serving.endpoint import Call, Endpoint, Route, headers_of
+from quire.serving.endpoint import Call, Endpoint, Route, client_id_of, headers_of
 from quire.serving.errors import BODY_ROOM_CODE, ApiError, ErrorStyle, as_api_error
 from quire.serving.http.sending import ClientGoneError, Sender, encode_headers, error_answer, send_ready
 from quire.serving.ignored import IGNORED_HEADER, header_of
@@ -39,7 +39,6 @@ EXPOSED_HEADERS = (
 CLIENT_GONE = 499  # only in the log and the metrics
 _MAX_SUGGESTED = 200
 """Longest path for which a similar one is suggested; errors show no more characters of a path."""
-_CLIENT_ID = re.compile(r"[A-Za-z0-9._~:/+=@,;|-]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +86,6 @@ def make_app(parts: ShellParts, routes: Sequence[Route]) -> ASGIApp:
         allow_headers=["*"],  # official clients send a dozen custom headers
         expose_headers=EXPOSED_HEADERS,
     )
-
-
-def client_id_of(headers: Mapping[str, str]) -> str | None:
-    """Return the client's request id; None if it sends none, or one that is too long or has invalid characters.
-
-    It is returned as x-request-id. The server's own id is in request-id and in the log, since ids of clients may repeat.
-    """
-    client_id = headers.get("x-request-id", "")
-    return client_id if _CLIENT_ID.fullmatch(client_id) else None
 
 
 def _run_route(parts: ShellParts, route: Route) -> Callable[[Request], Awaitable[Response]]:

@@ -7,9 +7,10 @@ import contextlib
 import gc
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -17,11 +18,11 @@ from starlette.types import ASGIApp
 from quire.base.errors import ConfigError, QuireError
 from quire.base.gc_policy import collect_seldom
 from quire.base.logging import get_logger
-from quire.serving.auth import is_loopback
 from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext, ServerState
 from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet
+from quire.serving.hosts import is_loopback
 from quire.serving.http.protocol import KEEP_ALIVE_S, guarded_protocol
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.request_queue import EngineGateway
@@ -35,12 +36,53 @@ PEER_OPTIONS = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3),
 LAST_WORDS_S = 2.0  # time for errors to reach their clients after the drain
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: Lifecycle handles signals."""
+class SignalFreeServer(uvicorn.Server):
+    """uvicorn without its signal handlers: who runs it handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class StopRequest:
+    """Whether a process is to end: first it drains; who asks again does not want to wait."""
+
+    def __init__(self) -> None:
+        self._stopping = asyncio.Event()
+        self._hurrying = asyncio.Event()
+
+    def begin(self) -> None:
+        """Ask for the end, as often as there are reasons."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """Ask for the end; the second time, to hurry."""
+        if self._stopping.is_set():
+            logger.warning("stopping at once")
+            self._hurrying.set()
+        self._stopping.set()
+
+    async def wait(self) -> None:
+        """Return when the end was asked for."""
+        await self._stopping.wait()
+
+    async def unless_hurried(self, work: Coroutine[Any, Any, object]) -> None:
+        """Return when some work of the drain has ended, or was cancelled because the end was asked for again."""
+        task = asyncio.ensure_future(work)
+        hurry = asyncio.create_task(self._hurrying.wait())
+        await asyncio.wait({task, hurry}, return_when=asyncio.FIRST_COMPLETED)
+        for part in (task, hurry):
+            part.cancel()
+        await asyncio.gather(task, hurry, return_exceptions=True)
+
+
+async def end_serving(server: SignalFreeServer, serving: asyncio.Task[None], last_words_s: float) -> None:
+    """End a server that takes no more connections: open answers have some seconds, then all connections are closed."""
+    await asyncio.wait({serving}, timeout=last_words_s)
+    server.force_exit = True
+    await asyncio.wait({serving}, timeout=LAST_WORDS_S)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
 
 
 def check_tls(config: ServerConfig) -> None:
@@ -128,9 +170,8 @@ class Lifecycle:
     sock: socket.socket
     on_loaded: Callable[[], Awaitable[object]]
     close_stores: Callable[[], Awaitable[None]]
-    _server: _Server | None = None
-    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _hurrying: asyncio.Event = field(default_factory=asyncio.Event)
+    _server: SignalFreeServer | None = None
+    _stop: StopRequest = field(default_factory=StopRequest)
     _is_interrupted: bool = False
 
     @property
@@ -140,7 +181,7 @@ class Lifecycle:
     async def run(self) -> int:
         """Serve until a signal or a failed engine ends it; return 0 after a drain, 1 after a failure."""
         config = self.parts.config
-        self._server = _Server(
+        self._server = SignalFreeServer(
             uvicorn.Config(
                 self.app,
                 http=guarded_protocol(config, self.parts.metrics.rejected),  # type: ignore[arg-type]
@@ -163,7 +204,7 @@ class Lifecycle:
         starting = asyncio.create_task(self._start_engine())
         lag = asyncio.create_task(watch_loop(self.parts.metrics.loop_lag, self.parts.client.has_work))
         self._announce()
-        stopping = asyncio.create_task(self._stopping.wait())
+        stopping = asyncio.create_task(self._stop.wait())
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         starting.cancel()
         lag.cancel()
@@ -206,18 +247,15 @@ class Lifecycle:
         logger.error("the server ends: %s", reason)
         self._state.failure = reason
         self._state.phase = "failed"
-        self._stopping.set()
+        self._stop.begin()
 
     def _on_engine_state(self, state: str) -> None:
         if state == "failed" and self._state.phase in ("serving", "draining"):
             self._fail(self.parts.client.last_error or "the engine has failed")
 
     def _on_signal(self, number: int) -> None:
-        if self._stopping.is_set():
-            logger.warning("stopping at once")
-            self._hurrying.set()
         self._is_interrupted = number == signal.SIGINT
-        self._stopping.set()
+        self._stop.stop()
 
     async def _drain(self, serving: asyncio.Task[None]) -> None:
         """Refuse new work, let running requests end, fail the remaining ones, and stop."""
@@ -227,31 +265,19 @@ class Lifecycle:
             logger.info("draining: what runs may take %.0f s", config.drain_timeout_s)
         gateway.start_drain(config.drain_grace_s + config.drain_timeout_s)
         if state.phase == "draining" and not self._is_interrupted:
-            await self._wait_unless_hurried(asyncio.sleep(config.drain_grace_s))
+            await self._stop.unless_hurried(asyncio.sleep(config.drain_grace_s))
         if self._server is not None:
             self._server.should_exit = True  # closes the listening socket; open connections continue
         if state.phase == "draining":
-            await self._wait_unless_hurried(gateway.drained(config.drain_timeout_s))
+            await self._stop.unless_hurried(gateway.drained(config.drain_timeout_s))
         gateway.fail_all()
         await self.close_stores()
-        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
         if self._server is not None:
-            self._server.force_exit = True
-        await asyncio.wait({serving}, timeout=LAST_WORDS_S)
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+            await end_serving(self._server, serving, LAST_WORDS_S)
         served = self.parts.context.served
         if served is not None:
             served.preparation.close()
         await self.parts.client.close()
-
-    async def _wait_unless_hurried(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
-        hurry = asyncio.create_task(self._hurrying.wait())
-        await asyncio.wait({task, hurry}, return_when=asyncio.FIRST_COMPLETED)
-        for part in (task, hurry):
-            part.cancel()
-        await asyncio.gather(task, hurry, return_exceptions=True)
 
 
 IDLE_PERIOD_S = 0.25

@@ -16,6 +16,7 @@ import uvloop
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.tier_stats import TierStats
 from quire.serving.admission import AdmissionControl
@@ -24,6 +25,7 @@ from quire.serving.auth import Authenticator, cache_secret
 from quire.serving.batch.endpoints import ENDPOINTS as BATCH_API_ENDPOINTS
 from quire.serving.batch.endpoints import BatchRoutes
 from quire.serving.batch.execution import BATCH_ENDPOINTS, check_batch_body, make_execute
+from quire.serving.batch.message_batches import ENDPOINTS as MESSAGE_BATCH_ENDPOINTS
 from quire.serving.batch.runner import Execute
 from quire.serving.batch.service import BatchService
 from quire.serving.batch.store import BatchStore
@@ -37,16 +39,24 @@ from quire.serving.engine_client.fleet import EngineFleet, open_engine
 from quire.serving.engine_client.supervisor import LinkOptions
 from quire.serving.http.app import ShellParts, make_app
 from quire.serving.http.lifecycle import Lifecycle, LifecycleParts, check_tls, listen
+from quire.serving.http.sleep import ENDPOINTS as SLEEP_ENDPOINTS
+from quire.serving.http.sleep import SleepParts
 from quire.serving.http.system import SystemParts, make_endpoints
+from quire.serving.http.timelines import ENDPOINTS as TIMELINE_ENDPOINTS
+from quire.serving.http.timelines import TimelineParts
 from quire.serving.log_format import setup_log_format
 from quire.serving.metrics.engine_metrics import EngineSource
+from quire.serving.metrics.expert_metrics import ExpertMetrics
 from quire.serving.metrics.rank_metrics import RankMetrics
 from quire.serving.metrics.request_record import log_ended
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.metrics.tier_metrics import TierMetrics
+from quire.serving.metrics.timelines import TimelineStore
 from quire.serving.metrics.tracing import RequestTracing
 from quire.serving.ollama.endpoints import ENDPOINTS as OLLAMA_ENDPOINTS
 from quire.serving.openai.endpoints import ENDPOINTS as OPENAI_ENDPOINTS
+from quire.serving.openai.lora import ENDPOINTS as LORA_ENDPOINTS
+from quire.serving.openai.lora import LoraRoutes
 from quire.serving.page.endpoints import page_endpoints
 from quire.serving.page.feed import EngineFeed
 from quire.serving.page.view import EngineView
@@ -74,19 +84,26 @@ class Server:
     context: ServerContext
     responses: ResponseRoutes
     batches: BatchRoutes
+    lora: LoraRoutes
+    timelines: TimelineStore | None
 
     @classmethod
-    def of(cls, config: ServerConfig, engine_config: EngineConfig) -> Server:
-        """Put the parts together; nothing is started."""
+    def of(cls, config: ServerConfig, engine_config: EngineConfig, log_level: str = "INFO") -> Server:
+        """Put the parts together; nothing is started. log_level: of the engine's process."""
         secret = cache_secret(config, engine_config.kv_disk_dir)
-        client = open_engine(engine_config, LinkOptions.of(config))
+        client = open_engine(engine_config, LinkOptions.of(config, log_level))
         name = config.served_model_names[0] if config.served_model_names else engine_config.model
         metrics = ServerMetrics(config, name, engines=[_source_of(replica) for replica in client.replicas])
         for index, replica in enumerate(client.replicas):
             labels = (str(index),) if len(client.replicas) > 1 else ()
             ranks = RankMetrics(metrics.defined, functools.partial(_ranks_of, replica), labels)
             tiers = TierMetrics(metrics.defined, functools.partial(_tiers_of, replica), labels)
-            metrics.on_collect += [ranks.write, tiers.write]
+            experts = ExpertMetrics(metrics.defined, functools.partial(_experts_of, replica), labels)
+            metrics.on_collect += [ranks.write, tiers.write, experts.write]
+        timelines = TimelineStore(config.max_timelines) if config.max_timelines > 0 else None
+        if timelines is not None:
+            metrics.on_end.append(timelines.keep)
+            client.on_step.append(timelines.note_step)
         admission = AdmissionControl(config, clock=time.monotonic, random=random.random)
         gateway = EngineGateway(client, admission, metrics)
         context = ServerContext(config=config, gateway=gateway)
@@ -101,6 +118,8 @@ class Server:
             context=context,
             responses=ResponseRoutes(context),
             batches=BatchRoutes(context),
+            lora=LoraRoutes(context, client.replicas),
+            timelines=timelines,
         )
 
     async def load_model(self) -> None:
@@ -119,6 +138,7 @@ class Server:
         """Make the parts that depend on the loaded model. Raises ConfigError and ModelFormatError."""
         await self.load_model()
         config = self.config
+        await self.lora.load_modules(config.lora_modules)
         self.batches.opened = BatchService(
             config.data_dir,
             self.execute(),
@@ -154,6 +174,10 @@ class Server:
             *bind(ANTHROPIC_ENDPOINTS, self.context),
             *bind(OLLAMA_ENDPOINTS, self.context),
             *bind(BATCH_API_ENDPOINTS, self.batches),
+            *bind(MESSAGE_BATCH_ENDPOINTS, self.batches),
+            *bind(LORA_ENDPOINTS, self.lora),
+            *bind(SLEEP_ENDPOINTS, SleepParts(self.client, self.gateway)),
+            *bind(TIMELINE_ENDPOINTS, TimelineParts(self.timelines, self.metrics.records, self.client.replicas)),
         )
         described = make_endpoints(tuple(route.endpoint for route in found), self.config.enable_metrics)
         found += bind(described, SystemParts(self.context, self.client, self.authenticator, self.metrics))
@@ -171,6 +195,10 @@ class Server:
 
 def _ranks_of(client: EngineClient) -> list[RankStats]:
     return client.ranks
+
+
+def _experts_of(client: EngineClient) -> list[ExpertStats]:
+    return client.experts
 
 
 def _tiers_of(client: EngineClient) -> list[TierStats]:
@@ -201,12 +229,14 @@ def serve(config: ServerConfig, engine_config: EngineConfig, log_level: str) -> 
     sock = listen(config)
 
     async def run() -> int:
-        server = Server.of(config, engine_config)
+        server = Server.of(config, engine_config, log_level)
         on_end = server.metrics.on_end
         on_end.append(log_ended)
         tracing = None if config.otlp_endpoint is None else RequestTracing(config.otlp_endpoint, server.name)
         if tracing is not None:
             on_end.append(tracing.record_ended)
+            exporter, metrics = tracing.exporter, server.metrics
+            metrics.on_collect.append(lambda: metrics.otlp_exports(exporter.num_sent, exporter.num_dropped))
         app = make_app(server.shell(), server.routes())
         parts = LifecycleParts(config, server.context, server.client, server.gateway, server.metrics)
         try:

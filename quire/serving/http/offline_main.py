@@ -18,17 +18,21 @@ from quire.serving.http.main import Server
 logger = get_logger(__name__)
 
 
-def run_batch_file(files: BatchFiles, config: ServerConfig, engine_config: EngineConfig, is_overwriting: bool) -> BatchProgress:
-    """Run a file with its own engine and a progress bar; return the final progress. Raises QuireError."""
+def run_batch_file(
+    files: BatchFiles, config: ServerConfig, engine_config: EngineConfig, is_overwriting: bool, log_level: str = "INFO"
+) -> BatchProgress:
+    """Run a file with its own engine and a progress bar; return the final progress. log_level: of the engine's process. Raises
+    QuireError."""
     spans = read_input(files.input_path, BATCH_ENDPOINTS, check_batch_body)
 
     async def run() -> BatchProgress:
-        server = Server.of(config, engine_config)
+        server = Server.of(config, engine_config, log_level)
         server.responses.keeps_responses = False
         client = server.client
         await client.start()
         try:
             await server.load_model()
+            await server.lora.load_modules(config.lora_modules)
             started_s = time.monotonic()
             with tqdm(total=len(spans), unit="request", file=sys.stderr, disable=None) as bar:  # no bar without a terminal
 

@@ -177,8 +177,8 @@ class Sender:
     async def _run_stream(self, answer: Stream) -> None:
         base, interval_s = (LINES_HEADERS, math.inf) if answer.is_lines else (STREAM_HEADERS, self.comment_interval_s)
         frames = _StreamWriter(self.send, self.send_frame, {**base, **self.headers, **answer.headers}, interval_s)
-        if answer.bypass is not None and self.direct_body is not None:
-            answer.bypass.sink = frames.sink = self.direct_body
+        if answer.direct_sink is not None and self.direct_body is not None:
+            answer.direct_sink.sink = frames.sink = self.direct_body
         try:
             await frames.write_all(answer.frames)
         except Exception as error:  # noqa: BLE001 - every failure becomes an answer

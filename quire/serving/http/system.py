@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 import quire
+from quire.contracts.expert_stats import ExpertStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.answers import Answer, Ready
 from quire.serving.auth import Authenticator
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet
-from quire.serving.errors import invalid
+from quire.serving.errors import ApiError, invalid
 from quire.serving.http.openapi import document
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
@@ -39,11 +42,15 @@ class ReplicaHealth(msgspec.Struct):
 
 
 class Health(msgspec.Struct):
-    """Whether the engine is alive (of several: at least one). Errors are omitted for callers without access.
+    """Whether the engine is alive (of several: at least one), be it asleep. Errors are omitted for callers without access.
 
     error       why it is not alive; None if unknown, omitted while it is alive
     last_error  why it last ended, while it is alive again; None if it never ended, omitted while it is not alive
     replicas    each engine, if there are several
+    transfers   of servers with a role: how many KV transfers ended so; of decode servers also how many prompts were computed
+                here without one, by the reason
+    transfer_problems  of decode servers: why the last transfer from a prefill server failed, by its address; omitted for
+                callers without access
     """
 
     status: Literal["ok", "unhealthy"]
@@ -53,6 +60,8 @@ class Health(msgspec.Struct):
     error: str | msgspec.UnsetType | None = msgspec.UNSET
     last_error: str | msgspec.UnsetType | None = msgspec.UNSET
     replicas: list[ReplicaHealth] | msgspec.UnsetType = msgspec.UNSET
+    transfers: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    transfer_problems: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Readiness(msgspec.Struct, omit_defaults=True):
@@ -99,6 +108,29 @@ class Load(msgspec.Struct):
     replicas: list[ReplicaLoad]
 
 
+class ReplicaExperts(msgspec.Struct):
+    """The experts of one engine, by layer; empty where they are not counted."""
+
+    replica: int
+    layers: list[ExpertStats]
+
+
+class Experts(msgspec.Struct):
+    """How many tokens each expert of each layer has got, and the imbalance of the ranks that they are placed on."""
+
+    replicas: list[ReplicaExperts]
+
+
+class Rebalancing(msgspec.Struct):
+    """The number of engines that have begun to move experts. The log has each move, `/debug/experts` the counts.
+
+    refused  why others have not, by the number of the replica
+    """
+
+    num_engines: int
+    refused: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+
+
 @dataclass(frozen=True, slots=True)
 class SystemParts:
     """The objects that these routes use."""
@@ -113,6 +145,7 @@ async def health(parts: SystemParts, call: Call) -> Answer:
     """Whether the engine is alive and makes progress; if not, with the reason for callers with a key."""
     client, state = parts.client, parts.server.state
     is_alive = client.state == "ready" and client.heartbeat_age_s < parts.server.config.watchdog_timeout_s
+    is_alive = is_alive or client.state == "sleeping"  # the supervisor watches it, and it is silent while it wakes up
     body = Health(
         status="ok" if is_alive else "unhealthy",
         phase=state.phase,
@@ -122,6 +155,7 @@ async def health(parts: SystemParts, call: Call) -> Answer:
     may_know = parts.authenticator.knows(call.request.headers)
     if len(client.replicas) > 1:
         body.replicas = [_replica_health(number, one, may_know) for number, one in enumerate(client.replicas)]
+    _describe_transfers(body, [tier for replica in client.replicas for tier in replica.tiers], may_know)
     if may_know:
         error = state.failure or client.last_error
         shown = None if error is None else show_error(error)
@@ -130,6 +164,17 @@ async def health(parts: SystemParts, call: Call) -> Answer:
         else:
             body.error = shown
     return _json(body, 200 if is_alive else 503)
+
+
+def _describe_transfers(body: Health, tiers: list[TierStats], may_know: bool) -> None:
+    transfers, problems = Counter[str](), dict[str, str]()
+    for tier in tiers:
+        transfers.update(tier.outcomes)
+        problems.update(tier.problems)
+    if transfers:
+        body.transfers = dict(transfers)
+    if problems and may_know:
+        body.transfer_problems = {address: show_error(problem) for address, problem in problems.items()}
 
 
 def _replica_health(number: int, replica: EngineClient, may_know: bool) -> ReplicaHealth:
@@ -174,6 +219,26 @@ async def load(parts: SystemParts, call: Call) -> Answer:
     return _json(body)
 
 
+async def experts(parts: SystemParts, call: Call) -> Answer:
+    """How many tokens the experts of a mixture model have got, as of the last heartbeat."""
+    return _json(Experts([ReplicaExperts(number, client.experts) for number, client in enumerate(parts.client.replicas)]))
+
+
+async def rebalance(parts: SystemParts, call: Call) -> Answer:
+    """Begin to move experts between the ranks of each engine, for callers with an admin key."""
+    if not call.owner.is_admin:
+        raise ApiError(403, "experts are moved with an admin key (admin: true in --api-key-file)", code="admin_only")
+    clients = parts.client.replicas
+    ends = await asyncio.gather(*(client.rebalance_experts() for client in clients), return_exceptions=True)
+    errors = {number: end for number, end in enumerate(ends) if isinstance(end, BaseException)}
+    unexpected = next((error for error in errors.values() if not isinstance(error, ApiError)), None)
+    if unexpected is not None:
+        raise unexpected
+    if len(errors) == len(clients):
+        raise errors[0]
+    return _json(Rebalancing(len(clients) - len(errors), {str(number): str(error) for number, error in errors.items()}))
+
+
 async def version(parts: SystemParts, call: Call) -> Answer:
     """The version of quire."""
     return _json(Version(quire.__version__))
@@ -212,6 +277,22 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
             is_open=True,
         ),
         Endpoint(method="GET", path="/load", handler=load, summary="How full the server is", tag="system", answer=Load),
+        Endpoint(
+            method="GET",
+            path="/debug/experts",
+            handler=experts,
+            summary="Tokens of the experts of a mixture model",
+            tag="system",
+            answer=Experts,
+        ),
+        Endpoint(
+            method="POST",
+            path="/experts/rebalance",
+            handler=rebalance,
+            summary="Balance the experts over the ranks by the load of the last steps (enable_eplb)",
+            tag="system",
+            answer=Rebalancing,
+        ),
         Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
     ]
     if is_metrics_enabled:

@@ -65,6 +65,7 @@ class Definitions:
         self._define_ends()
         self._define_server()
         self._define_ranks()
+        self._define_experts()
         self._define_tiers()
         self._define_load(sources)
 
@@ -130,6 +131,7 @@ class Definitions:
             "engine_restarts", "Times the engine process was started again after it had ended, also while it loaded."
         )
         self.preemptions = counter("num_preemptions", "Number of preempted sequences.")
+        self.evicted_blocks = counter("kv_compression_evicted_blocks", "KV blocks that kv_compression of requests has evicted.")
         self.prefix_queries = counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
         self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
         self.drafts = counter("spec_decode_num_drafts", "Number of verified drafts of sequences.")
@@ -249,10 +251,44 @@ class Definitions:
         )
         self.rank_bytes = counter("rank_collective_bytes", "Bytes that a rank wrote for the others.", "rank", "operation")
         self.rank_seconds = counter(
-            "rank_collective_seconds", "Seconds that a rank waited for others at barriers; otherwise duration of calls.",
+            "rank_collective_seconds",
+            "Seconds that a rank waited for others at barriers; otherwise duration of calls. On GPUs the time to launch them; "
+            "none in CUDA graphs.",
             "rank", "operation",
         )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
+
+    def _define_experts(self) -> None:
+        """Of a mixture model; without samples where its experts are not placed on ranks, or nothing changes their load."""
+        gauge, counter = self._engine_gauge, self._engine_counter
+        self.expert_imbalance = gauge(
+            "expert_imbalance",
+            "Tokens of a layer's experts on the rank with the most, relative to its share, divided by the mean of the ranks; "
+            "since its placement last changed.",
+            "layer",
+        )
+        of_last = "Max/mean of the ranks' tokens in the window of the last rebalancing (enable_eplb), with the placement"
+        self.expert_imbalance_before = gauge("expert_imbalance_before", f"{of_last} that it found.", "layer")
+        self.expert_imbalance_after = gauge("expert_imbalance_after", f"{of_last} that it planned.", "layer")
+        self.expert_moved_slots = counter("expert_moved_slots", "Slots that got another expert (enable_eplb).", "layer")
+        self.expert_failed_moves = counter("expert_failed_moves", "Slots whose new expert could not be loaded.", "layer")
+        self.expert_overflowed = counter(
+            "expert_overflowed", "Choices of a full expert that went to another one (expert_capacity_factor).", "layer"
+        )
+        self.expert_dropped = counter(
+            "expert_dropped", "Choices of a full expert that were left out (expert_capacity_factor).", "layer"
+        )
+        self.expert_weak = counter("expert_weak_dropped", "Choices that were left out by expert_min_share.", "layer")
+        self.expert_capacity_use = gauge(
+            "expert_capacity_use",
+            "Demand of a step's busiest expert / its capacity (expert_capacity_factor), mean of about 100 steps.",
+            "layer",
+        )
+        self.expert_tokens = self._engine_counter(
+            "expert_tokens",
+            "Tokens that a rank's experts got, in all layers, each once for each of its experts; copies divide them evenly.",
+            "rank",
+        )
 
     def _define_tiers(self) -> None:
         """Of the KV tiers on host and disk; without samples where there are none. A page is one full KV block."""
@@ -273,6 +309,19 @@ class Definitions:
             ("num_declined", "kv_tier_declined_requests", "Requests whose pages were slower to load than to compute."),
             ("num_late", "kv_tier_late_requests", "Requests that went on before all their pages were read."),
         )
+        self.kv_transfers = self._engine_counter(
+            "kv_transfers",
+            "KV transfers by outcome; of a decode server also prompts without one, by the reason.",
+            "outcome",
+        )
+        self.peer_transfers = self._engine_counter(
+            "kv_peer_transfers", "KV transfers of a decode server that gave pages, by prefill server.", "peer"
+        )
+        self.peer_wait = gauge(
+            "kv_peer_wait_seconds",
+            "Expected seconds of the work that waits at a prefill server, as a decode server knows it.",
+            "peer",
+        )
         self.tier_counters = {field: self._engine_counter(name, text, "tier") for field, name, text in counters}
 
     def _define_server(self) -> None:
@@ -290,6 +339,10 @@ class Definitions:
         self.tool_parsers = self._counter(
             "tool_call_parser_invocations", "Outputs parsed for tool calls, by format and outcome: parsed or none.",
             "format", "outcome",
+        )  # fmt: skip
+        self.otlp_exports = self._counter(
+            "otlp_exports", "Ended requests whose spans were sent to the OpenTelemetry collector, or dropped, by outcome.",
+            "outcome",
         )  # fmt: skip
         self.batch_lines = self._gauge("batch_lines", "Lines of unfinished batches by state.", "state")
         self.loop_lag = self._histogram("event_loop_lag_seconds", "Lag of the server's event loop.", LAG_BUCKETS)

@@ -24,7 +24,8 @@ class RequestRecord:
     last_output_s      likewise the latest
     num_output_tokens  of all generated choices, including those of best_of that are not returned
     choice_tokens      output tokens of each returned choice, by its index
-    engine             the engine's times and reused tokens; None until the first token
+    engine             the engine's times and reused tokens, at the end its timeline; None until the first token
+    replica            the engine that ran it, where there are several
     finish_reasons     of the choices that ended
     ended_s            None while the request is unfinished
     is_refused         a client error: the engine cannot serve the request, which got a 4xx
@@ -41,6 +42,7 @@ class RequestRecord:
     choice_tokens: dict[int, int] = field(default_factory=dict[int, int])
     finish_reasons: list[str] = field(default_factory=list[str])
     engine: RequestMetrics | None = None
+    replica: int = 0
     abort_reason: AbortReason | None = None
     error: str | None = None
     is_refused: bool = False

@@ -134,6 +134,8 @@ class ServerMetrics:
             if record is None:
                 continue
             num_new, last_s = self._take_tokens(record, delta), record.last_output_s
+            if delta.metrics is not None:
+                record.replica = outputs.replica
             if num_new:
                 num_tokens += num_new
                 record.last_output_s = now_s
@@ -194,7 +196,7 @@ class ServerMetrics:
     def _end_refused(self, record: RequestRecord) -> None:
         record.is_refused = True
         self._close(record, "error")
-        self._tell_end(record)
+        self._record_end(record)
 
     def _close(self, record: RequestRecord, reason_of_rest: str) -> None:
         record.ended_s = self._clock()
@@ -202,7 +204,7 @@ class ServerMetrics:
         num_missing = record.job.request.params.n - len(record.finish_reasons)
         record.finish_reasons.extend([reason_of_rest] * num_missing)
 
-    def _tell_end(self, record: RequestRecord) -> None:
+    def _record_end(self, record: RequestRecord) -> None:
         for listener in self.on_end:
             listener(record)
 
@@ -217,7 +219,7 @@ class ServerMetrics:
             self.defined.slo_counted.labels().add()
             if self._is_within_slo(record):
                 self.defined.slo_met.labels().add()
-        self._tell_end(record)
+        self._record_end(record)
 
     def _observe_times(self, record: RequestRecord) -> None:
         defined, engine = self.defined, record.engine
@@ -294,6 +296,12 @@ class ServerMetrics:
     def batch_lines(self, state: str, count: int) -> None:
         """Set the number of lines of unfinished batches in a state."""
         self.defined.batch_lines.labels(state).set(count)
+
+    def otlp_exports(self, num_sent: int, num_dropped: int) -> None:
+        """Set how many requests were exported as spans since the start, and how many were dropped."""
+        for outcome, total in (("sent", num_sent), ("dropped", num_dropped)):
+            cell = self.defined.otlp_exports.labels(outcome)
+            cell.add(total - cell.value)
 
     def loop_lag(self, seconds: float) -> None:
         """Record the lag of the event loop."""

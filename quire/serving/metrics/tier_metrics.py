@@ -31,7 +31,17 @@ class TierMetrics:
             for name, family in defined.tier_counters.items():
                 self._count(stats, name, family.labels(*cells).add)
 
+            for outcome, total in stats.outcomes.items():
+                self._count_total((f"outcome {outcome}", ""), total, defined.kv_transfers.labels(*labels, outcome).add)
+            for peer, total in stats.peer_transfers.items():
+                self._count_total((f"peer {peer}", ""), total, defined.peer_transfers.labels(*labels, peer).add)
+            for peer in stats.peer_transfers:  # one that has just failed has no wait
+                defined.peer_wait.labels(*labels, peer).set(stats.peer_waits_s.get(peer, 0.0))
+
     def _count(self, stats: TierStats, name: str, add: Callable[[float], None]) -> None:
-        total, before = float(getattr(stats, name)), self._last.get((stats.tier, name), 0.0)
+        self._count_total((stats.tier, name), float(getattr(stats, name)), add)
+
+    def _count_total(self, key: tuple[str, str], total: float, add: Callable[[float], None]) -> None:
+        before = self._last.get(key, 0.0)
         add(total - before if total >= before else total)
-        self._last[stats.tier, name] = total
+        self._last[key] = total

@@ -1,16 +1,18 @@
-"""Spans: one per request, made at its end from the times in its record, and sent by OTLP over HTTP."""
+"""Spans: one per request and one per phase of it, made at its end, and sent by OTLP over HTTP."""
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from quire.base.errors import ConfigError
+from quire.contracts.timeline import TimelineEvent
+from quire.serving.metrics.otlp_exporter import OtlpExporter, Span, to_attributes
+from quire.serving.metrics.phases import spans_of
 from quire.serving.metrics.request_record import RequestRecord
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace.export import SpanExporter
+from quire.serving.metrics.timelines import KeptTimeline
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -20,117 +22,165 @@ _OPERATIONS = {
     "/v1/embeddings": "embeddings",
     "/pooling": "embeddings",
 }
-Attributes = dict[str, str | int | float | list[str]]
+_INTERNAL, _SERVER = 1, 2
+_ERROR = 2
+_SAMPLED = 1
+_MAX_CHUNKS = 128
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+Attributes = dict[str, str | int | float | list[str] | None]
+
+
+class TraceParent(NamedTuple):
+    """A W3C traceparent: ids in lower-case hexadecimal digits, and whether the client records the trace."""
+
+    trace_id: str
+    span_id: str
+    is_sampled: bool
+
+
+def parse_traceparent(header: str | None) -> TraceParent | None:
+    """Return what a traceparent header says; None if there is none, or it is invalid, so that a new trace begins."""
+    found = None if header is None else _TRACEPARENT.fullmatch(header.strip())
+    if found is None:
+        return None
+    version, trace_id, span_id, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more is not None) or not int(trace_id, 16) or not int(span_id, 16):
+        return None
+    return TraceParent(trace_id, span_id, bool(int(flags, 16) & _SAMPLED))
 
 
 class RequestTracing:
-    """Makes a span of every ended request: register `record_ended` with ServerMetrics.on_end, and call `close` at the end.
+    """Makes the spans of every ended request: register `record_ended` with ServerMetrics.on_end, and call `close` at the end.
 
-    The span continues the trace of the client's W3C traceparent if it is valid, and honours its sampling flag.
-    Spans are sent in batches by a thread; they contain no prompts or answers. Raises ConfigError if the
-    packages of the extra `otel` are not installed.
-
-    exporter  instead of the one for `endpoint`, for tests
+    The span of a request continues the trace of the client's W3C traceparent if it is valid, and honours its sampling flag; it
+    is named and described by the semantic conventions for generative AI. The phases of the request are its children.
+    Spans are made and sent by a thread; they contain no prompts or answers. Raises ConfigError for an endpoint that is no URL.
     """
 
-    def __init__(
-        self,
-        endpoint: str,
-        model_name: str,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        exporter: SpanExporter | None = None,
-    ) -> None:
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-            from opentelemetry.sdk.resources import Resource
-            from opentelemetry.sdk.trace import TracerProvider
-            from opentelemetry.sdk.trace.export import BatchSpanProcessor
-            from opentelemetry.trace import SpanKind, Status, StatusCode
-            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-        except ImportError as error:
-            raise ConfigError(
-                f"otlp_endpoint needs the packages of the extra 'otel' ({error}): pip install 'quire[otel]', or leave it out"
-            ) from error
+    def __init__(self, endpoint: str, model_name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.exporter = OtlpExporter(endpoint)
         self._model_name = model_name
         self._clock = clock
-        self._kind = SpanKind.SERVER
-        self._status_of: Callable[[str], Status] = lambda message: Status(StatusCode.ERROR, message)
-        self._propagator = TraceContextTextMapPropagator()
-        self._provider = TracerProvider(resource=Resource.create({"service.name": "quire"}), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=_traces_url(endpoint))))
-        self._tracer = self._provider.get_tracer("quire.serving")
 
     def record_ended(self, record: RequestRecord) -> None:
-        """Make the span of an ended request."""
+        """Export the spans of an ended request."""
+        parent = parse_traceparent(record.job.traceparent)
+        if parent is not None and not parent.is_sampled:
+            return
         offset_s = time.time() - self._clock()
-
-        def wall_ns(seconds: float) -> int:
-            return int((seconds + offset_s) * 1e9)
-
-        carrier = {} if record.job.traceparent is None else {"traceparent": record.job.traceparent}
+        kept = KeptTimeline.of(record, record.arrival_s)
         operation = _OPERATIONS.get(record.job.route, "generate")
-        span = self._tracer.start_span(
-            f"{operation} {self._model_name}",
-            context=self._propagator.extract(carrier),
-            kind=self._kind,
-            start_time=wall_ns(record.arrival_s),
-            attributes=self._attributes(record, operation),
-        )
-        for name, seconds in _events(record):
-            span.add_event(name, timestamp=wall_ns(seconds))
-        if record.error is not None:
-            span.set_status(self._status_of(record.error))
-        span.end(end_time=wall_ns(record.arrival_s if record.ended_s is None else record.ended_s))
+        attributes = self._attributes(record, operation)
+        name = f"{operation} {self._model_name}"
+        first_scheduled_s = None if record.engine is None else record.engine.first_scheduled_time
+        events = [
+            ("admitted", record.opened_s),
+            ("dispatched", record.dispatched_s),
+            ("first_step", first_scheduled_s),
+            ("first_token", record.first_output_s),
+            ("last_token", record.last_output_s),
+        ]
+        times = [(what, at_s) for what, at_s in events if at_s is not None]
+        self.exporter.offer(lambda: make_spans(name, kept, attributes, times, parent, offset_s))
 
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most, and stop."""
-        self._provider.force_flush(timeout_millis=5000)
-        self._provider.shutdown()
+        self.exporter.close()
 
     def _attributes(self, record: RequestRecord, operation: str) -> Attributes:
         request, engine = record.job.request, record.engine
-        optional: dict[str, str | int | float | None] = {
-            "gen_ai.request.max_tokens": request.params.max_tokens,
-            "gen_ai.latency.time_to_first_token": record.ttft_s,
-            "gen_ai.latency.e2e": record.e2e_s,
-            "gen_ai.latency.time_in_queue": None if engine is None else engine.time_in_queue_s,
-            "gen_ai.latency.time_in_model_decode": None if engine is None else engine.decode_time_s,
-            "quire.abort_reason": record.abort_reason,
-            "gen_ai.usage.cache_read.input_tokens": None if engine is None else engine.num_cached_tokens,
-        }
         return {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "quire",
             "gen_ai.request.model": self._model_name,
+            "gen_ai.response.model": self._model_name,
             "gen_ai.response.id": request.request_id,
             "gen_ai.request.choice.count": request.params.n,
             "gen_ai.request.temperature": request.params.temperature,
             "gen_ai.request.top_p": request.params.top_p,
+            "gen_ai.request.max_tokens": request.params.max_tokens,
             "gen_ai.usage.input_tokens": record.num_prompt_tokens,
             "gen_ai.usage.output_tokens": record.num_output_tokens,
+            "gen_ai.usage.cache_read.input_tokens": None if engine is None else engine.num_cached_tokens,
             "gen_ai.response.finish_reasons": list(record.finish_reasons),
+            "gen_ai.latency.time_to_first_token": record.ttft_s,
+            "gen_ai.latency.e2e": record.e2e_s,
+            "gen_ai.latency.time_in_queue": None if engine is None else engine.time_in_queue_s,
+            "gen_ai.latency.time_in_model_decode": None if engine is None else engine.decode_time_s,
+            "error.type": None if record.error is None else (record.abort_reason or "error"),
             "http.route": record.job.route,
             "quire.priority": record.job.priority,
-            **{name: value for name, value in optional.items() if value is not None},
+            "quire.http_request_id": record.job.call_id,
+            "quire.num_preemptions": None if engine is None else engine.num_preemptions,
+            "quire.abort_reason": record.abort_reason,
         }
 
 
-def _events(record: RequestRecord) -> list[tuple[str, float]]:
-    engine = record.engine
-    found = [
-        ("admitted", record.opened_s),
-        ("dispatched", record.dispatched_s),
-        ("first_step", None if engine is None else engine.first_scheduled_time),
-        ("first_token", record.first_output_s),
-        ("last_token", record.last_output_s),
-    ]
-    return [(name, seconds) for name, seconds in found if seconds is not None]
+def make_spans(
+    name: str,
+    kept: KeptTimeline,
+    attributes: Attributes,
+    events: list[tuple[str, float]],
+    parent: TraceParent | None,
+    offset_s: float,
+) -> list[Span]:
+    """Return the span of a request and those of its phases. offset_s: from time.monotonic() to seconds since 1970."""
+    trace_id = secrets.token_hex(16) if parent is None else parent.trace_id
+    root: Span = {
+        **_span(trace_id, name, (kept.arrival_s, kept.ended_s), offset_s),
+        "kind": _SERVER,
+        "attributes": to_attributes(attributes),
+        "events": [_event(what, at_s, offset_s) for what, at_s in events],
+    }
+    if parent is not None:
+        root["parentSpanId"] = parent.span_id
+    if kept.error is not None:
+        root["status"] = {"code": _ERROR, "message": kept.error}
+    spans = [root]
+    for phase, choice, start_s, end_s in spans_of(kept):
+        inside = [event for event in kept.events if event.choice == choice and start_s <= event.start_s <= end_s]
+        chunks = [event for event in inside if event.kind == "prefill"] if phase in ("prefill", "recompute") else []
+        own = next((event for event in inside if phase == event.kind == "decode"), None)
+        child: Span = {
+            **_span(trace_id, f"quire.{phase}", (start_s, end_s), offset_s),
+            "parentSpanId": root["spanId"],
+            "kind": _INTERNAL,
+            "attributes": to_attributes({"quire.choice": choice, **_decode_attributes(own)}),
+            "events": [_event("chunk", chunk.start_s, offset_s, _chunk_attributes(chunk)) for chunk in chunks[:_MAX_CHUNKS]],
+        }
+        spans.append(child)
+    return spans
 
 
-def _traces_url(endpoint: str) -> str:
-    """Return the URL for spans: an endpoint without a path is a collector, and gets the standard path."""
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otlp_endpoint must begin with http:// or https://, got {endpoint!r}")
-    base = endpoint.rstrip("/")
-    return base if base.endswith("/v1/traces") else f"{base}/v1/traces"
+def _decode_attributes(event: TimelineEvent | None) -> Attributes:
+    if event is None:
+        return {}
+    return {
+        "quire.tokens": event.num_tokens,
+        "quire.steps": event.num_steps,
+        "quire.draft_tokens": event.num_drafts,
+        "quire.accepted_tokens": event.num_accepted,
+    }
+
+
+def _chunk_attributes(chunk: TimelineEvent) -> Attributes:
+    return {"quire.step": chunk.step_id, "quire.tokens": chunk.num_tokens, "quire.duration_s": chunk.end_s - chunk.start_s}
+
+
+def _span(trace_id: str, name: str, times_s: tuple[float, float], offset_s: float) -> Span:
+    start_s, end_s = times_s
+    return {
+        "traceId": trace_id,
+        "spanId": secrets.token_hex(8),
+        "name": name,
+        "startTimeUnixNano": _nanoseconds(start_s + offset_s),
+        "endTimeUnixNano": _nanoseconds(max(start_s, end_s) + offset_s),
+    }
+
+
+def _event(name: str, at_s: float, offset_s: float, attributes: Attributes | None = None) -> Span:
+    return {"name": name, "timeUnixNano": _nanoseconds(at_s + offset_s), "attributes": to_attributes(attributes or {})}
+
+
+def _nanoseconds(seconds: float) -> str:
+    return str(int(seconds * 1e9))

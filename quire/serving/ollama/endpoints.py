@@ -16,7 +16,7 @@ from quire.serving.context import ServerContext
 from quire.serving.endpoint import JOB_HEADERS, Endpoint
 from quire.serving.ollama.embed import post_embed, post_embeddings
 from quire.serving.ollama.generate import post_chat, post_generate
-from quire.serving.ollama.models import list_running, list_tags, show_model, tell_version
+from quire.serving.ollama.models import list_running, list_tags, show_model, show_version
 
 LINES = "application/x-ndjson"
 
@@ -82,7 +82,7 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         for path, handler, summary, answer in (
             ("/api/tags", list_tags, "List the models, as Ollama does", ModelTags),
             ("/api/ps", list_running, "List the loaded models, as Ollama does", ModelTags),
-            ("/api/version", tell_version, "The version of Ollama whose API this is", OllamaVersion),
+            ("/api/version", show_version, "The version of Ollama whose API this is", OllamaVersion),
         )
     ),
 )

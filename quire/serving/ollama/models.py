@@ -21,14 +21,14 @@ NEVER = "9999-12-31T23:59:59Z"
 
 
 async def list_tags(context: ServerContext, call: Call) -> Answer:
-    """List the names of the model."""
-    return Ready(line(ModelTags(_listed(context.model))))
+    """List the names of the model, and its LoRA adapters."""
+    return Ready(line(ModelTags(_listed(context))))
 
 
 async def list_running(context: ServerContext, call: Call) -> Answer:
     """List the names again: the model is loaded, and stays so."""
     served = context.model
-    models = _listed(served)
+    models = _listed(context)
     for model in models:
         model.expires_at = NEVER
         model.size_vram = served.info.weight_bytes if served.info.device.startswith("cuda") else 0
@@ -47,7 +47,7 @@ async def show_model(context: ServerContext, call: Call) -> Answer:
         modelfile=f"FROM {served.name}\n",
         parameters="\n".join(f"{key:<30} {value}" for key, value in sorted(served.info.generation_defaults.items())),
         template=served.template_source,
-        details=_details(served),
+        details=_details(served, context.model.name if served.lora else ""),
         model_info=_model_info(served),
         capabilities=_capabilities(served),
         modified_at=moment(served.created_s),
@@ -55,13 +55,15 @@ async def show_model(context: ServerContext, call: Call) -> Answer:
     return Ready(line(shown))
 
 
-async def tell_version(context: ServerContext, call: Call) -> Answer:
+async def show_version(context: ServerContext, call: Call) -> Answer:
     """The version of Ollama whose API this is."""
     return Ready(line(OllamaVersion(API_VERSION)))
 
 
-def _listed(served: ServedModel) -> list[LocalModel]:
+def _listed(context: ServerContext) -> list[LocalModel]:
+    served = context.model
     names = [name for name in served.names if name != WILDCARD] or [served.name]
+    adapters = context.adapters.names
     return [
         LocalModel(
             name=name,
@@ -69,16 +71,17 @@ def _listed(served: ServedModel) -> list[LocalModel]:
             modified_at=moment(served.created_s),
             size=served.info.weight_bytes,
             digest=hashlib.sha256(served.fingerprint.encode()).hexdigest(),
-            details=_details(served),
+            details=_details(served, names[0] if name in adapters else ""),
         )
-        for name in names
+        for name in (*names, *adapters)
     ]
 
 
-def _details(served: ServedModel) -> ModelDetails:
+def _details(served: ServedModel, parent: str = "") -> ModelDetails:
+    """parent: the base model of a LoRA adapter."""
     info = served.info
     return ModelDetails(
-        parent_model="",
+        parent_model=parent,
         format="gguf" if info.model.lower().endswith(".gguf") else "safetensors",
         family=info.architecture,
         families=[info.architecture],

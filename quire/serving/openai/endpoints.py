@@ -23,6 +23,7 @@ from quire.serving.endpoint import JOB_HEADERS, Endpoint
 from quire.serving.openai.chat import post_chat
 from quire.serving.openai.classify import post_classify, post_pooling
 from quire.serving.openai.completions import post_completion
+from quire.serving.openai.deployments import DEPLOYMENT_ENDPOINTS
 from quire.serving.openai.embeddings import post_embeddings
 from quire.serving.openai.models import get_model, list_models
 from quire.serving.openai.scoring import post_rerank, post_score
@@ -107,6 +108,7 @@ ENDPOINTS: tuple[Endpoint[ServerContext], ...] = (
         answer=PooledList,
         headers=JOB_HEADERS,
     ),
+    *DEPLOYMENT_ENDPOINTS,
     Endpoint(method="GET", path="/v1/models", handler=list_models, summary="List the models", tag="openai", answer=ModelList),
     Endpoint(
         method="GET",

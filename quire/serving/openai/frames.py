@@ -51,7 +51,7 @@ def usage_of(end: UsageEnd) -> Usage:
         end.num_prompt,
         end.num_completion,
         end.num_prompt + end.num_completion,
-        CachedTokens(end.num_cached),
+        CachedTokens(end.num_cached, end.num_evicted),
         ReasoningTokens(end.num_reasoning),
     )
 

@@ -16,23 +16,26 @@ async def list_models(context: ServerContext, call: Call) -> Answer:
     """List the names of the model."""
     served = context.model
     names = [name for name in served.names if name != WILDCARD] or [served.name]
-    return Ready(encode_json(ModelList("list", [_card(served, name) for name in names], names[0], names[-1], has_more=False)))
+    cards = [_card(served, name) for name in names]
+    cards += [_card(adapted, adapted.name, parent=names[0]) for adapted in context.adapters.models]
+    return Ready(encode_json(ModelList("list", cards, cards[0].id, cards[-1].id, has_more=False)))
 
 
 async def get_model(context: ServerContext, call: Call) -> Answer:
     """Describe one of them."""
     name = call.path_params["model"]
-    return Ready(encode_json(_card(context.check_model(name), name)))
+    found = context.check_model(name)
+    return Ready(encode_json(_card(found, name, parent=None if found.lora is None else context.model.name)))
 
 
-def _card(served: ServedModel, name: str) -> ModelCard:
+def _card(served: ServedModel, name: str, parent: str | None = None) -> ModelCard:
     return ModelCard(
         id=name,
         object="model",
         created=served.created_s,
         owned_by="quire",
         root=checkpoint_name(served.info),
-        parent=None,
+        parent=parent,
         max_model_len=served.info.max_model_len,
         type="model",
         display_name=name,

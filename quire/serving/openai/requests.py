@@ -22,6 +22,7 @@ from quire.api.openai.shared import (
 )
 from quire.base.errors import RequestError
 from quire.contracts.constraint import Constraint, StructuredOutputsParams, dump_json, grammar_backend
+from quire.contracts.kv_compression import as_kv_compression
 from quire.serving.core.constraints import schema_constraint
 from quire.serving.core.plan import ChatInput, GenerationOptions
 from quire.serving.core.reasoning_effort import has_effort
@@ -89,6 +90,9 @@ def _sampling(body: SamplingFields) -> dict[str, Any]:
     stated["stop"] = body.stop or None
     stated["seed"] = None if body.seed == RANDOM_SEED else body.seed
     stated["constraint"] = constraint_of(body)
+    if body.kv_compression is not None:
+        fields = msgspec.to_builtins(body.kv_compression)
+        stated["kv_compression"] = as_kv_compression({name: value for name, value in fields.items() if value is not None})
     if body.logit_bias is not None:
         stated["logit_bias"] = {int(token_id): bias for token_id, bias in body.logit_bias.items()}
     return stated
@@ -145,7 +149,7 @@ def chat_options(body: ChatCompletionRequest) -> GenerationOptions:
         echo=bool(body.echo),
         shows_reasoning=body.include_reasoning is not False,
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
-        tells_prompt_ids=bool(body.return_token_ids),
+        returns_prompt_ids=bool(body.return_token_ids),
     )
 
 
@@ -161,7 +165,7 @@ def completion_options(body: CompletionRequest) -> GenerationOptions:
         salt=body.cache_salt or "",
         echo=bool(body.echo),
         wants_tokens=bool(body.return_token_ids) or body.has_continuous_usage,
-        tells_prompt_ids=bool(body.return_token_ids),
+        returns_prompt_ids=bool(body.return_token_ids),
         is_streaming=bool(body.stream),
     )
 

@@ -46,6 +46,11 @@ class StaticFile:
     body: bytes
     etag: str
 
+    @classmethod
+    def of(cls, name: str, body: bytes) -> StaticFile:
+        """Return a file with the ETag of its body."""
+        return cls(name, body, f'"{hashlib.sha256(body).hexdigest()[:24]}"')
+
     @property
     def path(self) -> str:
         """The path on the server."""
@@ -70,6 +75,5 @@ def read_static_files(folder: Path = FOLDER) -> tuple[StaticFile, ...]:
     found: list[StaticFile] = []
     for path in sorted(folder.iterdir()):
         if path.suffix in MEDIA_TYPES:
-            body = path.read_bytes()
-            found.append(StaticFile(path.name, body, f'"{hashlib.sha256(body).hexdigest()[:24]}"'))
+            found.append(StaticFile.of(path.name, path.read_bytes()))
     return tuple(found)

@@ -8,13 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.tier_stats import TierStats
 from quire.serving.engine_client.messages import MAX_STEP_PARTS, EngineInfo, KvReport, StepOutputs, StepReport
 from quire.serving.engine_client.supervisor import EngineState
 from quire.serving.metrics.request_record import RequestRecord
 from quire.serving.page.request_table import RequestTable
-from quire.serving.page.wire import CACHED, EngineShape, Frame, KvCells, RankRow, StepRow, TierRow
+from quire.serving.page.wire import CACHED, MAX_BUSIEST, EngineShape, ExpertRow, Frame, KvCells, RankRow, StepRow, TierRow
+from quire.serving.public_error import show_error
 from quire.serving.request_queue.engine_gateway import QueueSnapshot
 
 RING_STEPS = 4096
@@ -36,6 +38,7 @@ class WatchedEngine(Protocol):
 
     ranks: list[RankStats]
     tiers: list[TierStats]
+    experts: list[ExpertStats]
 
     def watch(self, hz: float) -> None: ...
 
@@ -91,6 +94,8 @@ class EngineView:
         self._version = 0
         # Versions of the last change.
         self._kv_version = self._queue_version = self._state_version = self._ranks_version = self._tiers_version = 0
+        self._experts_version = 0
+        self._last_experts: list[ExpertStats] = []
         self._last_ranks: list[RankStats] = []
         self._last_tiers: list[TierStats] = []
         self._last_queue: QueueSnapshot | None = None
@@ -132,6 +137,8 @@ class EngineView:
             self._last_ranks, self._ranks_version = self._engine.ranks, self._version
         if self._engine.tiers != self._last_tiers:
             self._last_tiers, self._tiers_version = self._engine.tiers, self._version
+        if self._engine.experts != self._last_experts:
+            self._last_experts, self._experts_version = self._engine.experts, self._version
         state = (self._engine.state, self._phase(), self._engine.info, self._replicas())
         if state != self._last_state:
             self._last_state, self._state_version = state, self._version
@@ -146,7 +153,8 @@ class EngineView:
         steps = self._steps_after(since.step_id)
         rows = self._table.rows(version, with_ids=is_admin)
         has_kv = self._kv is not None and self._kv_version > version
-        changed = max(self._queue_version, self._state_version, self._ranks_version, self._tiers_version) > version
+        of_engine = (self._state_version, self._ranks_version, self._tiers_version, self._experts_version)
+        changed = max(self._queue_version, *of_engine) > version
         if not (steps or rows or has_kv or changed):
             return None
         return Frame(
@@ -161,6 +169,7 @@ class EngineView:
             replicas=self._replicas() if self._state_version > version else [],
             ranks=self._rank_rows() if self._ranks_version > version else None,
             tiers=[_tier_row(stats) for stats in self._last_tiers] if self._tiers_version > version else None,
+            experts=[_expert_row(stats) for stats in self._last_experts] if self._experts_version > version else None,
         )
 
     def _rank_rows(self) -> list[RankRow]:
@@ -189,7 +198,8 @@ class EngineView:
         if info is None:
             return None
         name = info.model.rstrip("/").rpartition("/")[2]
-        return EngineShape(name, info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_kv_blocks)
+        limits = (info.max_num_seqs, info.max_num_batched_tokens, info.block_size, info.num_kv_blocks)
+        return EngineShape(name, *limits, info.role)
 
     def _on_step(self, outputs: StepOutputs) -> None:
         if outputs.report is not None:
@@ -234,10 +244,28 @@ class EngineView:
         return round((time_s - self._origin_s) * 1000, 1)
 
 
+def _expert_row(stats: ExpertStats) -> ExpertRow:
+    order = sorted(range(len(stats.tokens)), key=lambda expert: -stats.tokens[expert])
+    return ExpertRow(
+        layer=stats.layer,
+        num_experts=len(stats.tokens),
+        tokens=sum(stats.tokens),
+        busiest=[(expert, stats.tokens[expert]) for expert in order[:MAX_BUSIEST]],
+        rank_tokens=[round(count) for count in stats.rank_tokens],
+        imbalance=round(stats.imbalance, 4),
+        imbalance_before=round(stats.imbalance_before, 4),
+        imbalance_after=round(stats.imbalance_after, 4),
+        num_moved=stats.num_moved,
+        num_failed_moves=stats.num_failed_moves,
+    )
+
+
 def _tier_row(stats: TierStats) -> TierRow:
     counts = (stats.num_hits, stats.num_saved, stats.num_loaded, stats.num_dropped)
     times = (round(stats.save_s * 1000, 1), round(stats.load_s * 1000, 1))
-    return TierRow(stats.tier, stats.num_pages, stats.num_bytes, stats.max_bytes, *counts, *times)
+    sizes = (stats.num_pages, stats.num_bytes, stats.max_bytes)
+    problems = {address: show_error(problem) for address, problem in stats.problems.items()}
+    return TierRow(stats.tier, *sizes, *counts, *times, dict(stats.outcomes), problems)
 
 
 MAX_CELLS = 8192

@@ -80,13 +80,14 @@ class KvCells(msgspec.Struct, frozen=True):
 
 
 class EngineShape(msgspec.Struct, frozen=True):
-    """The engine's limits."""
+    """The engine's limits and role."""
 
     model: str
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
     num_kv_blocks: int
+    role: str
 
 
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
@@ -100,9 +101,36 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     wait_ms: float
 
 
+MAX_BUSIEST = 8
+
+
+class ExpertRow(msgspec.Struct, frozen=True, array_like=True):
+    """The experts of one layer; counts are since the start. imbalance and what follows: see ExpertStats.
+
+    tokens       of all experts together
+    rank_tokens  of each rank, rounded; empty where no experts are placed on ranks
+    busiest      [expert, tokens] of those with the most tokens, at most MAX_BUSIEST of num_experts
+    """
+
+    layer: int
+    num_experts: int
+    tokens: int
+    busiest: list[tuple[int, int]]
+    rank_tokens: list[int]
+    imbalance: float
+    imbalance_before: float
+    imbalance_after: float
+    num_moved: int
+    num_failed_moves: int
+
+
 class TierRow(msgspec.Struct, frozen=True, array_like=True):
     """One KV tier: pages in it, bytes in use and allowed, and since the start pages that prompts took from it, pages saved,
-    loaded and dropped, and the milliseconds of saving and loading."""
+    loaded and dropped, and the milliseconds of saving and loading.
+
+    outcomes  of the tier "peer": how many KV transfers ended so, and prompts without one by the reason
+    problems  of the tier "peer" of a decode engine: why the last transfer from a prefill engine failed, by its address
+    """
 
     tier: str
     num_pages: int
@@ -114,6 +142,8 @@ class TierRow(msgspec.Struct, frozen=True, array_like=True):
     num_dropped: int
     save_ms: float
     load_ms: float
+    outcomes: dict[str, int]
+    problems: dict[str, str]
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -133,3 +163,4 @@ class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     replicas: list[str] = []
     ranks: list[RankRow] | None = None
     tiers: list[TierRow] | None = None
+    experts: list[ExpertRow] | None = None

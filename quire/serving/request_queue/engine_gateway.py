@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import msgspec
@@ -16,7 +16,7 @@ from quire.serving.admission import AdmissionControl
 from quire.serving.admission.fair_queue import CLASS_WEIGHTS
 from quire.serving.engine_client.messages import StepOutputs
 from quire.serving.engine_client.supervisor import EngineState
-from quire.serving.errors import ApiError, deadline_exceeded, engine_unavailable, from_quire_error, shutting_down
+from quire.serving.errors import ApiError, deadline_exceeded, engine_unavailable, from_quire_error, shutting_down, wrong_role
 from quire.serving.interfaces import AbortReason, Job
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
@@ -78,6 +78,7 @@ class EngineGateway:
         self._num_read = 0
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_draining = False
+        self._refusal: ApiError | None = None
         self._drain_ends_s = math.inf
         self._is_dispatching = False
         self._quiet = asyncio.Event()
@@ -139,16 +140,29 @@ class EngineGateway:
         """Wait until no job is open and no stream is being read; False if that takes longer than timeout_s."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._quiet.wait()
+                await self.emptied()
         except TimeoutError:
             return False
         return True
 
-    def fail_all(self, reason: AbortReason = "shutdown") -> None:
-        """End every job now with an error; the engine is told to abort what it has."""
+    async def emptied(self) -> None:
+        """Wait until no job is open and no stream is being read."""
+        await self._quiet.wait()
+
+    def fail_all(self, reason: AbortReason = "shutdown", error: ApiError | None = None) -> None:
+        """End every job now with an error, that of a shutdown by default; the engine is told to abort what it has."""
         for stream in [*self._queued.values(), *self._running.values()]:
-            stream.fail(shutting_down("server_shutdown"))
+            stream.fail(shutting_down("server_shutdown") if error is None else error)
             self.end_early(stream, reason)
+
+    @contextmanager
+    def refusing(self, error: ApiError) -> Iterator[None]:
+        """Refuse new jobs with an error within the block; those that are open continue."""
+        self._refusal = error
+        try:
+            yield
+        finally:
+            self._refusal = None
 
     def snapshot(self) -> QueueSnapshot:
         """Return the state of the queue and the engine."""
@@ -275,11 +289,16 @@ class EngineGateway:
     def _check_open(self) -> None:
         if self._is_draining:
             raise shutting_down(after_s=self.drain_left_s)
+        if self._refusal is not None:
+            raise self._refusal
         if self._engine.state != "ready" or self._engine.info is None:
             raise self._unavailable()
+        if self._engine.info.role == "prefill":
+            raise wrong_role("this server computes prompts for decode servers only (--role prefill): send requests to those")
 
     def _unavailable(self) -> ApiError:
         said = {"starting": "is being started", "restarting": "ended and is being started again", "closed": "is shut down"}
+        said["sleeping"] = "is asleep: POST /wake_up wakes it up"
         why = self._engine.last_error if self._engine.state in ("restarting", "failed") else None
         reason = "" if why is None else f" ({show_error(why)})"
         return engine_unavailable(f"the engine {said.get(self._engine.state, 'has failed')}{reason}")

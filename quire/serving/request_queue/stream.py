@@ -55,7 +55,7 @@ class JobStream:
         self.is_read = False  # a reader is inside `async with`
         self.subscription: Subscription | None = None
         self._owner = owner
-        self._taker: Sink | None = None
+        self._sink: Sink | None = None
         self._failure: Exception | None = None
         self._last: RequestDelta | None = None
         self._is_over = False
@@ -79,7 +79,7 @@ class JobStream:
 
     def attach_sink(self, take: Sink) -> None:
         """Offer deltas to `take` while the reader waits, except errors and the last delta."""
-        self._taker = take
+        self._sink = take
         if self.subscription is not None:
             self.subscription.attach_sink(self._offer)
 
@@ -88,7 +88,7 @@ class JobStream:
     def start(self, subscription: Subscription) -> None:
         """Continue with the engine's deltas."""
         self.subscription = subscription
-        if self._taker is not None:
+        if self._sink is not None:
             subscription.attach_sink(self._offer)
         self._wake()
 
@@ -110,10 +110,10 @@ class JobStream:
 
     def _offer(self, delta: RequestDelta) -> bool:
         """Return whether the sink has taken a delta; its exceptions are raised only to the reader of this stream."""
-        if self._taker is None or self._failure is not None or delta.error is not None:
+        if self._sink is None or self._failure is not None or delta.error is not None:
             return False
         try:
-            return self._taker(delta)
+            return self._sink(delta)
         except Exception as error:  # noqa: BLE001 - raised by the iteration
             self.fail(error)
             return True

@@ -31,6 +31,7 @@ from quire.serving.openai.requests import make_id, priority_of, tier_of
 from quire.serving.responses.background import BackgroundResponses, refuse_unfinished
 from quire.serving.responses.machine import ResponseMachine
 from quire.serving.responses.requests import (
+    Earlier,
     chat_input,
     ignored_by_model,
     items_of,
@@ -64,18 +65,28 @@ class ResponseRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Stores one response when it has ended; store is None if it is not stored."""
+    """Stores one response when it has ended, and appends it to its conversation.
+
+    store            None: neither
+    is_kept          False: the response itself is not stored
+    conversation_id  None: it belongs to none
+    """
 
     store: ResponseStore | None
     owner: str
     items: bytes
+    is_kept: bool
+    conversation_id: str | None
 
     async def keep(self, response: Response, body: bytes) -> None:
         """Store the response; `body` is the encoded response. Raises ApiError 503."""
         if self.store is None:
             return
+        if not self.is_kept:
+            await self.store.append(self.owner, self.conversation_id or "", self.items, body)
+            return
         record = StoredResponse(id=response.id, previous_id=response.previous_response_id, items=self.items, body=body)
-        await self.store.put(self.owner, record)
+        await self.store.put(self.owner, record, self.conversation_id)
 
 
 async def post_response(routes: ResponseRoutes, call: Call) -> Answer:
@@ -96,6 +107,7 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     response_id = make_id("resp_")
 
     is_kept = body.is_stored and routes.keeps_responses
+    has_store = is_kept or body.conversation_id is not None
     if body.background:
         if caller.call_id is None:
             raise invalid("background: a batch is in the background already; leave it out", "background")
@@ -105,26 +117,26 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     def prepare() -> tuple[GenerationPlan, bytes]:
         chat = chat_input(served, body, history)
         plan = prepare_chat(served, response_id, chat, response_options(body), caller.owner)
-        return plan, encode_json(stored_items(items_of(body))) if is_kept else b"[]"
+        return plan, encode_json(stored_items(items_of(body))) if has_store else b"[]"
 
     texts = (body, [(stored.items, stored.body) for stored in history])
     plan, items = await context.prepare(caller.owner, caller.call_id, texts, prepare)
-    store = routes.store if is_kept else None
+    store = routes.store if has_store else None
     response = new_response(response_id, int(time.time()), served.name, body, plan.request.params)
     priority = priority_of(body.service_tier, caller.owner)
     response.store, response.service_tier = is_kept, tier_of(priority)
     logprobs = LogprobWriter(served.tokenizer, body.top_logprobs or 0, as_ids=False) if body.has_logprobs else None
     custom_tools = frozenset(tool.name or "" for tool in body.shown_tools if tool.is_custom)
     machine = ResponseMachine(response, logprobs, custom_tools=custom_tools)
-    keeper = _Keeper(store, owner, items)
+    keeper = _Keeper(store, owner, items, is_kept, body.conversation_id)
     response.background = bool(body.background)
     jobs: Jobs = [(caller.job(plan.request, bool(body.stream), priority), plan)]
     if body.background:
         return Ready(await _begin_in_background(routes, jobs, machine, response, keeper))
     if body.stream:
-        bypass = DirectSink()
-        frames = _frames(context.gateway, jobs, machine, keeper, bypass)
-        return Stream(frames, lambda error: named_frame(machine.fail(error)), bypass=bypass)
+        direct_sink = DirectSink()
+        frames = _frames(context.gateway, jobs, machine, keeper, direct_sink)
+        return Stream(frames, lambda error: named_frame(machine.fail(error)), direct_sink=direct_sink)
 
     async def work() -> Ready:
         async with aclosing(generation_events(context.gateway, jobs, Folding(machine.feed))) as events_of_deltas:
@@ -145,13 +157,18 @@ async def _begin_in_background(
     await keeper.keep(response, encode_json(msgspec.structs.replace(response, status="queued")))
 
     async def keep(body: bytes) -> None:
-        await routes.store.replace(keeper.owner, response.id, body)
+        await routes.store.replace(keeper.owner, response.id, body, keeper.conversation_id)
 
     return routes.background.start(routes.server.gateway, jobs, machine, response, keeper.owner, keep)
 
 
-async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: str) -> list[StoredResponse]:
-    """Return the responses that a request continues, oldest first. Raises ApiError."""
+async def stored_history(routes: ResponseRoutes, body: ResponsePrompt, owner: str) -> Sequence[Earlier]:
+    """Return the responses that a request continues, oldest first, or the items of its conversation. Raises ApiError."""
+    conversation_id = body.conversation_id
+    if conversation_id is not None:
+        if not routes.keeps_responses:
+            raise invalid("conversation: no conversations are stored here; send their items as input", "conversation")
+        return [await routes.store.conversation(lambda table, now, _: table.history(owner, conversation_id, now))]
     if body.previous_response_id is None:
         return []
     if not routes.keeps_responses:
@@ -169,8 +186,8 @@ async def _encode(machine: ResponseMachine, encode: Callable[[], bytes]) -> byte
 class _EventFrames(DirectFrames):
     """Writes events directly to the connection while none of them can be long."""
 
-    def __init__(self, bypass: DirectSink, machine: ResponseMachine) -> None:
-        super().__init__(bypass, lambda events: _frame_of(machine.feed(events)))
+    def __init__(self, direct_sink: DirectSink, machine: ResponseMachine) -> None:
+        super().__init__(direct_sink, lambda events: _frame_of(machine.feed(events)))
         self._machine = machine
 
     @property
@@ -184,7 +201,7 @@ def _frame_of(events: Sequence[Event]) -> bytes:
 
 
 async def _frames(
-    gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, bypass: DirectSink
+    gateway: Gateway, jobs: Jobs, machine: ResponseMachine, keeper: _Keeper, direct_sink: DirectSink
 ) -> AsyncIterator[bytes]:
     """Yield the server-sent events of a response. It is stored before the last event, because clients may continue it at once.
 
@@ -192,7 +209,7 @@ async def _frames(
     """
 
     try:
-        async with aclosing(generation_events(gateway, jobs, _EventFrames(bypass, machine))) as events_of_deltas:
+        async with aclosing(generation_events(gateway, jobs, _EventFrames(direct_sink, machine))) as events_of_deltas:
             async for events in events_of_deltas:
                 found = machine.feed(events)
                 has_whole = any(isinstance(event, TextDone) for event in found)

@@ -10,11 +10,13 @@ from quire.api.openai.responses import ResponsePrompt, ResponsesRequest
 from quire.api.openai.responses_answers import DeletedResponse, InputTokenCount, ItemList, Response
 from quire.serving.answers import Answer, Ready
 from quire.serving.core.prepare import count_chat_tokens
-from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint
+from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint, query
 from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
 from quire.serving.responses.background import ended_with_server
+from quire.serving.responses.conversations import CONVERSATION_ENDPOINTS
 from quire.serving.responses.create import ResponseRoutes, post_response, stored_history
+from quire.serving.responses.paging import PAGE_QUERY, is_ascending, page_limit, page_of
 from quire.serving.responses.requests import chat_input, ignored_by_model
 from quire.serving.responses.store import StoredResponse
 
@@ -32,9 +34,6 @@ async def post_input_tokens(routes: ResponseRoutes, call: Call) -> Answer:
 
     texts = (body, [(stored.items, stored.body) for stored in history])
     return Ready(encode_json(InputTokenCount(await context.prepare(call.owner, call.request_id, texts, count))))
-
-
-DEFAULT_LIMIT, MAX_LIMIT = 20, 100
 
 
 class _Status(msgspec.Struct):
@@ -93,31 +92,15 @@ async def list_input_items(routes: ResponseRoutes, call: Call) -> Answer:
     """List the items of a response's own input."""
     record = await _stored(routes, call)
     items: list[dict[str, Any]] = msgspec.json.decode(record.items)
-    order, after = call.query.get("order", "desc"), call.query.get("after")
-    if order not in ("asc", "desc"):
-        raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
-    if order == "desc":
+    after = call.query.get("after")
+    if not is_ascending(call):
         items.reverse()
     if after is not None:
         places = [place for place, item in enumerate(items) if item["id"] == after]
         if not places:
             raise invalid(f"after: there is no item {after[:100]!r}", "after")
         items = items[places[0] + 1 :]
-    limit = _limit(call)
-    page = items[:limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return Ready(encode_json(ItemList("list", page, first, last, len(items) > limit)))
-
-
-def _limit(call: Call) -> int:
-    text = call.query.get("limit", str(DEFAULT_LIMIT))
-    if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LIMIT):
-        raise invalid(f"limit must be an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}", "limit")
-    return int(text)
-
-
-def _query(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "in": "query", "required": False, "schema": schema}
+    return Ready(encode_json(page_of(items, page_limit(call))))
 
 
 ENDPOINTS: tuple[Endpoint[ResponseRoutes], ...] = (
@@ -156,7 +139,7 @@ ENDPOINTS: tuple[Endpoint[ResponseRoutes], ...] = (
         summary="Read a stored response",
         tag="responses",
         answer=Response,
-        query=(_query("stream", {"type": "string", "enum": ["false"]}),),
+        query=(query("stream", {"type": "string", "enum": ["false"]}),),
     ),
     Endpoint(
         method="DELETE",
@@ -181,10 +164,7 @@ ENDPOINTS: tuple[Endpoint[ResponseRoutes], ...] = (
         summary="List the items of a response's own input",
         tag="responses",
         answer=ItemList,
-        query=(
-            _query("after", {"type": "string"}),
-            _query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}),
-            _query("order", {"type": "string", "enum": ["asc", "desc"]}),
-        ),
+        query=PAGE_QUERY,
     ),
+    *CONVERSATION_ENDPOINTS,
 )

@@ -18,7 +18,7 @@ from quire.api.openai.responses import (
     ResponsesRequest,
     TextFormat,
 )
-from quire.api.openai.responses_answers import EchoedReasoning, Response
+from quire.api.openai.responses_answers import ConversationRef, EchoedReasoning, Response
 from quire.api.openai.responses_items import InputItem, InputText, RefusalText
 from quire.api.openai.shared import RANDOM_SEED, RETENTION_S
 from quire.base.errors import RequestError
@@ -30,7 +30,11 @@ from quire.serving.core.plan import ChatInput, GenerationOptions
 from quire.serving.core.reasoning_effort import has_effort, reasoning_variables
 from quire.serving.core.served_model import ServedModel
 from quire.serving.openai.requests import make_id
+from quire.serving.responses.conversation_table import StoredItems
 from quire.serving.responses.store import StoredResponse
+
+Earlier = StoredResponse | StoredItems
+"""What a request continues: a response, or the items of a conversation."""
 
 _SAMPLING = (
     "temperature",
@@ -70,17 +74,18 @@ def ignored_by_model(served: ServedModel, body: ResponsePrompt) -> tuple[str, ..
     return () if effort in (None, "none") or has_effort(served.template_source) else ("reasoning.effort",)
 
 
-def chat_input(served: ServedModel, body: ResponsePrompt, history: Sequence[StoredResponse]) -> ChatInput:
+def chat_input(served: ServedModel, body: ResponsePrompt, history: Sequence[Earlier]) -> ChatInput:
     """Return the conversation.
 
-    history  the responses that it continues, oldest first
+    history  the responses that it continues, oldest first, or the items of the conversation
     Raises RequestError.
     """
     conversation = Conversation()
     if body.instructions is not None:
         conversation.say("system", [body.instructions])
-    for record in history:
-        for item in (*_decode_items(record.items), *_decode_answer(record.body).output):
+    for earlier in history:
+        output = _decode_answer(earlier.body).output if isinstance(earlier, StoredResponse) else []
+        for item in (*_decode_items(earlier.items), *output):
             _add(conversation, item)
     for position, item in enumerate(items_of(body)):
         if item.is_call_output and not conversation.knows_call(item.call_id or ""):
@@ -141,6 +146,7 @@ def new_response(response_id: str, created_at: int, model: str, body: ResponsesR
         output=[],
         parallel_tool_calls=body.parallel_tool_calls is not False,
         previous_response_id=body.previous_response_id,
+        conversation=None if body.conversation_id is None else ConversationRef(body.conversation_id),
         prompt_cache_key=body.prompt_cache_key,
         reasoning=EchoedReasoning(reasoning and reasoning.effort, reasoning and reasoning.summary),
         safety_identifier=body.safety_identifier,

@@ -150,6 +150,7 @@ CALL_FORMS: dict[str, CallForm] = {
     "granite-20b-fc": CallForm(begin=f"<function_call> {_NAMED}", end="}", separator=" ", trigger="<function_call>"),
     "granite4": _HERMES,
     "hermes": _HERMES,
+    "json": _HERMES,
     "hunyuan_a13b": _TOOL_CALLS,
     "hy_v3": CallForm(
         begin="<tool_call:opensource>{name}<tool_sep:opensource>\n",

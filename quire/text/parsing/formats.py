@@ -314,6 +314,8 @@ _INTERNLM = ToolFormat(JsonObject(), openers=("<|plugin|>",), sections=("<|actio
 _HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _HARMONY = ToolFormat(Harmony(), openers=_HARMONY_MARKERS)
 
+FALLBACK_TOOL_FORMAT = "json"
+"""Of models whose chat template shows no tools: the calls of Hermes, which a system message explains."""
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "apertus": _APERTUS,
     "cohere_command3": _COHERE,
@@ -334,6 +336,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "granite-20b-fc": ToolFormat(JsonObject(), openers=("<function_call>",)),
     "granite4": _HERMES,
     "hermes": _HERMES,
+    FALLBACK_TOOL_FORMAT: _HERMES,
     "hunyuan_a13b": _TOOL_CALLS,
     "hy_v3": _HY_V3,
     "internlm": _INTERNLM,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,13 +14,17 @@ from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
+from quire.contracts.model_spec import NO_ATTENTION
+from quire.contracts.step import StepPlan
 from quire.kernels.triton.arithmetic import INTERPRETED
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
-from quire.parallel.launch import LaunchOptions, spawn_workers
+from quire.model.device_offload import OffloadedWeights
+from quire.model.lora.device_adapters import DeviceAdapters
+from quire.parallel.launch import spawn_workers
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
@@ -27,9 +32,10 @@ from quire.speculate.memory import StepLimits
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
-from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig, rank_device
-from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.graphs import CountedRecorder, CudaGraphRecorder, GraphRecorder, StepGraphs
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.leader_executor import LeaderGpuExecutor
 from quire.worker.device.memory import (
     HOW_TO_SAVE,
@@ -37,23 +43,29 @@ from quire.worker.device.memory import (
     DeviceMemory,
     MemoryBefore,
     Recordings,
+    device_weight_bytes,
     measure_usage,
     most_drafts_on_device,
     most_step_tokens,
+    offload_plan,
     plan_device_memory,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.lora import DecoderAdapters
+from quire.worker.parallel_launch import launch_options
 from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 
 
 class BuiltRank(NamedTuple):
-    """What runs the steps of a model, or of this rank's part of it, and the memory that it takes."""
+    """What runs the steps of a model, or of this rank's part of it, the memory that it takes, and its LoRA adapters, if it
+    takes any."""
 
     executor: GpuStepExecutor
     drafter: Drafter | None
     plan: MemoryPlan
+    adapters: DeviceAdapters | None = None
 
 
 def build_device_runner(
@@ -64,6 +76,8 @@ def build_device_runner(
     With tensor_parallel_size > 1 this is rank 0; the other ranks are started and have loaded their parts.
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
+    if config.nvtx_ranges and device.type != "cuda":
+        raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
     sizes = step_sizes(config, report, num_batched_tokens)
     if config.tensor_parallel_size > 1:
         built = build_leader(config, device, report, sizes)
@@ -81,13 +95,21 @@ def build_device_runner(
         built.executor.close()
         raise
     drafting = () if built.drafter is None else built.drafter.executors
-    return AsyncStepDriver(built.executor, speculator, drafting, config.async_scheduling is not False), report
+    mark_step = nvtx_range if config.nvtx_ranges else None
+    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters)
+    is_async = config.async_scheduling is not False
+    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters), report
+
+
+def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
+    """Return the NVTX range in which a step is launched, with its number, as profilers such as Nsight Systems show it."""
+    return torch.cuda.nvtx.range(f"step {plan.step_id}: {plan.num_tokens} tokens of {len(plan.num_scheduled_tokens)} sequences")
 
 
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
     told = RankConfig.of(config, report, sizes)
-    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told.to_json(), LaunchOptions(with_store=True))
+    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told.to_json(), launch_options(config, with_store=True))
     try:
         assert workers.store is not None
         workers.startup.stage("connecting")
@@ -108,6 +130,11 @@ def build_leader(config: EngineConfig, device: torch.device, report: ModelReport
     return built
 
 
+def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
+    """Return a recorder whose recordings count their collectives."""
+    return recorder if recorder is None or group is None else CountedRecorder(recorder, group.device)
+
+
 def build_rank(
     config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, group: GpuGroup | None = None
 ) -> BuiltRank:
@@ -119,7 +146,7 @@ def build_rank(
     _choose_tiles(config, device)
     memory = _memory_to_plan(device)
     before = MemoryBefore(0, 0) if memory is None else MemoryBefore(memory.free_and_total()[0], memory.allocated())
-    recorder = CudaGraphRecorder(device) if device.type == "cuda" and not config.enforce_eager else None
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" and not is_eager(config) else None
     try:
         parameters = open_parameters(report.folder, report.spec)
         is_first = group is None or group.rank == 0
@@ -127,24 +154,31 @@ def build_rank(
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         ranks, agree = (None, None) if group is None else (group.ranks, group.agree)
         max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, device, policy, is_in_order, ranks)
+        offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
+        place = device if offload is None else OffloadedWeights(device, offload)
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
         kv = KvSpec.of(decoder.spec, report.memory.kv.block_size, report.memory.kv.dtype)
-        pool = DeviceKvPool(kv, 1, device)
-        specs = [layer.attention for layer in decoder.spec.layers]
+        pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0)
+        specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
-        parts = decoder, pool, sizes, StepGraphs(recorder, agree), library
+        adapters = None
+        if config.enable_lora:
+            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device)
+        parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
-        stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts)
+        stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)
         if compilation is not None:
             compilation.wait()
         if group is not None:
             group.wait()  # for what rank 0 has compiled
         own = _Measured(stepper, sizes, drafter)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
+        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes)
         if group is not None:
             plan = replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks))
-        stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device))
+        states = plan.num_states, plan.num_state_checkpoints
+        stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device, plan.num_states), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
         if recorder is not None:
@@ -154,7 +188,16 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    return BuiltRank(stepper, drafter, plan)
+    return BuiltRank(stepper, drafter, plan, adapters)
+
+
+def is_eager(config: EngineConfig) -> bool:
+    """Return whether no CUDA graphs are recorded: copying offloaded weights takes so long that they would gain nothing."""
+    return config.enforce_eager or config.cpu_offload_gb > 0
+
+
+def _whole_weight_bytes(config: EngineConfig, report: ModelReport) -> int:
+    return device_weight_bytes(config, report.spec, report.parameters, report.folder)
 
 
 def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
@@ -231,7 +274,7 @@ class _Measured(NamedTuple):
 def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, kv: KvSpec, before: MemoryBefore) -> MemoryPlan:
     num_recordings = sum(len(each.keys) for each in own.steppers)
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
-    usage = measure_usage(memory, before, own.run_full, None if config.enforce_eager else recordings)
+    usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     usage = replace(usage, activation_bytes=usage.activation_bytes + held)
     return plan_device_memory(config, kv, usage, own.sizes.max_model_len, draft_block_bytes=block_bytes)

@@ -115,11 +115,13 @@ def _what_it_lacks(device: torch.device) -> str | None:
 
 def _refuse_on_cpu(config: EngineConfig) -> None:
     if config.kv_cache_dtype == "fp8":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto' or 'int8'")
+        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'")
     if config.attention_backend in ATTENTION_LIBRARIES:
         raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
     if config.tile_table is not None:
         raise ConfigError(f"tile_table {config.tile_table!r} is for a GPU; on the CPU leave it out")
+    if config.nvtx_ranges:
+        raise ConfigError("nvtx_ranges marks the steps of a GPU; on the CPU leave it out")
     if config.async_scheduling:
         raise ConfigError(
             "async_scheduling needs a GPU: on the CPU the model and whoever plans its steps want the same cores; leave it out"
@@ -157,6 +159,8 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
 def _refuse(config: EngineConfig) -> None:
     """Raise ConfigError for options that the GPU's runner does not have."""
     missing: list[str] = []
+    if config.kv_cache_dtype_skip_layers is not None:
+        missing.append("kv_cache_dtype_skip_layers (leave it out)")
     if config.speculative_config is not None:
         missing += _missing_drafts(config.speculative_config, config.deterministic)
     if config.deterministic and config.attention_backend in ATTENTION_LIBRARIES:

@@ -1,4 +1,4 @@
-"""DeviceChains: a draft model, or a head, drafts chains on the device, a recorded step for each token of all sequences.
+"""DeviceChains: a draft model, or a head, drafts chains on the device, a CUDA graph for each token of all sequences.
 
 A draft step is a step of a GpuStepExecutor, over a decoder and a pool of its own: the known tokens that it has not read yet
 first, then a token a step, which stays on the device for the next one. The host only reads the tokens as they come.
@@ -25,8 +25,9 @@ from quire.model.heads.device_head import DeviceHead
 from quire.sampling.row_state import SamplingRow
 from quire.speculate.chain_drafter import BlockCache, ChainOrder
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.host_step import HostStep
+from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staging import NUM_READBACKS
 from quire.worker.step_executor import SlotSampling
 
@@ -138,9 +139,9 @@ class HeadChains(DeviceChains):
         super().__init__(head, executor, kv, sizes)
         self._head = head
 
-    def narrow(self, features: Tensor) -> Tensor:
+    def fuse_features(self, features: Tensor) -> Tensor:
         """See HeadDrafter."""
-        return self._head.narrow(features)
+        return self._head.fuse_features(features)
 
     def enter(
         self, token_ids: Tensor, positions: Tensor, step: AttentionMetadata, kv: BlockCache, features: Tensor, rows: list[int]

@@ -36,8 +36,9 @@ from quire.speculate.medusa import MedusaProposer, medusa_tree
 from quire.speculate.proposer import Proposer
 from quire.speculate.sources import LAYER_KINDS, find_draft_model, find_layer_head, find_parallel_head, longest_drafted
 from quire.worker.device.draft_chains import DeviceChains, DraftCache, HeadChains, best_shares
-from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import GraphRecorder, StepGraphs
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import most_step_tokens
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.variants import ServedHead
@@ -199,7 +200,7 @@ class _Head(_Stepping):
     def run_full(self) -> None:
         """See Drafter."""
         features = self._target.decoder.features_at(range(self._target.sizes.max_num_batched_tokens))
-        self._model.narrow(features)
+        self._model.fuse_features(features)
         del features
         super().run_full()
         if self._target.drafting.top_k > 1:

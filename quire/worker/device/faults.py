@@ -10,7 +10,7 @@ _SIGNS_OF_EXHAUSTION = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether a device's memory has ended: for a tensor, or for what the driver, Triton or a library takes by itself.
 
-    The latter come as plain runtime errors: for the code of a kernel, for a recorded step when it is made or first launched.
+    The latter come as plain runtime errors: for the code of a kernel, for a CUDA graph when it is captured or first launched.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return True
@@ -33,3 +33,10 @@ def release_unused(device: torch.device) -> None:
     """Give back the memory that the allocator keeps for tensors to come: the driver, which has none, does not ask for it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def release_pinned(device: torch.device) -> None:
+    """Give back the pinned host memory that torch keeps for copies to come, such as that of weights that were dropped."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # not in every torch
+    if device.type == "cuda" and empty is not None:
+        empty()

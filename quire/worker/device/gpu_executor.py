@@ -5,8 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from traceback import clear_frames
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,19 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, WorkerError
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import NO_ATTENTION
 from quire.contracts.rank_stats import RankStats
-from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
+from quire.kernels.cpu.sampling import SampleStatus
 from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import run_all
-from quire.kernels.triton.sampling import Choices, sample_launches, sample_rows
-from quire.kernels.triton.sampling import row_options as draw_options
-from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
+from quire.kernels.triton.sampling import Choices, sample_launches
+from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
+from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
 from quire.sampling.sampler import Draw, error_of_status
 from quire.speculate.proposer import DraftInput
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
@@ -37,15 +39,27 @@ from quire.worker.device.host_step import (
     Sampling,
     empty_step,
     fill,
-    fill_lines_of_decode,
+    fill_decode_slots,
     fill_places,
     fill_sampled,
     full_step,
     host_step,
+    with_adapters,
+)
+from quire.worker.device.launched_step import (
+    KEEP_NOTHING,
+    Frame,
+    Kept,
+    Launched,
+    StepSizes,
+    hidden_of,
+    most_staged_bytes,
+    result_size,
+    sampled_parts,
+    status_offset,
 )
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.mixed_step import (
-    MixedSizes,
     StepShape,
     exact_sizes,
     exact_step,
@@ -54,76 +68,16 @@ from quire.worker.device.mixed_step import (
     padded_sizes,
     padded_step,
     short_runs,
+    states_of,
     token_parts,
 )
 from quire.worker.device.peaks import measure_device_peaks
-from quire.worker.device.sampling_table import SamplingTable, option_parts, row_options
+from quire.worker.device.sampling_table import SamplingTable, draw_on_device, row_options
+from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
-from quire.worker.device.staging import NUM_READBACKS, Part, Readback, Staged, Staging, staged_bytes
+from quire.worker.device.staging import NUM_READBACKS, Readback, Staged, Staging, waits_by
+from quire.worker.state_table import StateTable
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
-
-
-class StepSizes(NamedTuple):
-    """The largest step, and the longest sequence.
-
-    max_num_drafts  drafts of a step at most, behind which tokens are sampled
-    has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
-    has_trees       whether some of these are trees
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_num_drafts: int = 0
-    has_drafts: bool = False
-    has_trees: bool = False
-
-
-class Launched(NamedTuple):
-    """A step that was launched.
-
-    num_sampled  next tokens that read_sampled will return
-    num_rows     the same with padding
-    logits       [R, vocab_size] in the model's dtype; of a CUDA graph until the next one runs; None: not kept
-    hidden       [T, hidden_size] after the final norm; of a CUDA graph until the next one runs; None: not kept
-    readback     where the tokens arrive
-    """
-
-    num_sampled: int = 0
-    num_rows: int = 0
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    readback: int = 0
-
-
-class Kept(NamedTuple):
-    """What is kept of a step, in addition to the next tokens."""
-
-    logits: bool = False
-    hidden: bool = False
-
-
-class _Frame(NamedTuple):
-    """The arrays of one kind of step, at fixed addresses, and a function that launches its kernels."""
-
-    staged: Staged
-    run: Callable[[], None]
-
-
-_NOTHING = Kept()
-
-
-def _waits_by(method: weakref.WeakMethod[Callable[[torch.cuda.Event], None]]) -> Callable[[torch.cuda.Event], None]:
-    """Return a function that waits for an event by a method, without keeping its object alive."""
-
-    def wait(event: torch.cuda.Event) -> None:
-        bound = method()
-        if bound is None:
-            event.synchronize()
-        else:
-            bound(event)
-
-    return wait
 
 
 class GpuStepExecutor:
@@ -144,12 +98,16 @@ class GpuStepExecutor:
         sizes: StepSizes,
         graphs: StepGraphs,
         library: AttentionLibrary | None = None,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
+        self._adapters = adapters
         self._library = library  # attends in steps without a CUDA graph; with a library all steps with prompts are such
         device, spec = decoder.device, decoder.spec
         self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
-        self.has_states = False  # see device_refusal
+        self.has_states = spec.has_recurrent_state
+        self._states: StateTable | None = None
+        self.first_window_block = None  # the cache of a GPU has one group
         self.padding_slot = sizes.max_num_seqs
         self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
@@ -169,37 +127,37 @@ class GpuStepExecutor:
         self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
+        self._sleeping: SleepingMemory | None = None
         self._logit_rows: list[int] = []  # of the step that was started last
         # What CUDA graphs read and write besides their staged arrays.
-        most_lines = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
-        self._step_tables = torch.zeros(most_lines, max_blocks, dtype=torch.int32, device=device)
+        most_slots = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
+        self._step_tables = torch.zeros(most_slots, max_blocks, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
         self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
         # Tokens i64, then their statuses, two i32 in one, so that one copy brings both.
         most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
-        self._result = torch.zeros(_result_size(most_sampled), dtype=torch.int64, device=device)
-        wait = _waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
+        self._result = torch.zeros(result_size(most_sampled), dtype=torch.int64, device=device)
+        wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
         self._readback = Readback(self._result, wait)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
-        attention = [layer.attention for each in specs for layer in each.layers]
+        attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
-        self._staging = Staging(self._most_bytes(max_blocks), device, wait)
-        self._frames: dict[GraphKey | PromptKey, _Frame] = {}
-
-    def _most_bytes(self, max_blocks: int) -> int:
-        num_seqs, num_tokens, num_drafts = (
-            self._sizes.max_num_seqs,
-            self._sizes.max_num_batched_tokens,
-            self._sizes.max_num_drafts,
+        self._staging = Staging(
+            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, max_blocks), device, wait
         )
-        tiles = tuple((num_seqs, num_tokens) for _ in self.tile_kinds)
-        sizes = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0)]
-        sizes += [padded_sizes(key, num_seqs, self.tile_kinds) for key in self.prompts.keys[:1]]
-        changes = change_parts(num_seqs * (max_blocks + 2), num_seqs, num_drafts, num_seqs)
-        behind = [*_sampled_parts(num_seqs + num_drafts), *changes]
-        return max(staged_bytes([*own.parts, *behind]) for own in sizes)
+        self._frames: dict[GraphKey | PromptKey, Frame] = {}
+
+    @property
+    def decoder(self) -> DeviceDecoder | DeviceHead:
+        """The model, or draft head, whose steps it runs."""
+        return self._decoder
+
+    @property
+    def kv_pool(self) -> DeviceKvPool:
+        """The cache of the decoder."""
+        return self._pool
 
     @contextmanager
     def step_scope(self) -> Iterator[None]:
@@ -244,7 +202,8 @@ class GpuStepExecutor:
             self._call(StagedCall(ChangeCounts.of(updates)), 0, updates)
 
     def _take_updates(self) -> BlockTableUpdates:
-        updates = BlockTableUpdates(self._entries, self._block_copies, self._moves)
+        copies = () if self._states is None else self._states.take_copies()
+        updates = BlockTableUpdates(self._entries, self._block_copies, self._moves, copies)
         self._entries, self._block_copies, self._moves = (), (), None
         return updates
 
@@ -258,7 +217,10 @@ class GpuStepExecutor:
         reads: Sequence[DraftInput],
     ) -> Launched:
         """See StepExecutor. It samples in any case, and keeps features as keep_features of the decoder says."""
-        step = host_step(tokens, self.block_tables, self.block_size, self._decoder.num_long_rope_rows)
+        states = None if self._states is None else self._states.place(tokens)
+        adapters = None if self._adapters is None else self._adapters.numbers.of_runs(tokens.adapters, tokens.starts)
+        rope_rows = self._decoder.num_long_rope_rows
+        step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters)
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
         return self.launch(step, self.sampling_table.sampling_of(step.sampled_rows), self._take_updates(), kept)
@@ -279,11 +241,15 @@ class GpuStepExecutor:
 
     def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
         """See StepExecutor."""
-        return self._decoder.logits(_hidden_of(started)[first:last])
+        lora = None
+        if started.adapters is not None:
+            numbers = torch.from_numpy(started.adapters[first:last]).to(self._decoder.device)
+            lora = self._adapted_rows(numbers)
+        return self._logits_of(hidden_of(started)[first:last], lora)
 
     def hidden_states(self, started: Launched, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """See StepExecutor. All rows are copied to the host at once."""
-        hidden = _hidden_of(started)
+        hidden = hidden_of(started)
         wanted = hidden[torch.tensor(list(hidden_rows), device=hidden.device)].float().cpu()
         return lambda first, last: wanted[first:last]
 
@@ -301,10 +267,16 @@ class GpuStepExecutor:
         with self._decoder.on_device():  # events belong to the current device
             return measure_device_peaks(report, self._decoder.device)
 
-    def give_pool(self, pool: DeviceKvPool) -> None:
-        """Use another pool, which differs only in its number of blocks; all CUDA graphs are dropped."""
+    def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
+        """Use another pool, which differs only in its number of blocks and states; all CUDA graphs are dropped."""
         self.close()
         self._pool = pool
+        if self.has_states:
+            self._states = StateTable(self._sizes.max_num_seqs, num_states, num_checkpoints, copies_starts=True)
+
+    def expert_stats(self) -> list[ExpertStats]:
+        """See StepExecutor: they are not counted."""
+        return []
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""
@@ -313,12 +285,34 @@ class GpuStepExecutor:
     def check_health(self) -> None:
         """See StepExecutor: it is the only process."""
 
-    def close(self) -> None:
-        """Drop all CUDA graphs, so that their memory can be freed."""
+    def sleep(self) -> None:
+        """See StepExecutor. CUDA graphs are dropped, since the weights will have other addresses."""
+        with self._decoder.on_device():
+            self._drop_graphs()
+            self._sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
+
+    def wake_up(self) -> None:
+        """See StepExecutor. The largest CUDA graphs are recorded again, the others with the first step of their kind."""
+        if self._sleeping is None:
+            raise InvariantError("an executor wakes up that is not asleep")
+        with self.step_scope():
+            self._sleeping.restore()
+            self._sleeping = None
+            if self._graphs.is_recording:
+                self.record_largest()
+
+    def _drop_graphs(self) -> None:
         self._graphs.clear()
         self._frames.clear()
+        self._staging.holds = None
 
-    def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
+    def close(self) -> None:
+        """Drop all CUDA graphs, so that their memory can be freed."""
+        self._drop_graphs()
+
+    def launch(
+        self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING
+    ) -> Launched:
         """Launch the changes, and then a step if there is one; return before the device is done."""
         self._staging.wait()
         if step is None:
@@ -334,31 +328,37 @@ class GpuStepExecutor:
 
         To be called before NUM_READBACKS more steps are launched. Another one may have been launched already.
         """
-        count, first_status = launched.num_sampled, _first_status(launched.num_rows)
-        found = self._readback.wait(launched.readback, _result_size(launched.num_rows))
+        count, first_status = launched.num_sampled, status_offset(launched.num_rows)
+        found = self._readback.wait(launched.readback, result_size(launched.num_rows))
         return found[:count].tolist(), found[first_status:].view(np.int32)[:count].tolist()
 
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
         num_short = max(most for _, most in self.tile_kinds)
         step = full_step(num_tokens, num_sequences, context_len, self.padding_slot, num_short, self._sizes.max_num_drafts)
+        step = with_adapters(step, self._adapters is not None)
         self._staging.wait()
-        self._launch_mixed(step, "cuts", BlockTableUpdates([]), _NOTHING, 0)
+        self._launch_mixed(step, "cuts", BlockTableUpdates([]), KEEP_NOTHING, 0)
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
         """The kinds of steps that are recorded, what takes most memory first, of those with prompts and of the others."""
-        return [*self.prompts.keys, *self.grid.keys]
+        return [*self._with_adapters(self.prompts.keys), *self._with_adapters(self.grid.keys)]
+
+    def _with_adapters(self, keys: Sequence[GraphKey | PromptKey]) -> list[GraphKey | PromptKey]:
+        """Return kinds of steps, and if some may have LoRA adapters, these before the others."""
+        adapted = [] if self._adapters is None else [key._replace(has_adapters=True) for key in keys]
+        return [*adapted, *keys]
 
     def record_largest(self) -> None:
         """Record steps of padding that take as much memory as any, and run them; what others need of it is there then."""
-        for keys in (self.prompts.keys, self.grid.keys):
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
             self._record_and_run(keys[:1])
 
     def record_samples(self) -> None:
         """Do the same with steps of every sort: what takes most memory, least, and as much as half of the kinds."""
         self.record_largest()
-        for keys in (self.prompts.keys, self.grid.keys):
+        for keys in (self._with_adapters(self.prompts.keys), self._with_adapters(self.grid.keys)):
             self._record_and_run([*keys[len(keys) // 2 :][:1], *keys[-1:]])
 
     def record_copies(self, count: int) -> None:
@@ -378,18 +378,19 @@ class GpuStepExecutor:
             self._record_prompts(key)
         else:
             # Its launches are those for any lengths: the shortest take no time, however long sequences may become.
-            step = full_step(key.num_rows, key.num_rows, 1, self.padding_slot)
+            step = with_adapters(full_step(key.num_rows, key.num_rows, 1, self.padding_slot), key.has_adapters)
             self._staging.wait()
-            self._launch_decode(step, key.sampling, BlockTableUpdates([]), _NOTHING)
+            self._launch_decode(step, key.sampling, BlockTableUpdates([]), KEEP_NOTHING)
 
     def _launch_decode(self, step: HostStep, sampling: Sampling, changes: BlockTableUpdates, kept: Kept) -> Launched:
         count = len(step.counts)
-        key = self.grid.key(count, sampling)
+        key = self.grid.key(count, sampling)._replace(has_adapters=step.adapters is not None)
         frame = self._decode_frame(key)
         host = frame.staged.host
-        slots = (key, self.sampling_table.num_changes, step.rows.tobytes())
+        own = b"" if step.adapters is None else step.adapters.tobytes()
+        slots = (key, self.sampling_table.num_changes, step.rows.tobytes(), own)
         if self._staging.holds != slots:
-            fill_lines_of_decode(host, step, self.padding_slot)
+            fill_decode_slots(host, step, self.padding_slot)
             self.sampling_table.fill(host)
             self._staging.holds = slots
         fill_places(host, step)
@@ -398,27 +399,29 @@ class GpuStepExecutor:
         return self._read_back(Launched(count, key.num_rows, self._logits[:count] if kept.logits else None))
 
     def _read_back(self, launched: Launched) -> Launched:
-        return launched._replace(readback=self._readback.start(_result_size(launched.num_rows)))
+        return launched._replace(readback=self._readback.start(result_size(launched.num_rows)))
 
-    def _decode_frame(self, key: GraphKey) -> _Frame:
-        """Return the arrays of a recorded step of as many sequences as tokens, and its launches."""
+    def _decode_frame(self, key: GraphKey) -> Frame:
+        """Return the arrays of the CUDA graph of a step of as many sequences as tokens, and its launches."""
         frame = self._frames.get(key)
         if frame is not None:
             return frame
         num_rows = key.num_rows
-        staged = self._staging.arrange([*token_parts(num_rows, num_rows), *_sampled_parts(num_rows)])
+        parts = token_parts(num_rows, num_rows, self.has_states, key.has_adapters)
+        staged = self._staging.arrange([*parts, *sampled_parts(num_rows)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
 
         def run() -> None:
-            step = DeviceAttentionMetadata.of_decode(*places, tables, self._sizes.max_model_len)
+            step = DeviceAttentionMetadata.of_decode(*places, tables, self._sizes.max_model_len, states_of(arrays))
+            step = self._adapted(step, arrays)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
-            logits = self._decoder.logits(hidden, out=self._logits[:num_rows])
+            logits = self._logits_of(hidden, step.lora, self._logits[:num_rows])
             self._sample(logits, arrays, key.sampling)
 
-        frame = self._frames[key] = _Frame(staged, run)
+        frame = self._frames[key] = Frame(staged, run)
         return frame
 
     def _launch_mixed(
@@ -429,6 +432,7 @@ class GpuStepExecutor:
         key = None
         if num_tokens <= most_recorded_tokens:
             key = self.prompts.key(num_tokens, int(step.context_lens.max()), short_runs(lists), step.trees is not None)
+            key = None if key is None else key._replace(has_adapters=step.adapters is not None)
         shape = StepShape.of(step) if key is None else None
         call = StagedCall(ChangeCounts.of(changes), key, shape, sampling, num_sampled, kept.hidden)
         staged, sampled = self._arrange_mixed(call, lists)
@@ -440,8 +444,9 @@ class GpuStepExecutor:
         logits, hidden = self._call(call, sampled.end, changes, lists)
         kept_hidden = hidden[:num_tokens] if kept.hidden and hidden is not None else None
         if num_sampled == 0:
-            return self._read_back(Launched(hidden=kept_hidden))
-        return self._read_back(Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden))
+            return self._read_back(Launched(hidden=kept_hidden, adapters=step.adapters))
+        launched = Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden, adapters=step.adapters)
+        return self._read_back(launched)
 
     def _call(
         self, call: StagedCall, start: int, changes: BlockTableUpdates, lists: Sequence[TileLists] = ()
@@ -483,7 +488,10 @@ class GpuStepExecutor:
             hidden = self._run_exact(call, lists, staged.device)
         if call.num_sampled == 0:
             return None, hidden
-        logits = self._decoder.logits(hidden.index_select(0, sampled.device["logit_rows"]))
+        rows = sampled.device["logit_rows"]
+        numbers = staged.device.get("adapters")
+        lora = None if numbers is None else self._adapted_rows(numbers.index_select(0, rows))
+        logits = self._logits_of(hidden.index_select(0, rows), lora)
         self._sample(logits, sampled.device, call.sampling)
         return logits, hidden
 
@@ -502,10 +510,10 @@ class GpuStepExecutor:
         if isinstance(call.key, PromptKey):
             staged = self._prompt_frame(call.key).staged
         elif call.shape is not None:
-            staged = self._staging.arrange(exact_sizes(call.shape, lists).parts)
+            staged = self._staging.arrange(exact_sizes(call.shape, lists, self.has_states).parts)
         else:
             raise InvariantError("a step with prompts is recorded, or has a shape")
-        return staged, self._staging.arrange(_sampled_parts(call.num_sampled), staged.end)
+        return staged, self._staging.arrange(sampled_parts(call.num_sampled), staged.end)
 
     def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
         """Launch a step one by one, and return its hidden states."""
@@ -515,37 +523,54 @@ class GpuStepExecutor:
         ids = torch.empty(sum(shape.counts), dtype=torch.int64, device=device)
         tables = torch.empty(len(shape.counts), self._tables.shape[1], dtype=torch.int32, device=device)
         self._take_inputs(ids, tables, arrays)
-        device_step = exact_step(shape, arrays, tables, lists, self.tile_kinds, self._library)
+        device_step = self._adapted(exact_step(shape, arrays, tables, lists, self.tile_kinds, self._library), arrays)
         return self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
 
     def _record_prompts(self, key: PromptKey) -> None:
         self._staging.wait()
         self._staging.holds = None
         frame = self._prompt_frame(key)
-        nothing, lists = empty_step(), [list_tiles((), *kind, ()) for kind in self.tile_kinds]
+        nothing, lists = with_adapters(empty_step(), key.has_adapters), [list_tiles((), *kind, ()) for kind in self.tile_kinds]
         fill(frame.staged.host, nothing, self.padding_slot)
         fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
         self._staging.send(frame.staged.end)
         self._graphs.run(key, frame.run)
 
-    def _prompt_frame(self, key: PromptKey) -> _Frame:
-        """Return the arrays of a recorded step with prompts; which tokens get a next one, and which, stands behind them."""
+    def _prompt_frame(self, key: PromptKey) -> Frame:
+        """Return the arrays of the CUDA graph of a step with prompts; those of the sampled tokens follow them."""
         frame = self._frames.get(key)
         if frame is not None:
             return frame
-        sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds)
+        sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds, self.has_states)
         staged = self._staging.arrange(sizes.parts)
         arrays = staged.device
         ids, tables = self._step_ids[: sizes.num_tokens], self._step_tables[: sizes.num_sequences]
 
         def run() -> None:
-            step = padded_step(key, arrays, tables, self.tile_kinds)
+            step = self._adapted(padded_step(key, arrays, tables, self.tile_kinds), arrays)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             self._hidden[: len(hidden)].copy_(hidden)
 
-        frame = self._frames[key] = _Frame(staged, run)
+        frame = self._frames[key] = Frame(staged, run)
         return frame
+
+    def _adapted(self, step: DeviceAttentionMetadata, arrays: Mapping[str, Tensor]) -> DeviceAttentionMetadata:
+        """Return a step with the tokens that have LoRA adapters, if any may have."""
+        numbers = arrays.get("adapters")
+        return step if numbers is None else replace(step, lora=self._adapted_rows(numbers))
+
+    def _adapted_rows(self, numbers: Tensor) -> AdaptedRows:
+        """Return rows that have these adapters, see DeviceAdapters.rows."""
+        if self._adapters is None:
+            raise InvariantError("a step has adapters, and the decoder takes none")
+        return self._adapters.rows(numbers)
+
+    def _logits_of(self, hidden: Tensor, lora: AddsAdapters | None, out: Tensor | None = None) -> Tensor:
+        """Return the logits of rows of hidden states, with what their adapters add."""
+        if lora is None or isinstance(self._decoder, DeviceHead):
+            return self._decoder.logits(hidden, out=out)
+        return self._decoder.logits(hidden, out, lora)
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
@@ -553,7 +578,7 @@ class GpuStepExecutor:
 
     def _sample(self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling) -> None:
         count = len(logits)
-        statuses = self._result[_first_status(count) : _result_size(count)].view(torch.int32)[:count]
+        statuses = self._result[status_offset(count) : result_size(count)].view(torch.int32)[:count]
         choices = Choices(self._result[:count], statuses)
         run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
         keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
@@ -572,34 +597,7 @@ class GpuStepExecutor:
             self._pool.move_tokens(arrays["move_sources"], arrays["move_targets"], arrays["move_starts"])
         if changes.num_copies:
             self._pool.copy_blocks(arrays["sources"], arrays["targets"])
+        if changes.num_state_copies:
+            self._pool.copy_states(arrays["state_starts"], arrays["state_targets"])
         if changes.num_entries:
             self._tables.view(-1).index_copy_(0, arrays["places"], arrays["blocks"])
-
-
-def _sampled_parts(num_sampled: int) -> list[Part]:
-    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled)]
-
-
-def _first_status(num_rows: int) -> int:
-    """Return where the statuses of a result begin, at a multiple of 16 bytes."""
-    return num_rows + num_rows % 2
-
-
-def _result_size(num_rows: int) -> int:
-    return _first_status(num_rows) + -(-num_rows // 2)
-
-
-def _hidden_of(started: Launched) -> Tensor:
-    if started.hidden is None:
-        raise InvariantError("the step did not keep its hidden states")
-    return started.hidden
-
-
-def draw_on_device(logits: Tensor, row_ids: Sequence[int], options: Sequence[DrawOptions]) -> list[tuple[int, SampleStatus]]:
-    """Draw the tokens of some rows of logits where these are; see sampling.sampler.Draw."""
-    if not row_ids:
-        return []
-    rows = logits if len(row_ids) == len(logits) else logits[list(row_ids)]
-    has_cuts = any(not row.is_greedy and (row.top_k > 0 or row.top_p < 1 or row.log_min_p > float("-inf")) for row in options)
-    found = sample_rows(rows, draw_options(options, logits.shape[1], logits.device), has_cuts)
-    return list(zip(found.tokens.tolist(), map(SampleStatus, found.statuses.tolist()), strict=True))

@@ -20,10 +20,10 @@ from quire.model.device_shards import DeviceShard
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
 from quire.parallel.barrier import ProcessBarrier
-from quire.parallel.communicator import Communicator, all_agree, least_of
+from quire.parallel.communicator import Communicator, CountingCommunicator, all_agree, least_of
 from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
-from quire.worker.device.gpu_executor import StepSizes
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import estimate_memory
 
 if TYPE_CHECKING:
@@ -99,15 +99,18 @@ class RankConfig:
 class GpuGroup:
     """The ranks that share a model, as one of them sees them.
 
-    ranks    what they exchange on their devices
+    ranks    what they exchange on their devices, by the communicator `device`
     host     what they exchange on the host, which no device has to wait for
     barrier  says when the group has ended
+    shares   what each rank has, in parts
     workers  the other ranks' processes; None: this is a worker
     """
 
     ranks: DeviceRanks
+    device: CountingCommunicator
     host: Communicator
     barrier: ProcessBarrier
+    shares: tuple[float, ...]
     workers: SpawnedWorkers | None = None
 
     @classmethod
@@ -131,7 +134,8 @@ class GpuGroup:
             communicator = TorchCommunicator.nccl(store, barrier.rank, barrier.size, check=barrier.check)
         else:
             communicator = TorchCommunicator.gloo(store, barrier.rank, barrier.size, interface="lo", check=barrier.check)
-        return cls(DeviceRanks(communicator, shard), member.communicator, barrier, workers)
+        counting = CountingCommunicator(communicator)
+        return cls(DeviceRanks(counting, shard), counting, member.communicator, barrier, told.config.parallel.shares, workers)
 
     @property
     def rank(self) -> int:
@@ -152,4 +156,4 @@ class GpuGroup:
 
     def close(self) -> None:
         """End the threads of the communicator."""
-        self.ranks.close()
+        self.device.close()

@@ -34,7 +34,11 @@ def main(context: WorkerContext) -> None:
     follower = Follower(built.executor)
     while True:
         message = context.ring.receive()
-        if message is not None:
+        if message is None:
+            continue
+        if follower.follow_sleep(GpuCall(int(message.header[0]))):
+            context.communicator.barrier()  # the leader waits in it
+        else:
             follower.follow(message)
 
 
@@ -44,6 +48,17 @@ class Follower:
     def __init__(self, executor: GpuStepExecutor) -> None:
         self._executor = executor
         self._hidden: Tensor | None = None  # of the last step that kept its hidden states
+
+    def follow_sleep(self, call: GpuCall) -> bool:
+        """Sleep or wake up if the leader has; return whether it was such a call."""
+        if call is GpuCall.SLEEP:
+            self._hidden = None
+            self._executor.sleep()
+        elif call is GpuCall.WAKE_UP:
+            self._executor.wake_up()
+        else:
+            return False
+        return True
 
     def follow(self, message: RingMessage) -> None:
         """Make the call of a message; it returns before the device is done."""

@@ -12,6 +12,7 @@ import torch
 
 from quire.base.gc_policy import paused_collector
 from quire.base.logging import get_logger
+from quire.parallel.communicator import CountingCommunicator
 from quire.worker.device.faults import is_out_of_memory, release_unused
 from quire.worker.device.host_step import SAMPLINGS, Sampling
 
@@ -21,13 +22,15 @@ _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class GraphKey(NamedTuple):
-    """What a recorded step is for: so many sequences, padding included, of any length; and how they are sampled."""
+    """What a CUDA graph is for: so many sequences, padding included, of any length; how they are sampled; and whether some
+    have LoRA adapters."""
 
     num_rows: int
     sampling: Sampling
+    has_adapters: bool = False
 
     def __str__(self) -> str:
-        return f"{self.num_rows} sequences ({self.sampling})"
+        return f"{self.num_rows} sequences ({self.sampling}{', adapters' if self.has_adapters else ''})"
 
 
 class GraphGrid:
@@ -39,7 +42,7 @@ class GraphGrid:
 
     @property
     def max_rows(self) -> int:
-        """The most sequences of a recorded step; a larger step is launched one by one."""
+        """The most sequences of a CUDA graph; a larger step is launched one by one."""
         return self._rows[-1]
 
     @property
@@ -60,23 +63,25 @@ _FEWEST_TOKENS, _FEWEST_OF_DRAFTS, _DOUBLED_TO, _PARTS_OF_DOUBLING = 64, 8, 256,
 
 
 class PromptKey(NamedTuple):
-    """What a recorded step with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
-    context; which short runs of queries there may be; and whether drafts that are trees, which may be chains as well."""
+    """What a CUDA graph with tokens of prompts is for: so many tokens, padding included, of sequences of at most so much
+    context; which short runs of queries there may be; whether drafts that are trees, which may be chains as well; and whether
+    some tokens have LoRA adapters."""
 
     num_tokens: int
     max_context_len: int
     short_runs: ShortRuns
     has_trees: bool = False
+    has_adapters: bool = False
 
     def __str__(self) -> str:
-        more = ", trees" if self.has_trees else ""
+        more = (", trees" if self.has_trees else "") + (", adapters" if self.has_adapters else "")
         return f"{self.num_tokens} tokens of contexts up to {self.max_context_len} ({self.short_runs} short runs{more})"
 
 
 class PromptGrid:
     """The keys that there are: tokens by doubling, then by quarters of it, so that at most a fifth of a larger step is padding.
 
-    max_tokens        the most of a recorded step; 0: none is
+    max_tokens        the most of a CUDA graph; 0: there is none
     max_context_lens  rising
     has_drafts        whether steps with few drafts are to be expected, which are smaller than those with prompts
     has_trees         whether some of these are trees
@@ -120,6 +125,17 @@ class GraphRecorder(Protocol):
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
         """Record what a step launches, without running it, and return what launches it again, on the same memory."""
         ...
+
+
+class CountedRecorder:
+    """Records with another recorder, and counts the collectives of a recording each time that it is launched."""
+
+    def __init__(self, inner: GraphRecorder, communicator: CountingCommunicator) -> None:
+        self._inner, self._communicator = inner, communicator
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """See GraphRecorder."""
+        return self._communicator.recorded(self._inner.record, step)
 
 
 class StepGraphs:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
+from quire.kernels.reference.recurrent import StateRows, place_saves
+from quire.model.lora.numbers import NO_ADAPTER
 from quire.model.token_runs import TreePlaces, run_places, short_rope_tokens
 from quire.worker.step_executor import StepTokens
 
 Sampling = Literal["plain", "cuts"]
 """What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
+
+STATE_ARRAYS = ("state_sources", "state_saves", "state_checkpoints")
+"""The fields of DeviceStateRows."""
 
 _NO_TREES = TreePlaces(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint64))
 
@@ -28,16 +33,18 @@ class HostStep:
     sequence that gets a next token, and drafts, behind which all are sampled, too.
 
     counts            tokens of each sequence
-    rows              [S] i32, lines of the device's tables; a line belongs to a sequence from its start to its end
+    rows              [S] i32, batch slots: rows of the device's tables; a slot belongs to a sequence from its start to its end
     context_lens      [S] i32, tokens in the cache once this step is stored; 0: padding
     given_ids         [T] i64; -1: the token that the device sampled last for the sequence
     positions, slots  [T] i64; slot -1: the token's KV is stored nowhere. Drafts of a tree have the positions of their depths.
                       Tokens with the short variant of a rope have rows of the rope table that follow those of the long variant
     logit_rows        [R] i64 tokens whose logits are wanted, those of drafts last
-    sampled_rows      [R] i32 lines of theirs
+    sampled_rows      [R] i32 batch slots of theirs
     sample_positions  [R] i64 of the tokens that will be sampled
     num_drafts        how many of R are drafts
     trees             None: there are none, or all are chains
+    states            rows of recurrent states, as in DeviceStateRows, on the host; None: the model has none
+    adapters          [T] i32 the number of each token's LoRA adapter, -1: none; None: no token has one
     """
 
     counts: tuple[int, ...]
@@ -51,6 +58,8 @@ class HostStep:
     sample_positions: NDArray[np.int64]
     num_drafts: int = 0
     trees: TreePlaces | None = None
+    states: tuple[list[int], list[int], list[int]] | None = None
+    adapters: NDArray[np.int32] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -58,11 +67,19 @@ class HostStep:
         return len(self.given_ids) == len(self.counts) == len(self.logit_rows)
 
 
-def host_step(tokens: StepTokens, tables: NDArray[np.int64], block_size: int, num_long_rope_rows: int = 0) -> HostStep:
+def host_step(
+    tokens: StepTokens,
+    tables: NDArray[np.int64],
+    block_size: int,
+    num_long_rope_rows: int = 0,
+    states: StateRows | None = None,
+    adapters: NDArray[np.int32] | None = None,
+) -> HostStep:
     """Return the arrays of a step.
 
     tables              [N, max_blocks], the block tables of all batch slots
     num_long_rope_rows  rows of the rope table before those of the short variant
+    adapters            see HostStep
     """
     starts, ends = np.array(tokens.starts), np.array(tokens.ends)
     counts = np.diff(starts)
@@ -92,13 +109,15 @@ def host_step(tokens: StepTokens, tables: NDArray[np.int64], block_size: int, nu
         sample_positions,
         len(logit_rows) - tokens.num_ready,
         tokens.trees,
+        None if states is None else place_saves(states, tokens.starts),
+        adapters,
     )
 
 
 def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
     """Write the tokens of a step into the arrays of its fields' names, and token_rows [T] and query_starts [S + 1].
 
-    The arrays may be longer. The further sequences are of the line padding_row and empty, but for the last one: it has the
+    The arrays may be longer. The further sequences are of batch slot padding_row and empty, except the last one: it has the
     further tokens, which see and store nothing. So do trees, where there are arrays for them.
     """
     num_tokens, counts, starts = len(step.given_ids), np.array(step.counts, np.int64), arrays["query_starts"]
@@ -108,6 +127,7 @@ def fill(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row:
     starts[1 : len(counts) + 1] = np.cumsum(counts)
     starts[len(counts) + 1 :] = num_tokens
     starts[-1] = len(arrays["given_ids"])
+    _fill_adapters(arrays, step)
     _fill_tokens(arrays, step)
     if "ancestors" in arrays:
         trees = _NO_TREES if step.trees is None else step.trees
@@ -122,10 +142,10 @@ def fill_sampled(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> N
         arrays[name][:] = getattr(step, name)
 
 
-def fill_lines_of_decode(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
+def fill_decode_slots(arrays: Mapping[str, NDArray[np.generic]], step: HostStep, padding_row: int) -> None:
     """Write what of a decode step depends on which sequences are in it alone.
 
-    The arrays may be longer: sequences of the line padding_row, which see and store nothing, are added.
+    The arrays may be longer: sequences of the batch slot padding_row, which see and store nothing, are added.
     """
     count, num_rows = len(step.counts), len(arrays["rows"])
     if count > num_rows or not step.is_decode:
@@ -133,6 +153,7 @@ def fill_lines_of_decode(arrays: Mapping[str, NDArray[np.generic]], step: HostSt
     for name in ("rows", "token_rows", "sampled_rows"):
         arrays[name][:count] = step.rows
         arrays[name][count:] = padding_row
+    _fill_adapters(arrays, step)
     arrays["query_starts"][:] = np.arange(num_rows + 1)
     arrays["logit_rows"][:] = np.arange(num_rows)
 
@@ -143,11 +164,19 @@ def fill_places(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> No
     _write(arrays["sample_positions"], step.sample_positions, 0)
 
 
+def _fill_adapters(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
+    if step.adapters is not None:
+        _write(arrays["adapters"], step.adapters, NO_ADAPTER)
+
+
 def _fill_tokens(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> None:
     _write(arrays["given_ids"], step.given_ids, 0)
     _write(arrays["positions"], step.positions, 0)
     _write(arrays["slots"], step.slots, -1)
     _write(arrays["context_lens"], step.context_lens, 0)
+    if "state_sources" in arrays:
+        for name, rows in zip(STATE_ARRAYS, step.states or ((), (), ()), strict=True):
+            _write(arrays[name], np.array(rows, np.int32), -1)
 
 
 def _write(array: NDArray[np.generic], values: NDArray[np.generic], padding: int) -> None:
@@ -161,6 +190,11 @@ def empty_step() -> HostStep:
     """Return a step without tokens."""
     none, none_of_rows = np.zeros(0, np.int64), np.zeros(0, np.int32)
     return HostStep((), none_of_rows, none_of_rows, none, none, none, none, none_of_rows, none)
+
+
+def with_adapters(step: HostStep, has_adapters: bool) -> HostStep:
+    """Return a step of padding whose tokens have the first LoRA adapter, if has_adapters."""
+    return replace(step, adapters=np.zeros(len(step.given_ids), np.int32)) if has_adapters else step
 
 
 def full_step(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -12,16 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
+from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, Launched, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, Sampling
+from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
 
 _SPINS = 200
@@ -87,10 +90,35 @@ class LeaderGpuExecutor(GpuStepExecutor):
                 self._workers.ring.send([GpuCall.LOGITS, first, last])
             return super().logits_at(started, first, last)
 
+    def rank_stats(self) -> list[RankStats]:
+        """See StepExecutor. The collectives on the devices are those of this rank: all ranks make the same."""
+        found = self._workers.stats()
+        found[0] = replace(found[0], collectives=self._group.device.stats())
+        shares = self._group.shares
+        return [replace(stats, share=share / sum(shares)) for stats, share in zip(found, shares, strict=True)]
+
     def check_health(self) -> None:
         """See StepExecutor."""
         with self._scope():
             self._workers.barrier.check()
+
+    def sleep(self) -> None:
+        """See StepExecutor: every rank does, before this returns."""
+        with self._scope():
+            self._workers.ring.send([GpuCall.SLEEP])
+            super().sleep()
+            self._workers.communicator.barrier()
+
+    def wake_up(self) -> None:
+        """See StepExecutor: every rank does, before this returns. All ranks record the same CUDA graphs by themselves."""
+        with self._scope():
+            self._workers.ring.send([GpuCall.WAKE_UP])
+            self._is_leading = False
+            try:
+                super().wake_up()
+            finally:
+                self._is_leading = True
+            self._workers.communicator.barrier()
 
     def close(self) -> None:
         """See StepExecutor: the workers end."""
@@ -100,8 +128,8 @@ class LeaderGpuExecutor(GpuStepExecutor):
             super().close()
         self._group.close()
 
-    def give_pool(self, pool: DeviceKvPool) -> None:
-        """See GpuStepExecutor."""
+    def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
+        """See GpuStepExecutor. There are no recurrent states: models that have them run on one GPU."""
         super().close()
         self._pool = pool
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,18 +14,21 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec
 from quire.contracts.memory import MemoryPlan, format_bytes
-from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.contracts.model_spec import DTYPE_BYTES, NO_ATTENTION, ModelSpec, MoeSpec
+from quire.kernels.reference.kv_formats import can_rotate_on_gpu
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
+from quire.model.lora.adapter import adapter_bytes
+from quire.model.offload_plan import OffloadPlan, plan_offload
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
-from quire.worker.memory import MAX_DEFAULT_BLOCKS, given_blocks, max_num_batched_tokens
+from quire.worker.memory import count_states, given_blocks, max_num_batched_tokens
 
 HOW_TO_SAVE = (
     "lower max_num_batched_tokens, max_num_seqs or max_model_len, or gpu_memory_utilization where others use the device too; "
@@ -44,10 +47,10 @@ _MAX_DRAFT_LOGITS = 1 << 27
 
 _NUM_COPIES = 12
 _DRIVER_BYTES = 16 << 20
-"""What copies of a recorded step may have found in what the driver had taken already: it takes memory in pieces, so that one
+"""What copies of a CUDA graph may have found in what the driver had taken already: it takes memory in pieces, so that one
 copy takes nothing or a whole piece."""
 _LATER_BYTES = 128 << 20
-"""What recorded steps may take later beside: a library's working memory for another thread, and pieces for smaller tensors."""
+"""What CUDA graphs may take later beside: a library's working memory for another thread, and pieces for smaller tensors."""
 
 
 class DeviceMemory(Protocol):
@@ -138,7 +141,7 @@ class DeviceUsage:
 
     foreign_bytes     taken by others, and by the driver and the code of the kernels
     weight_bytes      of the model and of what lies beside it for good
-    activation_bytes  peak of one full step, and of the recorded steps' own pool; at least what measuring the device takes
+    activation_bytes  peak of one full step, and of the CUDA graphs' own pool; at least what measuring the device takes
     """
 
     total_bytes: int
@@ -148,7 +151,7 @@ class DeviceUsage:
 
 
 class Recordings(NamedTuple):
-    """Recorded steps.
+    """CUDA graphs.
 
     samples         records steps of every sort, the largest first, and runs them: what all share is there then, and code
     copies          records one of the largest steps so many times more, and runs them: what each has of its own
@@ -224,7 +227,8 @@ def most_step_tokens(num_batched_tokens: int, max_num_seqs: int, max_model_len: 
 
 
 def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> int:
-    """Return about what the weights of a model take on a device: narrow ones as they are stored, or will be quantised."""
+    """Return about what the weights of a model take on a device: quantised ones as they are stored, or will be quantised. LoRA
+    adapters are not counted, see DeviceAdapters."""
     if config.quantization is not None:
         return quantized_bytes(shapes, spec, DEVICE_POLICIES[config.quantization])
     dense = sum(map(math.prod, shapes.values())) * DTYPE_BYTES[spec.dtype]
@@ -251,11 +255,14 @@ def estimate_memory(
     rank  of tensor parallelism, whose part the plan is for
     Raises ConfigError, also where the model cannot be shared by so many ranks.
     """
+    if spec.has_recurrent_state:
+        _check_recurrent(config, spec)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     if config.tensor_parallel_size > 1:
         shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
+    _check_rotated(config, spec)
     kv = KvSpec.of(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
@@ -263,8 +270,56 @@ def estimate_memory(
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)
     num_rows = config.max_num_seqs + min(most_drafts_on_device(config, spec.vocab_size), num_tokens - 1)
+    offload = offload_plan(config, spec, shapes, num_weight_bytes)
+    num_offloaded_bytes = 0 if offload is None else offload.num_bytes
+    num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
+    if config.enable_lora:
+        head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+        num_weight_bytes += config.max_loras * adapter_bytes({**head, **shapes}, config.max_lora_rank, DTYPE_BYTES[spec.dtype])
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
-    return plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")
+    plan = plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")
+    return replace(plan, offloaded_bytes=num_offloaded_bytes)
+
+
+def offload_plan(
+    config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], num_weight_bytes: int
+) -> OffloadPlan | None:
+    """Return which layers cpu_offload_gb moves to host memory; None: it is 0.
+
+    num_weight_bytes  of all weights, as they are run
+    Raises ConfigError where it is less than a layer, or more than the host has.
+    """
+    if config.cpu_offload_gb == 0:
+        return None
+    plan = plan_offload(spec, shapes, num_weight_bytes, int(config.cpu_offload_gb * (1 << 30)))
+    available = available_memory_bytes()
+    if plan.num_bytes > available:
+        raise ConfigError(
+            f"cpu_offload_gb is {config.cpu_offload_gb:g}, which moves {format_bytes(plan.num_bytes)} of weights to host "
+            f"memory, but {format_bytes(available)} are available there: lower it"
+        )
+    return plan
+
+
+def _check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for options with which a GPU does not run models with a recurrent state."""
+    what = f"a {spec.model_type!r} model has layers with a recurrent state"
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}: {what}, which run on one GPU; set it to 1")
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}: {what}, whose cache is not quantised; choose 'auto'")
+
+
+def _check_rotated(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError for heads that the kernels cannot rotate, if the KV format has codes of four bits."""
+    if 4 not in QUANTIZED_KV_BITS.get(config.kv_cache_dtype, ()):
+        return
+    for layer in spec.layers:
+        if layer.attention != NO_ATTENTION and not can_rotate_on_gpu(layer.attention.head_dim):
+            raise ConfigError(
+                f"kv_cache_dtype {config.kv_cache_dtype!r} needs, on a GPU, heads of a power of two of values from 16 on, but "
+                f"this model has heads of {layer.attention.head_dim}; choose 'auto', 'int8' or 'fp8'"
+            )
 
 
 def plan_device_memory(
@@ -284,8 +339,10 @@ def plan_device_memory(
     Raises ConfigError, with the numbers and what to change, where nothing is left.
     """
     available = math.floor(usage.total_bytes * config.gpu_memory_utilization) - usage.foreign_bytes
-    room = available - usage.weight_bytes - usage.activation_bytes
-    given = given_blocks(config, kv)
+    num_states, num_checkpoints = count_states(config, kv)
+    state_bytes = num_states * kv.bytes_per_state
+    room = available - usage.weight_bytes - usage.activation_bytes - state_bytes
+    given = given_blocks(config, kv, max(1, kv.bytes_per_block))
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
     wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
     block_bytes = kv.bytes_per_block + draft_block_bytes
@@ -295,10 +352,12 @@ def plan_device_memory(
         share = config.gpu_memory_utilization
         raise ConfigError(
             f"the device has {format_bytes(usage.total_bytes)}, of which gpu_memory_utilization {share:g} and what others use "
-            f"leave {format_bytes(max(0, available))}; the model takes {format_bytes(usage.weight_bytes)} and a "
-            f"step up to {format_bytes(usage.activation_bytes)}, a KV block {format_bytes(block_bytes)}{asked}: raise "
+            f"leave {format_bytes(max(0, available))}; the model takes {format_bytes(usage.weight_bytes)}, "
+            f"{num_states} recurrent states {format_bytes(state_bytes)} and a step up to "
+            f"{format_bytes(usage.activation_bytes)}, a KV block {format_bytes(block_bytes)}{asked}: raise "
             "gpu_memory_utilization; lower max_num_batched_tokens, max_num_seqs, max_model_len"
             + (", num_kv_blocks or kv_cache_memory_bytes" if given is not None else "")
             + "; or take a smaller model or dtype"
         )
-    return MemoryPlan(available, usage.weight_bytes, usage.activation_bytes, kv, num_blocks, max_model_len)
+    taken = usage.weight_bytes, usage.activation_bytes
+    return MemoryPlan(available, *taken, kv, num_blocks, max_model_len, num_states, num_checkpoints)

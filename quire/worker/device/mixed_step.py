@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
-from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata, TileLists, Tiles
+from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata, DeviceStateRows, TileLists, Tiles
 from quire.worker.device.graphs import PromptKey, ShortRuns
-from quire.worker.device.host_step import HostStep
+from quire.worker.device.host_step import STATE_ARRAYS, HostStep
 from quire.worker.device.staging import Part
 
 _HIDING_OPERATIONS = 2e11
@@ -30,12 +30,16 @@ class MixedSizes(NamedTuple):
 
     tiles      for each kind, how many short and how many long ones
     has_trees  whether there are arrays for drafts that are trees
+    has_states whether there are arrays for recurrent states
+    has_adapters  whether there is an array for the numbers of LoRA adapters
     """
 
     num_tokens: int
     num_sequences: int
     tiles: tuple[tuple[int, int], ...]
     has_trees: bool = False
+    has_states: bool = False
+    has_adapters: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -48,11 +52,15 @@ class MixedSizes(NamedTuple):
             for name in ("sequences", "offsets")
         ]
         trees = _tree_parts(self.num_tokens, self.num_sequences) if self.has_trees else []
-        return [*token_parts(self.num_tokens, self.num_sequences), *trees, *lists]
+        flags = self.has_states, self.has_adapters
+        return [*token_parts(self.num_tokens, self.num_sequences, *flags), *trees, *lists]
 
 
-def token_parts(num_tokens: int, num_sequences: int) -> list[Part]:
+def token_parts(num_tokens: int, num_sequences: int, has_states: bool = False, has_adapters: bool = False) -> list[Part]:
     """Return the arrays of a step's tokens and sequences, as host_step.py fills them."""
+    counts = (num_sequences, num_tokens, num_tokens)
+    states = [Part(name, torch.int32, count) for name, count in zip(STATE_ARRAYS, counts, strict=True)] if has_states else []
+    adapters = [Part("adapters", torch.int32, num_tokens)] if has_adapters else []
     return [
         Part("given_ids", torch.int64, num_tokens),
         Part("token_rows", torch.int32, num_tokens),
@@ -61,6 +69,8 @@ def token_parts(num_tokens: int, num_sequences: int) -> list[Part]:
         Part("rows", torch.int32, num_sequences),
         Part("context_lens", torch.int32, num_sequences),
         Part("query_starts", torch.int32, num_sequences + 1),
+        *states,
+        *adapters,
     ]
 
 
@@ -78,25 +88,27 @@ class StepShape(NamedTuple):
     counts        tokens of each sequence
     context_lens  of each sequence, with them
     has_trees     whether drafts are trees
+    has_adapters  whether some tokens have LoRA adapters
     """
 
     counts: tuple[int, ...]
     context_lens: tuple[int, ...]
     has_trees: bool = False
+    has_adapters: bool = False
 
     @classmethod
     def of(cls, step: HostStep) -> StepShape:
         """Return that of a step."""
-        return cls(step.counts, tuple(step.context_lens.tolist()), step.trees is not None)
+        return cls(step.counts, tuple(step.context_lens.tolist()), step.trees is not None, step.adapters is not None)
 
 
-def exact_sizes(shape: StepShape, lists: Sequence[TileLists]) -> MixedSizes:
+def exact_sizes(shape: StepShape, lists: Sequence[TileLists], has_states: bool = False) -> MixedSizes:
     """Return the sizes of a step without padding."""
     tiles = tuple((len(own.short), len(own.long)) for own in lists)
-    return MixedSizes(sum(shape.counts), len(shape.counts), tiles, shape.has_trees)
+    return MixedSizes(sum(shape.counts), len(shape.counts), tiles, shape.has_trees, has_states, shape.has_adapters)
 
 
-def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -> MixedSizes:
+def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind], has_states: bool = False) -> MixedSizes:
     """Return sizes that hold every step of a key, with one sequence of padding behind those of the step."""
     most = min(max_num_seqs, key.num_tokens)
     num_short = 0 if key.short_runs == "none" else most
@@ -105,7 +117,7 @@ def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind]) -
         (num_short, key.num_tokens // num_queries + min(most, key.num_tokens // (longest_short + 1)) + 1)
         for num_queries, longest_short in kinds
     ]
-    return MixedSizes(key.num_tokens, most + 1, tuple(tiles), key.has_trees)
+    return MixedSizes(key.num_tokens, most + 1, tuple(tiles), key.has_trees, has_states, key.has_adapters)
 
 
 def fill_tiles(
@@ -141,7 +153,8 @@ def exact_step(
 ) -> DeviceAttentionMetadata:
     """Return a step of exact_sizes, whose arrays are on the device; tables [S, max_blocks] i32."""
     places = *_places(arrays), tables, *_trees(arrays)
-    found = DeviceAttentionMetadata(*places, shape.counts, max(shape.context_lens), False, shape.context_lens, library)
+    lengths, states = shape.context_lens, states_of(arrays)
+    found = DeviceAttentionMetadata(*places, shape.counts, max(lengths), False, lengths, library, states)
     _place_tiles(found, arrays, kinds, [own.longest_short for own in lists])
     return found
 
@@ -150,7 +163,8 @@ def padded_step(
     key: PromptKey, arrays: Mapping[str, Tensor], tables: Tensor, kinds: Sequence[TileKind]
 ) -> DeviceAttentionMetadata:
     """Return the step of a key, of padded_sizes: the same launches for every step of that key."""
-    found = DeviceAttentionMetadata(*_places(arrays), tables, *_trees(arrays), None, key.max_context_len)
+    places = *_places(arrays), tables, *_trees(arrays)
+    found = DeviceAttentionMetadata(*places, None, key.max_context_len, states=states_of(arrays))
     _place_tiles(found, arrays, kinds, [most if key.short_runs == "any" else 1 for _, most in kinds])
     return found
 
@@ -161,6 +175,11 @@ def _places(arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 def _trees(arrays: Mapping[str, Tensor]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     return arrays.get("num_drafts"), arrays.get("ancestors"), arrays.get("tree_positions")
+
+
+def states_of(arrays: Mapping[str, Tensor]) -> DeviceStateRows | None:
+    """Return the rows of recurrent states of a step, if its arrays have any."""
+    return DeviceStateRows(*(arrays[name] for name in STATE_ARRAYS)) if STATE_ARRAYS[0] in arrays else None
 
 
 def _place_tiles(
@@ -182,4 +201,5 @@ def _active_weights(spec: ModelSpec, layer: LayerSpec) -> int:
     attention, mlp = layer.attention, layer.mlp
     expert, count = (mlp, 1) if isinstance(mlp, MlpSpec) else (mlp.expert, mlp.top_k)
     heads = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim
-    return spec.hidden_size * (heads + count * (3 if expert.is_gated else 2) * expert.intermediate_size)
+    inner = count * (3 if expert.is_gated else 2) * expert.intermediate_size
+    return spec.hidden_size * max(spec.hidden_size, heads + inner)  # a mixer has no fewer

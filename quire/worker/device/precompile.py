@@ -32,7 +32,7 @@ from quire.kernels.triton.tile_table import TileTable, using
 from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
-from quire.worker.device.gpu_executor import StepSizes
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.variants import ServedHead, ServedModel, head_variants, serving_variants
 
 logger = get_logger(__name__)

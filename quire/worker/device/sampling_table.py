@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from quire.kernels.triton.sampling import RowOptions
+from quire.kernels.cpu.sampling import DrawOptions, SampleStatus
+from quire.kernels.triton.sampling import RowOptions, sample_rows
+from quire.kernels.triton.sampling import row_options as draw_options
 from quire.worker.device.host_step import Sampling
 from quire.worker.device.staging import Part
 from quire.worker.step_executor import SlotSampling
@@ -77,3 +79,13 @@ def option_parts(num_rows: int) -> list[Part]:
 def row_options(device: Mapping[str, Tensor]) -> RowOptions:
     """Return the arrays of `option_parts` as the sampler takes them."""
     return RowOptions(**{name: device[name] for name in _COLUMNS}, positions=device["sample_positions"])
+
+
+def draw_on_device(logits: Tensor, row_ids: Sequence[int], options: Sequence[DrawOptions]) -> list[tuple[int, SampleStatus]]:
+    """Draw the tokens of some rows of logits where these are; see sampling.sampler.Draw."""
+    if not row_ids:
+        return []
+    rows = logits if len(row_ids) == len(logits) else logits[list(row_ids)]
+    has_cuts = any(not row.is_greedy and (row.top_k > 0 or row.top_p < 1 or row.log_min_p > float("-inf")) for row in options)
+    found = sample_rows(rows, draw_options(options, logits.shape[1], logits.device), has_cuts)
+    return list(zip(found.tokens.tolist(), map(SampleStatus, found.statuses.tolist()), strict=True))

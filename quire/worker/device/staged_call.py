@@ -21,12 +21,14 @@ from quire.worker.device.mixed_step import StepShape
 
 
 class ChangeCounts(NamedTuple):
-    """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of."""
+    """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
+    and recurrent states to copy."""
 
     num_entries: int = 0
     num_copies: int = 0
     num_moves: int = 0
     num_moved: int = 0
+    num_state_copies: int = 0
 
     @classmethod
     def of(cls, changes: BlockTableUpdates) -> ChangeCounts:
@@ -34,7 +36,7 @@ class ChangeCounts(NamedTuple):
         num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
         moves = changes.moves
         num_moves, num_moved = (0, 0) if moves is None else (len(moves.sources), len(moves.starts) - 1)
-        return cls(num_entries, len(changes.block_copies), num_moves, num_moved)
+        return cls(num_entries, len(changes.block_copies), num_moves, num_moved, len(changes.state_copies))
 
     @property
     def is_empty(self) -> bool:
@@ -46,7 +48,7 @@ class StagedCall(NamedTuple):
     """Changes, and a step if there is one.
 
     changes       are made first
-    key           of a recorded step; None: it is launched one by one, or there is none
+    key           of a CUDA graph; None: it is launched one by one, or there is none
     shape         of a step that is launched one by one
     sampling      of a step
     num_sampled   tokens behind which one is sampled; of a decode step that is recorded, padding included
@@ -66,6 +68,8 @@ class GpuCall(IntEnum):
 
     STAGED = 1
     LOGITS = 2
+    SLEEP = 3
+    WAKE_UP = 4
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)
@@ -102,5 +106,5 @@ def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
         shape = StepShape(counts, lengths, bool(of_key[0]))
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
-    call = StagedCall(ChangeCounts(*words[9:13]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
+    call = StagedCall(ChangeCounts(*words[9:14]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
     return call, message.arrays[0].view(np.uint8)

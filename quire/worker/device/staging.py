@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -130,3 +131,16 @@ class Readback:
 def staged_bytes(parts: Sequence[Part]) -> int:
     """Return the most bytes that these parts take."""
     return sum(part.count * part.dtype.itemsize + _ALIGNMENT for part in parts)
+
+
+def waits_by(method: weakref.WeakMethod[Callable[[torch.cuda.Event], None]]) -> Callable[[torch.cuda.Event], None]:
+    """Return a function that waits for an event by a method, without keeping its object alive."""
+
+    def wait(event: torch.cuda.Event) -> None:
+        bound = method()
+        if bound is None:
+            event.synchronize()
+        else:
+            bound(event)
+
+    return wait

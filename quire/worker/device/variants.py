@@ -27,9 +27,10 @@ from quire.model.token_runs import TreePlaces
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.step_executor import Moves
 
 _META = torch.device("meta")
@@ -121,7 +122,7 @@ def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
     found = _step_variants(head, served.kv, sizes)
     with torch.inference_mode(), noted_launches() as launches:
         for num_tokens in _powers_of_two(sizes.max_num_batched_tokens):
-            head.narrow(torch.empty(num_tokens, served.head.feature_size, dtype=head.dtype, device=_META))
+            head.fuse_features(torch.empty(num_tokens, served.head.feature_size, dtype=head.dtype, device=_META))
     return list(dict.fromkeys([*found, *map(variant_of, launches)]))
 
 
@@ -143,7 +144,7 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
     executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
-        # Recorded steps with prompts differ from the others below in their attention alone, and that not by their tokens.
+        # CUDA graphs of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
         prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
         for key in [*prompts, *executor.grid.keys]:
             executor.record(key)

@@ -34,6 +34,7 @@ def counts_of(value):
     return strings, containers + 1, values + max(len(value) - 1, 0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part_bytes", [7, 1 << 20])
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(BODY, st.booleans())

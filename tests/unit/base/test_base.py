@@ -50,6 +50,7 @@ def test_environment_stays_when_torch_is_loaded_and_would_not_see_a_change(monke
     assert environment == {}
 
 
+@pytest.mark.slow
 def test_how_threads_wait_is_settled_when_quire_loads_torch():
     kept = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     code = "import os; from quire import LLM; print(os.environ.get('GOMP_SPINCOUNT'))"

@@ -14,6 +14,7 @@ OPTIONS = ConversationOptions(num_turns=3, first_tokens=64, turn_tokens=16, outp
 ENGINE = {"model": "demo", "num_threads": 1, "num_kv_blocks": 12, "max_model_len": 128}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 def test_later_turns_find_their_history_in_the_tiers(tmp_path):
     tiers = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}

@@ -24,6 +24,7 @@ def command(code, file):
     return [sys.executable, "-c", writes + code]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "code, limit_s, error",
     [

@@ -56,6 +56,7 @@ def test_outcomes_are_counted_and_failures_shown_and_the_next_file_runs(run):
     assert "error" not in found["fine"]
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_is_stopped_and_one_that_has_not_begun_is_named_when_the_time_is_over(run):
     started = time.monotonic()
     found = run(["hangs", "fine"], 2, at_once=1)
@@ -71,6 +72,7 @@ def test_names_of_failures_and_whole_outputs_are_kept(run, tmp_path):
     assert VERBOSE in (tmp_path / "names.txt").read_text()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["sums up", "is deaf"])
 def test_names_of_failures_are_kept_when_a_file_is_stopped(run, tmp_path, monkeypatch, gpu_tests, name):
     monkeypatch.setattr(gpu_tests, "_SECONDS_TO_SUM_UP", 1)

@@ -24,6 +24,7 @@ def small_setup(rows=(1, 3)):
     return Setup(native, "portable", num_threads=1, working_set_bytes=100_000, rows=rows, lengths=(40,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", [*(pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]), *ISAS[-1:]])
 def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path, capsys, isa):
     file = tmp_path / "record.json"
@@ -37,7 +38,7 @@ def test_command_measures_every_kernel_and_writes_a_record(tiny_model, tmp_path,
     assert formats == {"bf16", "bf12", "f32", "f16", "int8", "int4", "fp8"}
     for kernel in ("attention", "store"):
         formats = {result["number_format"] for result in record["results"] if result["kernel"] == kernel}
-        assert formats == {"bf16", "f32", "int8"}
+        assert formats == {"bf16", "f32", "int8", "k8v4", "turboquant_4bit"}
     for result in record["results"]:
         assert result["seconds"] > 0
         assert result["bandwidth_share"] == pytest.approx(result["bytes_per_s"] / result["machine_bytes_per_s"])

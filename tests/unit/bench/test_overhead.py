@@ -12,6 +12,7 @@ from quire.cli.main import main
 from quire.contracts.config import EngineConfig
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_the_rounds(capsys, tiny_model, tmp_path):
     path = tmp_path / "figures.json"
     options = ("--num-prompts", "3", "--input-len", "9", "--output-len", "4", "--num-iters", "2", "--output-json", str(path))
@@ -24,6 +25,17 @@ def test_figures_are_those_of_the_rounds(capsys, tiny_model, tmp_path):
     assert (figures["least_ratio"], figures["greatest_ratio"]) == pytest.approx((min(ratios), max(ratios)))
     assert {"--num-kv-blocks", "40", "--no-enable-prefix-caching", "--max-num-seqs"} <= set(figures["server"])
     assert "median ratio" in capsys.readouterr().out
+
+
+def test_timelines_are_measured_round_by_round(capsys, tiny_model, tmp_path):
+    path = tmp_path / "figures.json"
+    options = ("--num-prompts", "2", "--input-len", "9", "--output-len", "4", "--num-iters", "2", "--output-json", str(path))
+    engine = ("--num-kv-blocks", "40", "--dtype", "float32", "--max-num-seqs", "4")
+    assert main(["bench", "overhead", "--timelines", "--model", str(tiny_model), *options, *engine]) == 0
+    figures = json.loads(path.read_text())
+    assert len(figures["ratios"]) == 2
+    assert figures["cost"] == pytest.approx(1 - sum(figures["ratios"]) / 2)
+    assert "Timelines cost" in capsys.readouterr().out
 
 
 def test_server_that_cannot_start_is_told(tiny_model):

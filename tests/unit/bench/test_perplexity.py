@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import torch
 from quire import EngineConfig
 from quire.base.errors import ConfigError, RequestError
 from quire.bench.perplexity import Windows, compare_perplexity, cut_windows
+from quire.contracts.kv_compression import KvCompression
 from quire.model.build import load_model, whole_prompt_logits
 from quire.text.tokenizer import load_tokenizer
 
+STREAMING = {"method": "streaming", "budget_tokens": 48}
 TEXT = "the quick brown fox jumps over the lazy dog, and then the other. " * 4
 
 
@@ -78,6 +81,19 @@ def test_precisions_are_compared_over_the_same_tokens(tiny_model):
     assert 0 < abs(int8.relative) < abs(int4.relative) < 0.2
 
 
+def test_compression_is_compared_over_the_tokens_after_the_first_eviction(tiny_model):
+    ratios = (KvCompression(method="snapkv", compression_ratio=0.0, recent_tokens=8), KvCompression(**STREAMING))
+    record = compare_perplexity(config_of(tiny_model), TEXT * 4, "foxes", Windows(200, compressions=ratios))
+    plain, nothing, streaming = record.results
+    assert (plain.num_scored_tokens, streaming.num_scored_tokens) == (nothing.num_scored_tokens,) * 2
+    assert plain.num_scored_tokens < plain.num_tokens / 2
+    assert nothing.relative == pytest.approx(0.0, abs=1e-6)
+    assert streaming.relative != 0.0
+    assert "KV compression streaming, 48 tokens" in streaming.describe()
+    with pytest.raises(ConfigError, match="after_tokens"):
+        Windows(compressions=(KvCompression(**STREAMING, after_tokens=64),)).first_scored(64)
+
+
 def test_record_says_what_was_measured_where_and_when(tiny_model):
     record = compare_perplexity(config_of(tiny_model, quantization="int8"), TEXT, "foxes", Windows(64))
     values = json.loads(record.to_json())
@@ -104,3 +120,15 @@ def test_windows_that_do_not_fit_are_refused():
 def test_text_of_one_token_is_refused(tiny_model):
     with pytest.raises(RequestError, match="at least 2"):
         compare_perplexity(config_of(tiny_model), "t", "t", Windows())
+
+
+def test_lossy_routing_prints_its_loss_and_what_it_has_changed():
+    config = EngineConfig(model="demo-moe", num_kv_blocks=64, device="cpu", num_threads=1)
+    text = "It was a cold morning when the detective looked at the door. " * 4
+    record = compare_perplexity(config, text, "t", Windows(), against=["expert_capacity_factor=1", "expert_min_share=1"])
+    plain, capacity, weak = record.describe().splitlines()
+    assert "expert" not in plain
+    assert re.search(r"expert_capacity_factor 1 \((?!0\.0%)[\d.]+% of choices moved, [\d.]+% dropped, 0.0% weak\).*%", capacity)
+    assert re.search(r"expert_min_share 1 \(0.0% of choices moved, 0.0% dropped, 50.0% weak\).*, \+[\d.]+%", weak)
+    with pytest.raises(ConfigError, match="expert_min_share must be a number, got 'x'"):
+        compare_perplexity(config, text, "t", Windows(), against=["expert_min_share=x"])

@@ -14,6 +14,7 @@ SHORT = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["
 SCHEMAS = (SHORT, {"not": {"maxLength": 9}}, {"type": "array", "items": {"type": "boolean"}})
 
 
+@pytest.mark.slow
 def test_schemas_are_counted_and_their_outputs_end():
     record = measure_schemas(
         EngineConfig(model="demo", max_num_seqs=4, complete_json_within_max_tokens=True), SchemaTrial(SCHEMAS, 60, 2)

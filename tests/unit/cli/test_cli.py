@@ -135,6 +135,7 @@ def test_standard_input_that_is_not_text_is_refused(tiny_model):
     assert b"error: standard input is not UTF-8 text" in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_standard_output_is_no_error(tiny_model):
     command = f"{sys.executable} -m quire inspect {tiny_model} >&-"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
@@ -157,6 +158,12 @@ def test_inspect_shows_what_each_pipeline_stage_has(capsys):
     stages = [line for line in out.splitlines() if line.startswith("stage ")]
     assert [line.split("; ")[1] for line in stages] == ["layers 0 to 5 and the embedding", "layers 6 to 7 and the LM head"]
     assert ["768.0 KiB" in stages[0], "256.0 KiB" in stages[1]] == [True, True]
+    status, out, _ = run(capsys, "inspect", "demo", "-tp", 2, *options)
+    ranks = [line for line in out.splitlines() if line.startswith("stage ")]
+    assert [line[:15] for line in ranks] == [f"stage {stage}, rank {rank}" for stage in (0, 1) for rank in (0, 1)]
+    assert ["384.0 KiB" in line for line in ranks] == [True, True, False, False]
+    assert [line.split("; ")[2] for line in ranks[2:]] == ["heads 0 to 1, kv heads 0 to 0", "heads 2 to 3, kv heads 1 to 1"]
+    assert not [line for line in out.splitlines() if line.startswith("rank ")]
 
 
 def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
@@ -178,6 +185,7 @@ def test_bench_throughput_writes_its_figures(capsys, tiny_model, tmp_path):
     assert "Of 1 runs" not in out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_repeats", [2, 3])
 def test_bench_throughput_reports_the_median_when_it_is_repeated(capsys, tiny_model, tmp_path, num_repeats):
     path = tmp_path / "figures.json"
@@ -245,6 +253,7 @@ def test_quantize_writes_a_checkpoint_that_generates(capsys, tiny_model, tmp_pat
     assert (status, out[:7]) == (0, "the fox")
 
 
+@pytest.mark.slow
 def test_character_that_the_terminal_lacks_does_not_end_an_answer(tiny_model):
     command = [sys.executable, "-m", "quire", "generate", "the \u00e9", "--model", str(tiny_model), "--max-tokens", "2"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -412,6 +421,7 @@ def test_help_and_version_load_no_torch():
     assert out.splitlines()[-1] == "False"
 
 
+@pytest.mark.slow
 def test_closed_pipe_is_not_an_error(tiny_model):
     command = f"{sys.executable} -m quire inspect {tiny_model} --parameters | true"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)

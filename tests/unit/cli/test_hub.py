@@ -59,6 +59,7 @@ def test_pulled_model_is_listed_and_removed(quire, hub, tmp_path):
     assert (again.returncode, "is not in the cache" in again.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_interrupted_download_goes_on_with_the_files_that_are_missing(quire, hub, tmp_path):
     del hub.files["model.safetensors"]
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -82,6 +83,7 @@ def test_interrupted_download_goes_on_with_the_files_that_are_missing(quire, hub
     assert json.loads(quire("list", "--json").stdout)[0]["is_complete"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("left_out", ["model.safetensors", "model-00002-of-00002.safetensors"])
 def test_model_without_all_its_weights_is_incomplete(quire, hub, tmp_path, left_out):
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
@@ -96,6 +98,7 @@ def test_model_without_all_its_weights_is_incomplete(quire, hub, tmp_path, left_
     assert not json.loads(quire("list", "--json").stdout)[0]["is_complete"]
 
 
+@pytest.mark.slow
 def test_revisions_are_pulled_and_removed_one_by_one(quire, hub):
     assert quire("pull", "org/name").returncode == 0
     hub.files["config.json"] = b'{"v": 1}'
@@ -108,6 +111,7 @@ def test_revisions_are_pulled_and_removed_one_by_one(quire, hub):
     assert json.loads(quire("list", "--json").stdout)[0]["revisions"] == [f"main ({COMMITS['main'][:8]})"]
 
 
+@pytest.mark.slow
 def test_token_is_sent(quire, hub):
     hub.token = "secret"
     refused = quire("pull", "org/name")
@@ -124,6 +128,7 @@ def test_model_of_this_machine_is_not_pulled(quire, tmp_path):
         assert (refused.returncode, "is on this machine already" in refused.stderr) == (1, True)
 
 
+@pytest.mark.slow
 def test_name_that_is_nearly_there_is_suggested(quire):
     assert quire("pull", "org/name").returncode == 0
     refused = quire("rm", "org/nme")

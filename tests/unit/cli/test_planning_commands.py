@@ -170,3 +170,97 @@ def test_sweep_of_an_engine_in_process(tiny_model, tmp_path, capsys):
     lengths = ["--random-input-len", "20", "--random-output-len", "10", "--num-prompts", "6", "--no-progress"]
     assert main([*arguments, *lengths, "--sweep", "concurrency:1,3", "--ignore-eos", "--output-json", str(path)]) == 0
     assert [run["completed"] for run in json.loads(path.read_text())["runs"]] == [6, 6]
+
+
+def test_bench_parallel_simulates_layouts(capsys):
+    command = ["bench", "parallel", "--simulate", "H100x2", "--model", "demo-moe", "--context-len", "64"]
+    assert main([*command, "--layout", "ep2", "--layout", "tp1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("SIMULATED: demo-moe (bfloat16) on 2 x NVIDIA H100")
+    assert [line.split()[0] for line in lines[1:]] == ["layout", "ep2", "tp1"]
+    assert main([*command, "--layout", "tp4"]) == 1
+    assert "layout tp4 has 4 devices, but --simulate has 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layout", "tp2"], "--layout needs --simulate"),
+        (["--batch-size", "4"], "--batch-size needs --simulate or --compare"),
+        (["--compare", "--imbalance", "2"], "--imbalance needs --simulate"),
+        (["--simulate", "H100x2", "--ranks", "2"], "--ranks must be left out with --simulate"),
+        (["--compare", "--idle", "1"], "--idle must be left out with --compare"),
+        (["--simulate", "H100x2", "--compare"], "--simulate and --compare: give one of them"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_bench_parallel_refuses_options_without_effect(options, message, capsys):
+    assert message in refused(["bench", "parallel", *options], capsys)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (
+            ["--prefill-replicas", "2", "--kv-host-gb", "9", "--link-gb-per-s", "25", "--link-latency-ms", "1"],
+            " prompts handed over",
+        ),
+        (["--fail", "0:0.3:1", "--replicas", "2"], "streams continued"),
+        (["--autoscale", "1:3", "--autoscale-interval", "1", "--prompt-tokens-per-s", "800"], "serve: 3 replicas"),
+        ([], "Model bandwidth utilization, MBU (%)"),
+    ],
+    ids=["roles", "failure", "autoscale", "utilization"],
+)
+def test_simulate_shows_what_happened_to_replicas(llama_8b, options, text, capsys):
+    arguments = ["simulate", llama_8b, "--hardware", "h100", "--num-prompts", "20", "--request-rate", "10"]
+    assert main([*arguments, "--input-len", "600", "--output-len", "100", *options]) == 0
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--prefill-replicas", "-1"], "--prefill-replicas must be an integer >= 0, got -1"),
+        (["--prefill-replicas", "1", "--link-gb-per-s", "0"], "--link-gb-per-s must be a number above 0, got 0"),
+        (["--prefill-replicas", "1", "--kv-disk-gb", "1"], "--kv-disk-gb must be left out with --prefill-replicas"),
+        (["--kv-host-gb", "-1"], "--kv-host-gb must be a number above 0, got -1"),
+        (["--kv-host-gb", "0.001"], "raise --kv-host-gb"),
+        (["--fail", "1:5"], "--fail takes a replica below 1"),
+        (["--fail", "soon"], "--fail takes REPLICA:AT_S"),
+        (["--autoscale", "0:4"], "--autoscale takes MIN:MAX"),
+        (["--autoscale", "1:2", "--replicas", "3"], "--replicas must be from 1 to 2"),
+        (["--autoscale", "1:2", "--prompt-tokens-per-s", "0"], "prompt_tokens_per_s must be a positive number, got 0"),
+        (["--link-gb-per-s", "5"], "--link-gb-per-s needs --prefill-replicas"),
+        (["--kv-save", "all"], "--kv-save needs --kv-host-gb, --kv-disk-gb or --prefill-replicas"),
+        (["--kv-host-gb", "9", "--kv-disk-gb-per-s", "1"], "--kv-disk-gb-per-s needs --kv-disk-gb"),
+        (["--down-delay", "5"], "--down-delay needs --autoscale"),
+        (["--autoscale", "1:2", "--batching", "static"], "--batching must be continuous"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_events_of_a_simulation_are_refused_by_name(llama_8b, options, message, capsys):
+    assert message in refused(["simulate", llama_8b, "--hardware", "h100", *options], capsys)
+
+
+def test_simulated_tiers_load_what_left_the_pool(llama_8b, tmp_path, capsys):
+    rows = [f'{{"timestamp": {1000 * place}, "input_length": 400, "output_length": 2, "hash_ids": [{one}]}}'
+            for place, one in enumerate([1, 2, 1])]  # fmt: skip
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(rows))
+    tiers = ["--kv-host-gb", "1", "--kv-disk-gb", "20", "--kv-save", "all", "--num-kv-blocks", "30", "--block-size", "16"]
+    assert main(["simulate", llama_8b, "--hardware", "h100", "--trace", str(path), "--max-model-len", "480", *tiers]) == 0
+    assert "pages loaded from the host" in capsys.readouterr().out
+
+
+def test_utilization_of_a_server_needs_its_checkpoint(capsys):
+    message = refused(["bench", "serve", "--hardware", "h100"], capsys)
+    assert "--hardware and --measured need --model" in message
+    assert "--num-devices needs --hardware or --measured" in refused(["bench", "serve", "--num-devices", "2"], capsys)
+    assert "--kv-cache-dtype is of the engine" in refused(["bench", "serve", "--kv-cache-dtype", "int8"], capsys)
+
+
+def test_run_of_an_engine_in_process_has_its_utilization(steps_record, tiny_model, capsys):
+    arguments = ["bench", "serve", "--in-process", "--model", str(tiny_model), "--measured", steps_record, "--no-progress"]
+    load = ["--num-prompts", "3", "--input-len", "9", "--output-len", "6", "--num-kv-blocks", "40", "--device", "cpu"]
+    assert main([*arguments, *load]) == 0
+    assert "Model FLOPs utilization, MFU (%)" in capsys.readouterr().out

@@ -21,9 +21,9 @@ OPTIONS = (
     "--drain-grace 1 --drain-timeout 1 --watchdog-timeout 1 --start-timeout 1 --max-restarts 1 --restart-window 1 "
     "--tool-call-parser hermes --reasoning-parser qwen3 --max-n 1 --strict --max-stored-files 1 --max-stored-batches 3 "
     "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1 "
-    "--metrics-names both --kv-events-endpoint tcp://*:5557 --kv-events-replay-endpoint tcp://*:5558 "
+    "--metrics-names both --kv-events-endpoint tcp://*:5557 --kv-events-replay-endpoint tcp://*:5558 --kv-events-encoding map "
     "--uds u --ssl-keyfile k --ssl-certfile c "
-    "--root-path /p/ --no-access-log --cache-secret-file s"
+    "--root-path /p/ --no-access-log --cache-secret-file s --lora-modules sql=/a chat=/b --max-timelines 1"
 )
 
 
@@ -40,6 +40,7 @@ def test_every_setting_of_the_server_has_an_option(monkeypatch):
     ]
     assert same == []
     assert changed.metric_labels == {"zone": "a", "rack": "b"}
+    assert changed.lora_modules == (("sql", "/a"), ("chat", "/b"))
 
 
 @pytest.mark.parametrize("label", ["zone", "model_name=x", "le=1", "0a=1", "__a=1", "a b=1", "=1"])

@@ -16,12 +16,12 @@ def test_sizes_multiply_and_replicas_do_not_count():
     config = ParallelConfig(
         tensor_parallel_size=2,
         pipeline_parallel_size=3,
-        decode_context_parallel_size=2,
-        attention_data_parallel_size=2,
         data_parallel_size=7,
         enable_expert_parallel=True,
     )
-    assert config.world_size == 24
+    assert config.world_size == 6
+    assert ParallelConfig(tensor_parallel_size=4, decode_context_parallel_size=2).world_size == 4  # tensor-parallel ranks
+    assert ParallelConfig(prefill_context_parallel_size=3, data_parallel_size=2).world_size == 3
 
 
 def test_shares_may_be_a_list():
@@ -37,14 +37,18 @@ def test_shares_may_be_a_list():
         ({"pipeline_parallel_size": 1.5}, "pipeline_parallel_size must be an integer >= 1, got 1.5"),
         ({"data_parallel_size": True}, "data_parallel_size"),
         ({"decode_context_parallel_size": "2"}, "decode_context_parallel_size"),
-        ({"attention_data_parallel_size": None}, "attention_data_parallel_size"),
+        ({"enable_dp_attention": None}, "enable_dp_attention must be True or False, got None"),
+        ({"enable_dp_attention": True}, "enable_dp_attention is True, but tensor_parallel_size is 1"),
+        (
+            {"enable_dp_attention": True, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "enable_dp_attention is True and decode_context_parallel_size 2: both together",
+        ),
         ({"enable_expert_parallel": 1}, "enable_expert_parallel must be True or False, got 1"),
-        ({"tensor_parallel_size": 16, "pipeline_parallel_size": 5}, "at most 64, got 16 \\* 5 \\* 1 \\* 1 = 80 ranks"),
+        ({"tensor_parallel_size": 16, "pipeline_parallel_size": 5}, "at most 64, got 16 \\* 5 \\* 1 = 80 ranks"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1,)}, "one number for each of the 2"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, 0)}, "numbers > 0, got 0"),
         ({"tensor_parallel_size": 2, "tensor_parallel_shares": (1, float("inf"))}, "finite"),
         ({"tensor_parallel_shares": "auto"}, "tensor_parallel_shares must be None or a sequence"),
-        ({"attention_data_parallel_size": 2}, "enable_expert_parallel=True"),
     ],
 )
 def test_bad_values_are_named(fields, told):

@@ -23,6 +23,7 @@ NOT_INTS = (True, False, 1.0, 1.5, "1", NAN, [1])
 
 BAD = (
     [(name, value) for name in NUMBERS for value in NOT_NUMBERS]
+    + [("kv_compression", {"method": "streaming"}), ("kv_compression", 64)]
     + [("temperature", -0.1), ("temperature", -1e-300)]
     + [("top_p", value) for value in (0, 0.0, -0.5, 1.0001, 2)]
     + [("typical_p", value) for value in (0, -0.5, 1.0001)]
@@ -54,6 +55,7 @@ BAD = (
         for value in (0, 1, None, "true")
     ]
     + [("constraint", {"regex": "a"}), ("structured_outputs", {"regex": "a"})]
+    + [("kv_compression", value) for value in ("snapkv", {"method": "streaming"}, 3)]
 )
 
 GOOD = [

@@ -68,8 +68,8 @@ class HeldMatcher(WrappingMatcher):
         self._is_held = False
         return self._inner.source.fill(self._inner, words)
 
-    def narrow(self, words):
-        self._inner.narrow(words)
+    def restrict(self, words):
+        self._inner.restrict(words)
 
     def advance(self, token_id):
         self._check("advance")

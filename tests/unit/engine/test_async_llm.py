@@ -186,6 +186,7 @@ def test_request_of_a_closed_event_loop_is_aborted_and_its_id_is_free(llm):
     assert asyncio.run(run())[-1].finished
 
 
+@pytest.mark.slow
 def test_program_that_does_not_close_ends_cleanly(tiny_model):
     code = f"""
 import asyncio

@@ -97,7 +97,7 @@ def test_outputs_are_those_of_steps_one_by_one(tiny_model, late_runners, seed, n
     found = []
     for is_ahead in (False, True):
         engine = make_engine(tiny_model, async_scheduling=None if is_ahead else False, **options)
-        late_runners[-1].inner._masks.wait_policy = patience
+        late_runners[-1].inner.grammar_masks.wait_policy = patience
         found.append(outputs_of(engine, seed))
         engine.close()
     assert found[0] == found[1]
@@ -180,7 +180,7 @@ def test_logits_that_are_not_finite_end_one_request_alone(tiny_model, late_runne
     engine = make_engine(tiny_model, block_size=4)  # torch's decoder
     engine.add_request("bad", [1, 2], greedy(5))
     engine.add_request("good", [4, 5, 6], greedy(3))
-    decoder = late_runners[0].inner._executor._decoder
+    decoder = late_runners[0].inner.executor.target.model
     real = decoder.logits
 
     def poisoned(hidden):

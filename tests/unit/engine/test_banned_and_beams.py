@@ -123,6 +123,7 @@ def test_tokens_that_a_grammar_forces_are_computed_together_and_beams_are_those_
     assert steps[0] < 0.75 * steps[1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("config", [{"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "model": "ITSELF"}])
 def test_beams_are_the_same_when_drafts_are_on(tiny_model, config):
     config = {**config, **({"model": str(tiny_model)} if "model" in config else {}), "adaptive": False}

@@ -211,9 +211,9 @@ def test_generate_refuses_pooling_params(llm, params):
 
 def test_vector_that_is_not_finite_is_an_error_of_its_request_alone(tiny_model, monkeypatch):
     engine = LLMEngine(str(tiny_model), **options())
-    real = engine._runner._executor._decoder.hidden_states
+    real = engine.runner.executor.target.model.hidden_states
     monkeypatch.setattr(
-        engine._runner._executor._decoder, "hidden_states", lambda a, b: real(a, b) * (math.nan if a == 0 else 1)
+        engine.runner.executor.target.model, "hidden_states", lambda a, b: real(a, b) * (math.nan if a == 0 else 1)
     )
     for name in ("bad", "good"):
         engine.add_request(name, [1, 2, 3], PoolingParams(pooling="mean"))
@@ -229,7 +229,7 @@ def test_failing_step_ends_embeddings_with_an_error(tiny_model, monkeypatch):
     engine = LLMEngine(str(tiny_model), **options())
     engine.add_request("e", [1, 2, 3], PoolingParams())
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "execute", lambda plan: 1 / 0)
+        patch.setattr(engine.runner, "execute", lambda plan: 1 / 0)
         (output,) = engine.step()
     assert (output.outputs.finish_reason, output.finished) == ("error", True)
     assert "ZeroDivisionError" in output.error

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from quire.engine import disk_tier
+from quire.engine import disk_tier, llm_engine
 from quire.kernels.native import load_native
 from quire.kv.tiers import disk_store
 from quire.kv.tiers.disk_folder import file_stats, verify_pages
@@ -165,6 +165,7 @@ def other_version(folder):
     db.close()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -189,14 +190,17 @@ def test_a_folder_that_cannot_be_used_is_told_and_the_engine_runs_without(
     assert message in warnings[0]
 
 
-def test_pages_of_another_format_are_not_found(options, expected):
-    fill({**options, "kv_cache_dtype": "int8"})
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("other", ["int8", "turboquant_4bit", "k8v4"])
+def test_pages_of_another_format_are_not_found(options, expected, other):
+    fill({**options, "kv_cache_dtype": other})
     with make_llm(**options) as llm:
         found, cached = run(llm, [PREFIX])
     assert (found, cached) == (expected, [0])
     assert len(file_stats(disk_tier.Path(options["kv_disk_dir"]))) == 2
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["find", "read"])
 def test_request_does_not_wait_for_a_disk_that_hangs_and_neither_does_the_end(monkeypatch, options, expected, name):
     fill(options)
@@ -208,6 +212,7 @@ def test_request_does_not_wait_for_a_disk_that_hangs_and_neither_does_the_end(mo
 
     monkeypatch.setattr(DiskStore, name, hang)
     monkeypatch.setattr(disk_tier, "_CLOSE_S", 0.2)
+    monkeypatch.setattr(llm_engine, "_CLOSE_SAVE_S", 0.2)
     try:
         with make_llm(**options) as llm:
             begin = time.monotonic()

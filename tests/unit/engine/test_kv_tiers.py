@@ -42,8 +42,19 @@ def run(llm, prompts, **params):
 PROMPTS = [PREFIX, *OTHERS, PREFIX, PREFIX + OTHERS[0][:90], OTHERS[1]]
 
 
+@pytest.mark.one_in(2)
 @needs_native
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "float32"}], ids=["bf16", "int8", "f32"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "turboquant_4bit"},
+        {"kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0, -1)},
+        {"dtype": "float32"},
+    ],
+    ids=["bf16", "int8", "4-bit", "k8v4", "f32"],
+)
 def test_tokens_are_those_of_a_cold_engine(options):
     with make_llm(enable_prefix_caching=False, **options) as cold:
         expected, _ = run(cold, PROMPTS)
@@ -70,12 +81,13 @@ def test_preempted_sequences_find_their_blocks_in_the_tier():
 
 
 DRAFTS = [
-    {"method": "ngram", "num_speculative_tokens": 3},
-    {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
-    {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3},
+    {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3, "adaptive": False},
+    {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3, "adaptive": False},
 ]
 
 
+@pytest.mark.one_in(3)
 @needs_native
 @pytest.mark.parametrize("drafts", DRAFTS, ids=lambda drafts: drafts["method"])
 def test_tokens_are_those_of_a_cold_engine_when_drafts_follow(drafts):
@@ -89,6 +101,7 @@ def test_tokens_are_those_of_a_cold_engine_when_drafts_follow(drafts):
     assert min(cached[5:]) >= 64
 
 
+@pytest.mark.slow
 @needs_native
 def test_tensor_parallel_ranks_give_the_tokens_of_a_cold_engine(monkeypatch):
     monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)

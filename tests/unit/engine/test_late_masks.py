@@ -61,7 +61,7 @@ def engine(tiny_model, gate):
 def alone(model, prompt, wanted, **options):
     """Return what a request says by itself, in steps that wait for every mask."""
     engine = LLMEngine(str(model), **{**OPTIONS, **options})
-    engine._runner._masks.wait_policy = None
+    engine.runner.grammar_masks.wait_policy = None
     try:
         submit(engine, "alone", prompt, wanted)
         return said(run(engine)["alone"])
@@ -89,8 +89,8 @@ def test_late_sequence_is_in_no_step_until_its_mask_is_there(engine, gate):
     submit(engine, "slow", [7, 8, 9], SLOW, gate)
     submit(engine, "free", [5] * 6, FREE)
     plans = []
-    execute = engine._runner.execute
-    engine._runner.execute = lambda plan: plans.append(plan) or execute(plan)
+    execute = engine.runner.execute
+    engine.runner.execute = lambda plan: plans.append(plan) or execute(plan)
     num_free_tokens = iter(range(9))
     run(engine, until=lambda outputs: next(num_free_tokens, None) is None)
     assert dict(plans[0].num_scheduled_tokens) == {0: 3, 1: 6}
@@ -106,7 +106,7 @@ def test_late_sequence_is_in_no_step_until_its_mask_is_there(engine, gate):
 
 def test_steps_wait_and_compute_nothing_when_only_late_sequences_are_left(engine, gate):
     waits = []
-    filler = engine._runner._masks.filler
+    filler = engine.runner.grammar_masks.filler
     wait = filler.wait_for_any
 
     def counted(fills, timeout_s):
@@ -147,7 +147,7 @@ def test_aborted_request_is_gone_while_its_mask_is_still_filled(tiny_model, engi
     assert gate.num_held == 1
     assert said(outputs["again"]) == alone(tiny_model, [7, 8, 9], SLOW)
     check_invariants(engine.scheduler)
-    assert engine._runner._masks.take_ready() == ()
+    assert engine.runner.grammar_masks.take_ready() == ()
 
 
 @pytest.mark.parametrize("is_caching", [True, False])
@@ -186,7 +186,7 @@ def test_request_ends_with_its_error_when_a_late_mask_fails(engine, gate):
     submit(engine, "free", [5] * 6, FREE)
     run(engine, until=lambda outputs: "free" in outputs)
     gate.wait_until_held()
-    (fill,) = engine._runner._masks._pending.values()
+    (fill,) = engine.runner.grammar_masks._pending.values()
 
     def fail(matcher, words):
         raise ValueError("it is too much")
@@ -232,8 +232,8 @@ def live(model, expected, seed, install_in=lambda engine: None, **options):
     """Run all requests, masks coming at random, some after many steps; return how many sequences were late."""
     gate, rng = Gate(), random.Random(seed)
     engine = LLMEngine(str(model), **{**NATIVE, **options})
-    engine._runner._masks.wait_policy = HASTY
-    engine._runner._masks.filler._clock = Clock(random.Random(seed))
+    engine.runner.grammar_masks.wait_policy = HASTY
+    engine.runner.grammar_masks.filler._clock = Clock(random.Random(seed))
     install_in(engine)
     num_late = 0
     commit = engine.scheduler.commit

@@ -7,7 +7,7 @@ import signal
 import pytest
 import torch
 
-from quire import LLM, EngineConfig, LLMEngine, ModelFormatError, RequestError, SamplingParams
+from quire import LLM, EngineConfig, LLMEngine, ModelFormatError, RequestError, SamplingParams, StructuredOutputsParams
 from quire.worker.step_driver import StepDriver
 from tests.tiny_checkpoint import VOCAB_SIZE
 
@@ -93,14 +93,14 @@ def test_failing_step_ends_its_sequences_and_spares_the_others(tiny_model, monke
     engine.add_request("a", [1, 2, 3], greedy(max_tokens=5))
     engine.add_request("b", [4, 5, 6], greedy(max_tokens=3))
     engine.step()
-    real = engine._runner._executor._decoder.forward
+    real = engine.runner.executor.target.model.forward
     monkeypatch.setattr(
-        engine._runner._executor._decoder, "forward", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
+        engine.runner.executor.target.model, "forward", lambda *args: (_ for _ in ()).throw(MemoryError("no room"))
     )
     (failed,) = engine.step()
     assert (failed.request_id, failed.finished, failed.outputs[0].finish_reason) == ("a", True, "error")
     assert "no room" in failed.error
-    monkeypatch.setattr(engine._runner._executor._decoder, "forward", real)
+    monkeypatch.setattr(engine.runner.executor.target.model, "forward", real)
     final = run_to_end(engine)[-1]
     assert (final.request_id, final.outputs[0].token_ids) == ("b", expected)
     assert engine.scheduler.kv_usage == 0
@@ -111,7 +111,7 @@ def test_step_that_fails_while_its_plan_is_applied_leaves_the_engine_usable(tiny
     engine = make_engine(tiny_model, max_num_seqs=2)
     for name in ("a", "b"):
         engine.add_request(name, [1, 2, 3], greedy(max_tokens=5))
-    batch = engine._runner._batch
+    batch = engine.runner.batch
     real = batch._append_blocks
     monkeypatch.setattr(batch, "_append_blocks", lambda row, blocks: (_ for _ in ()).throw(MemoryError("no room")))
     assert [o.outputs[0].finish_reason for o in engine.step()] == ["error", "error"]
@@ -127,7 +127,7 @@ def test_step_that_fails_while_its_plan_is_applied_leaves_the_engine_usable(tiny
 def test_interrupt_within_a_step_is_raised_after_it_and_loses_nothing(tiny_model, monkeypatch, place):
     engine = make_engine(tiny_model)
     engine.add_request("a", [1, 2, 3], greedy(max_tokens=3))
-    owner = engine._runner if place == "execute" else engine.scheduler
+    owner = engine.runner if place == "execute" else engine.scheduler
     real = getattr(owner, place)
 
     def interrupt(*args):
@@ -150,17 +150,17 @@ def test_second_interrupt_ends_the_step_at_once_and_the_engine_goes_on(tiny_mode
     engine = make_engine(tiny_model, max_num_seqs=1)
     engine.add_request("a", [1, 2, 3], greedy(max_tokens=3))
     engine.add_request("b", [1, 2, 3], greedy(max_tokens=3))
-    real = engine._runner.execute
+    real = engine.runner.execute
 
     def interrupt(plan):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         raise AssertionError("not reached")
 
-    monkeypatch.setattr(engine._runner, "execute", interrupt)
+    monkeypatch.setattr(engine.runner, "execute", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    monkeypatch.setattr(engine._runner, "execute", real)
+    monkeypatch.setattr(engine.runner, "execute", real)
     ends = {o.request_id: o.outputs[0].finish_reason for o in run_to_end(engine) if o.finished}
     assert ends == {"a": "error", "b": "length"}
     engine.close()
@@ -169,7 +169,7 @@ def test_second_interrupt_ends_the_step_at_once_and_the_engine_goes_on(tiny_mode
 def test_interrupted_generate_leaves_nothing_running(tiny_model, monkeypatch):
     llm = LLM(str(tiny_model), num_kv_blocks=50, block_size=4)
     expected = llm.generate([[1, 2, 3]], greedy(max_tokens=8), use_tqdm=False)[0].outputs[0].token_ids
-    real = llm.llm_engine._runner.execute
+    real = llm.llm_engine.runner.execute
     steps = []
 
     def interrupt(plan):
@@ -178,7 +178,7 @@ def test_interrupted_generate_leaves_nothing_running(tiny_model, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return real(plan)
 
-    monkeypatch.setattr(llm.llm_engine._runner, "execute", interrupt)
+    monkeypatch.setattr(llm.llm_engine.runner, "execute", interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2, 3], [4]], greedy(max_tokens=8), use_tqdm=False)
     assert llm.llm_engine.num_unfinished_requests() == 0
@@ -213,16 +213,16 @@ def test_sequence_with_nan_logits_ends_with_an_error_alone(tiny_model, monkeypat
     engine = make_engine(tiny_model)
     engine.add_request("bad", [1, 2], greedy(max_tokens=5))
     engine.add_request("good", [4, 5, 6], greedy(max_tokens=3))
-    real = engine._runner._executor._decoder.logits
+    real = engine.runner.executor.target.model.logits
 
     def poisoned(hidden):
         logits = real(hidden).clone()
         logits[0] = torch.nan
         return logits
 
-    monkeypatch.setattr(engine._runner._executor._decoder, "logits", poisoned)
+    monkeypatch.setattr(engine.runner.executor.target.model, "logits", poisoned)
     outputs = engine.step()
-    monkeypatch.setattr(engine._runner._executor._decoder, "logits", real)
+    monkeypatch.setattr(engine.runner.executor.target.model, "logits", real)
     bad = next(o for o in outputs if o.request_id == "bad")
     assert (bad.finished, bad.outputs[0].finish_reason) == (True, "error")
     assert "NaN" in bad.error
@@ -234,7 +234,7 @@ def test_nan_left_in_freed_blocks_does_not_reach_a_later_sequence(tiny_model):
     engine = make_engine(tiny_model, num_kv_blocks=6)
     engine.add_request("a", [1, 2, 3, 4, 5], greedy(max_tokens=6))
     expected = run_to_end(engine)[-1].outputs[0].token_ids
-    for cache in (*engine._runner._executor._kv.k, *engine._runner._executor._kv.v):
+    for cache in (*engine.runner.executor.target.kv.k, *engine.runner.executor.target.kv.v):
         cache.fill_(torch.nan)
     engine.add_request("b", {"prompt_token_ids": [1, 2, 3, 4, 5], "cache_salt": "other"}, greedy(max_tokens=6))
     assert run_to_end(engine)[-1].outputs[0].token_ids == expected
@@ -322,3 +322,40 @@ def test_runner_is_closed_when_there_is_no_tokenizer(tiny_model, tmp_path, monke
     with pytest.raises(ModelFormatError, match="has no tokenizer"):
         make_engine(tmp_path / "model")
     assert len(closed) == 1
+
+
+def test_last_output_has_a_timeline_when_the_engine_records_it(tiny_model):
+    engine = make_engine(tiny_model, max_num_batched_tokens=8, max_num_seqs=2)
+    engine.records_timelines = True
+    engine.add_request("a", list(range(1, 21)), greedy(max_tokens=4))
+    engine.step()
+    assert [event.kind for event in engine.timeline_of("a").events] == ["queue", "admit", "prefill"]
+    *before, last = run_to_end(engine)
+    assert all(output.metrics.timeline is None for output in before)
+    metrics, events = last.metrics, last.metrics.timeline.events
+    assert [event.kind for event in events] == ["queue", "admit", *["prefill"] * 3, "decode", "finish"]
+    assert [event.num_tokens for event in events if event.kind == "prefill"] == [8, 8, 4]
+    assert (events[-2].num_tokens, events[-1].reason) == (3, "length")
+    assert metrics.arrival_time <= events[0].start_s <= metrics.first_scheduled_time <= metrics.first_token_time
+    assert events[-2].start_s <= metrics.first_token_time <= metrics.finished_time
+    assert engine.timeline_of("a") is None
+    engine.close()
+
+
+def test_no_timeline_is_made_when_the_engine_does_not_record_it(tiny_model):
+    engine = make_engine(tiny_model)
+    engine.add_request("a", [1, 2, 3], greedy(max_tokens=2))
+    assert engine.timeline_of("a") is None
+    assert run_to_end(engine)[-1].metrics.timeline is None
+    engine.close()
+
+
+def test_compilation_of_a_constraint_is_in_the_timeline(tiny_model):
+    engine = make_engine(tiny_model)
+    engine.records_timelines = True
+    params = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="[ab]{1,3}"))
+    engine.add_request("a", [1, 2, 3], params)
+    events = run_to_end(engine)[-1].metrics.timeline.events
+    assert [event.kind for event in events][:3] == ["compile", "queue", "admit"]
+    assert events[0].start_s <= events[0].end_s == events[1].start_s
+    engine.close()

@@ -32,6 +32,8 @@ PRECISIONS = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
+    "bf16-4-bit-cache": {"dtype": "bfloat16", "kv_cache_dtype": "turboquant_4bit"},
+    "f32-k8v4-cache-but-for-layer-0": {"dtype": "float32", "kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0,)},
 }
 
 

@@ -273,6 +273,7 @@ def test_process_is_ended_by_the_system_when_compiling_computes_for_too_long(voc
         compiler.close()
 
 
+@pytest.mark.slow
 def test_constraint_is_refused_when_compiling_takes_too_much_memory(vocabulary):
     sandbox = SandboxedCompiler((sys.executable, "-c", HOARD), memory_bytes=1 << 30, max_cpu_s=60)
     compiler = GrammarCompiler(lambda: vocabulary, sandbox)
@@ -412,7 +413,7 @@ def is_alive(pid):
 def group_of(server):
     """Return the numbers of a server's process and of those that it has forked."""
     others = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [server._process.pid, *(pid for pid in others if read_process(pid)[1] == server._process.pid)]
+    return [server.pid, *(pid for pid in others if read_process(pid)[1] == server.pid)]
 
 
 def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
@@ -420,8 +421,8 @@ def test_no_process_is_left_when_the_compiler_is_closed(vocabulary):
     compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     compile_one(compiler, "regex", "a")
     pending = [compiler.start(Constraint(kind="regex", source=f"hang{number}")) for number in range(5)]
-    wait_until(lambda: sandbox._num_slow == 5)
-    (server,) = sandbox._servers.values()
+    wait_until(lambda: sandbox.num_slow == 5)
+    (server,) = sandbox.servers
     pids = group_of(server)
     assert len(pids) >= 6
     compiler.close()
@@ -439,8 +440,8 @@ def test_no_process_is_left_when_what_started_it_is_killed(vocabulary):
     compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     for number in range(4):
         compiler.start(Constraint(kind="regex", source=f"hang{number}"))
-    wait_until(lambda: sandbox._num_slow == 4)
-    (server,) = sandbox._servers.values()
+    wait_until(lambda: sandbox.num_slow == 4)
+    (server,) = sandbox.servers
     pids = group_of(server)
     server._control.shutdown(socket.SHUT_RDWR)  # as the system does for a process that has ended
     wait_until(lambda: not any(map(is_alive, pids)))
@@ -451,7 +452,7 @@ def test_nursery_that_was_ended_by_the_system_is_started_again(vocabulary):
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         compile_one(compiler, "regex", "a")
-        (server,) = compiler.sandbox._servers.values()
+        (server,) = compiler.sandbox.servers
         pids = group_of(server)
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -467,8 +468,8 @@ def test_constraint_whose_process_ended_with_a_closed_nursery_may_come_again(voc
     compiler = GrammarCompiler(lambda: vocabulary, sandbox)
     try:
         pending = compiler.start(Constraint(kind="regex", source="hang"))
-        wait_until(lambda: sandbox._num_slow == 1)
-        (server,) = sandbox._servers.values()
+        wait_until(lambda: sandbox.num_slow == 1)
+        (server,) = sandbox.servers
         server.close()
         with pytest.raises(RequestError, match="the system has ended the process"):
             pending.result()
@@ -482,17 +483,17 @@ def test_nursery_whose_reply_was_late_is_asked_no_more_and_another_begins(vocabu
     compiler = GrammarCompiler(lambda: vocabulary)
     try:
         compile_one(compiler, "regex", "a")
-        (server,) = compiler.sandbox._servers.values()
+        (server,) = compiler.sandbox.servers
         server._control.settimeout(0.2)
-        os.kill(server._process.pid, signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGSTOP)
         with pytest.raises(SandboxServerError):
             server.fork()
-        os.kill(server._process.pid, signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         with pytest.raises(SandboxServerError, match="late"):
             server.fork()
         compiler.sandbox._idle.clear()
         assert accepts(compile_one(compiler, "regex", "b"), "b")
-        assert server not in compiler.sandbox._servers.values()
+        assert server not in compiler.sandbox.servers
     finally:
         compiler.close()
 
@@ -555,7 +556,7 @@ def test_constraint_that_is_slow_is_compiled_behind_those_that_are_quick(vocabul
         assert accepts(compile_one(compiler, "regex", "a"), "a")
         for number, compilation in enumerate(slow):
             assert accepts(compilation.result(), f"rest{number}")
-        wait_until(lambda: compiler.sandbox._num_slow == 0)
+        wait_until(lambda: compiler.sandbox.num_slow == 0)
     finally:
         compiler.close()
 
@@ -566,7 +567,7 @@ def test_process_that_was_being_started_ends_when_the_prober_is_closed(monkeypat
 
     def close_then_start(*args, **kwargs):
         closing.start()
-        wait_until(lambda: sandbox._is_closed)
+        wait_until(lambda: sandbox.is_closed)
         begun.append(start(*args, **kwargs))
         return begun[0]
 

@@ -165,7 +165,7 @@ class CountedEndings:
 
 def counted_matcher(compiler, schema, max_tokens):
     constraint = Constraint(kind="json_schema", source=json.dumps(schema))
-    endings = CountedEndings(compiler._get_endings())
+    endings = CountedEndings(compiler.shortest_completions())
     return LengthBoundedGrammar(compiler.start(constraint).result(), endings, max_tokens).new_matcher(), endings
 
 
@@ -210,7 +210,7 @@ def test_no_end_is_looked_for_on_the_way_to_one(compiler):
 
 
 def test_the_token_of_an_end_is_the_first_of_its_order(compiler):
-    endings, rng = compiler._get_endings(), np.random.default_rng(3)
+    endings, rng = compiler.shortest_completions(), np.random.default_rng(3)
     for place in range(3):
         for share in (0.003, 0.02, 0.5, 1.0):
             for _ in range(20):
@@ -228,7 +228,7 @@ def test_the_token_of_an_end_is_the_first_of_its_order(compiler):
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 def test_an_end_fits_when_the_output_could_take_it_and_end(compiler, backend):
     pytest.importorskip(backend)
-    endings, rng = compiler._get_endings(), random.Random(8)
+    endings, rng = compiler.shortest_completions(), random.Random(8)
     grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(PERSON), backend=backend)).result()
     outcomes = set()
     for _ in range(8):
@@ -252,7 +252,7 @@ def test_an_end_fits_when_the_output_could_take_it_and_end(compiler, backend):
 
 
 def test_the_shortest_part_of_an_end_that_fits_ends_an_output_which_went_on(compiler):
-    endings, rng = compiler._get_endings(), random.Random(9)
+    endings, rng = compiler.shortest_completions(), random.Random(9)
     grammar = compiler.start(Constraint(kind="json_schema", source=json.dumps(PERSON))).result()
     num_parts = num_pieces = 0
     for _ in range(12):

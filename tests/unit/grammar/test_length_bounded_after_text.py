@@ -95,6 +95,7 @@ def value_of(vocabulary, name, tokens):
     return json.JSONDecoder().raw_decode(text.removeprefix("<call>"))[0]["arguments"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_output_ends_and_is_valid_when_the_model_would_go_on(compiler, vocabulary, name, backend):
@@ -138,6 +139,7 @@ def test_nothing_is_changed_while_there_is_room(compiler):
         free.advance(token_id)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["begun", "maybe"])
 def test_matcher_depends_on_its_tokens_alone(compiler, name):
     grammar, rng = grammar_of(compiler, FORMATS[name], 90), random.Random(11)

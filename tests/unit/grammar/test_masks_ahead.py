@@ -197,7 +197,7 @@ class Fragile:
         self._matcher, self.source, self.is_complete = matcher, matcher.source, False
         self.state = matcher.state
 
-    def narrow(self, words):
+    def restrict(self, words):
         pass
 
     def forced_tokens(self):
@@ -244,7 +244,7 @@ class Held:
         assert self.may_go_on.wait(60)
         self.is_filled = True
 
-    def narrow(self, words):
+    def restrict(self, words):
         pass
 
 

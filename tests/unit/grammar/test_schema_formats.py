@@ -52,6 +52,7 @@ def test_a_format_says_nothing_of_what_is_no_string(compiler):
     assert all(accepts(grammar, text) for text in ("null", "7", '"2020-02-29"'))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", ["llguidance", "xgrammar"])
 @pytest.mark.parametrize("form", FORMATS)
 def test_sampled_texts_of_a_format_are_valid(compiler, form, backend):

@@ -8,7 +8,7 @@ import pytest
 from quire.base.errors import RequestError
 from quire.grammar.errors import GrammarError
 from quire.grammar.lark import schema_fields
-from quire.grammar.schema_patterns import narrow_pattern
+from quire.grammar.schema_patterns import restrict_pattern
 from tests.unit.grammar.byte_vocabulary import accepts, schema_grammar
 
 TEXTS = [
@@ -87,7 +87,7 @@ def test_classes_that_python_does_not_know_are_exact_too(compiler, kind, pattern
 
 @pytest.mark.parametrize("pattern", ["abc", "^[a-z]+$", "[^a]", r"^\[\d\]$", r"^[^\x{61}]*$", r"[\w.-]+@\w+", '["]', r"\w"])
 def test_pattern_stays_as_it_is_when_no_class_would_be_taken_too_wide(pattern):
-    assert narrow_pattern(pattern, "") == pattern
+    assert restrict_pattern(pattern, "") == pattern
 
 
 @pytest.mark.one_in(2)

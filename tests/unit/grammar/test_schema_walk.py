@@ -60,6 +60,7 @@ def test_schema_behind_a_reference_is_cleaned_and_narrowed_like_others():
     assert "pattern" in found["items"]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("draft", [*DRAFTS.values(), "https://json-schema.org/draft/2020-12/schema", None])
 @pytest.mark.parametrize("reference", ["#/components/schemas/P", "#/definitions/g/sub", "#/an%20odd%25"])
 @pytest.mark.parametrize("is_root", [True, False], ids=["root", "within"])

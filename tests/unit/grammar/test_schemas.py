@@ -46,6 +46,7 @@ def count(grammar, tests):
     return len(valid), sum(taken), [data for data in invalid if accepts(grammar, json.dumps(data, ensure_ascii=False))]
 
 
+@pytest.mark.slow
 def test_sample_is_enforced_but_for_a_few_schemas_that_are_refused(compiler):
     rows = sample_rows()
     grammars = compile_all(compiler, [row["schema"] for row in rows])
@@ -55,6 +56,7 @@ def test_sample_is_enforced_but_for_a_few_schemas_that_are_refused(compiler):
     assert sum(taken for _, taken, _ in counts) >= 0.99 * sum(num_valid for num_valid, *_ in counts)
 
 
+@pytest.mark.slow
 def test_suite_of_the_standard_has_nothing_that_gets_through_wrongly(compiler):
     groups = [(path.name, group) for path in sorted(SUITE.glob("*.json")) for group in json.loads(path.read_text())]
     grammars = compile_all(compiler, [group["schema"] for _, group in groups])

@@ -149,9 +149,9 @@ def test_what_drafts_has_pages_in_its_pools_before_its_first_step_and_they_are_t
     starts, start = [], PageSupply.start
     monkeypatch.setattr(PageSupply, "start", lambda supply: (starts.append(supply), start(supply)))
     llm = LLM("demo", speculative_config=config, num_kv_blocks=512)
-    runner = llm.llm_engine._runner
-    finish(runner._executor._pages)
-    (pool,) = runner._speculator.pools
+    runner = llm.llm_engine.runner
+    finish(runner.executor._pages)
+    (pool,) = runner.speculator.pools
     assert all(num_resident(array) >= array[:256].nbytes // PAGESIZE for array in pool.arrays())
     assert len(starts) == 1
     llm.close()

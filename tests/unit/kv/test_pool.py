@@ -37,3 +37,16 @@ def test_memory_is_taken_only_as_blocks_are_written():
         cache[:64] = 1
     assert resident_bytes() - before < 64 << 20
     assert all(float(cache[64:66].abs().sum()) == 0 for cache in pool.k)
+
+
+@pytest.mark.parametrize("skipped", [(), (1,)], ids=["all-layers", "but-for-layer-1"])
+@pytest.mark.parametrize("dtype", ["int8", "turboquant_4bit", "k8v4"])
+def test_a_quantised_pool_takes_the_bytes_of_its_spec_and_copies_its_scales(dtype, skipped):
+    spec = KvSpec(16, dtype, ((2, 8), (1, 64))).with_layers(skipped, "bfloat16")
+    assert spec.part(1, 2).bytes_per_token == (256 if skipped else KvSpec(16, dtype, ((1, 64),)).bytes_per_token)
+    pool = KvPool(spec, num_blocks=4)
+    assert sum(array.nbytes for array in pool.arrays()) == 4 * spec.bytes_per_block
+    for array in pool.arrays():
+        array[1] = 7
+    pool.copy_blocks(((1, 3),))
+    assert all((array[3] == 7).all() and (array[2] == 0).all() for array in pool.arrays())

@@ -18,8 +18,10 @@ from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
 from quire.model.resolve import resolve_model
+from quire.model.token_runs import adapter_rows
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.quant.weight import QuantizedWeight
+from tests.lora_adapter import load_random_adapter
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.model.quantised_checkpoint import CONFIGS, WEIGHTS, write_quantised
 
@@ -81,7 +83,7 @@ def build(folder, precision):
     dtype, quantization = PRECISIONS[precision]
     spec = read_model_spec(folder, dtype)
     parameters = load_parameters(folder, spec)
-    quantize = None if quantization is None else parameter_quantizer(parameters, spec, POLICIES[quantization]).narrowed
+    quantize = None if quantization is None else parameter_quantizer(parameters, spec, POLICIES[quantization]).quantized
     with pytest.MonkeyPatch.context() as patch:
         if precision == "bf16-short":
             patch.setattr("quire.model.native_model._SHORT_FROM", 0)
@@ -89,10 +91,13 @@ def build(folder, precision):
 
 
 class Bench:
-    """Sequences and a cache whose blocks are dealt out in a random order; what is computed is remembered per position."""
+    """Sequences and a cache whose blocks are dealt out in a random order; what is computed is remembered per position.
 
-    def __init__(self, decoder, sequences, rng, kv_dtype=None):
-        self.decoder, self.sequences = decoder, sequences
+    keys  of the sequences' adapters, "": none
+    """
+
+    def __init__(self, decoder, sequences, rng, kv_dtype=None, keys=None):
+        self.decoder, self.sequences, self.keys = decoder, sequences, keys
         dtype = "float32" if decoder.spec.dtype == "float16" else decoder.spec.dtype
         shape = KvSpec.of(decoder.spec, BLOCK_SIZE, cast("Dtype", kv_dtype or dtype))
         counts = [-(-len(tokens) // BLOCK_SIZE) for tokens in sequences]
@@ -120,7 +125,8 @@ class Bench:
         where = torch.tensor(positions)
         slots = self.tables[owners, where // BLOCK_SIZE] * BLOCK_SIZE + where % BLOCK_SIZE
         lengths = [self.done[index] for index in indices]
-        step = AttentionMetadata(slots, starts, lengths, self.tables[indices])
+        adapters = adapter_rows(self.keys and [self.keys[index] for index in indices], starts)
+        step = AttentionMetadata(slots, starts, lengths, self.tables[indices], adapters=adapters)
         logits = self.decoder.step(torch.tensor(tokens), where, step, self.kv, [row for row, _, _ in wanted])
         for (_, index, position), row in zip(wanted, logits, strict=True):
             self.logits[index][position] = row
@@ -136,11 +142,11 @@ def random_sequences(vocab_size, rng):
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in LENGTHS]
 
 
-def logits_alone(decoder, sequences, rng, kv_dtype=None):
+def logits_alone(decoder, sequences, rng, kv_dtype=None, keys=None):
     """Return the logits [T, vocab_size] of each sequence computed by itself, all its tokens at once."""
     found = []
-    for tokens in sequences:
-        bench = Bench(decoder, [tokens], rng, kv_dtype)
+    for index, tokens in enumerate(sequences):
+        bench = Bench(decoder, [tokens], rng, kv_dtype, keys and [keys[index]])
         bench.step([(0, len(tokens))])
         found.append(torch.stack([bench.logits[0][position] for position in range(len(tokens))]))
     return found
@@ -152,13 +158,13 @@ def assert_same(bench, alone):
             assert torch.equal(logits, alone[index][position]), (LENGTHS[index], position)
 
 
-def check_mixtures(decoder, seed, kv_dtype=None):
+def check_mixtures(decoder, seed, kv_dtype=None, keys=None):
     """Compare whole sequences alone with random chunks of random batches, of which all rows or a few are asked for."""
     rng = random.Random(seed)
     sequences = random_sequences(decoder.spec.vocab_size, rng)
-    alone = logits_alone(decoder, sequences, rng, kv_dtype)
+    alone = logits_alone(decoder, sequences, rng, kv_dtype, keys)
     assert all(logits.isfinite().all() for logits in alone)
-    bench = Bench(decoder, sequences, rng, kv_dtype)
+    bench = Bench(decoder, sequences, rng, kv_dtype, keys)
     while waiting := bench.unfinished():
         chosen = rng.sample(waiting, rng.randint(1, len(waiting)))
         parts = [(index, min(rng.choice(CHUNKS), bench.left(index))) for index in chosen]
@@ -166,6 +172,30 @@ def check_mixtures(decoder, seed, kv_dtype=None):
         bench.step(parts, lambda share=share: rng.random() < share)
     assert sum(map(len, bench.logits)) > sum(LENGTHS) / 3
     assert_same(bench, alone)
+
+
+ADAPTED = {
+    "all": r"layers\.\d+\.(?:q|k|v|o|gate|up|down|shared\.(?:gate|up|down))|lm_head",
+    "some": r"layers\.0\.(?:v|down)|layers\.1\.(?:q|k|gate)",
+}
+"""Key of an adapter -> names of its modules."""
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_logits_with_adapters_are_the_same_to_the_bit_in_random_batches(tiny_family, precision):
+    """Also those of sequences without an adapter, which alone take the fused operations."""
+    turn = list(PRECISIONS).index(precision) + FAMILIES.index(tiny_family.name)
+    keys = ["", "all", "some", "all", "", "some", "all"]
+    with on_threads(1 + turn % 2) as threads:
+        decoder = build(tiny_family, precision)
+        for key, names in ADAPTED.items():
+            load_random_adapter(decoder, key, names)
+        check_mixtures(decoder, seed=threads, keys=keys)
+        rng = random.Random(8)
+        tokens = random_sequences(decoder.spec.vocab_size, rng)[3]
+        base, adapted = (logits_alone(decoder, [tokens], rng, keys=[key])[0] for key in ("", "some"))
+        assert not torch.allclose(base, adapted, atol=0.05)
 
 
 # Where threads take turns each precision, family and format meets one as well as two.
@@ -183,6 +213,7 @@ def test_logits_with_sinks_and_clamped_experts_are_the_same_to_the_bit_in_random
     check_mixtures(build(write_checkpoint(tmp_path / "gpt_oss", "gpt_oss"), precision), seed=threads)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model, precision",
     [

@@ -44,6 +44,7 @@ def load_while_it_is_cut(path, file):
     return run.stdout
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["plain", pytest.param("quantised", marks=pytest.mark.slow), "pickled"])
 def test_folder_is_refused_when_its_file_becomes_shorter(tmp_path, kind):
     folder = write_checkpoint(tmp_path / "plain", "qwen3", **SIZES)
@@ -57,6 +58,7 @@ def test_folder_is_refused_when_its_file_becomes_shorter(tmp_path, kind):
     assert f"{file} was changed while it was read" in load_while_it_is_cut(folder, file)
 
 
+@pytest.mark.slow
 @pytest.mark.golden
 @pytest.mark.skipif(not GOLDEN.is_dir(), reason="../shared/data is not there")
 @pytest.mark.parametrize("name", [pytest.param("llamas-F16", marks=pytest.mark.slow), "llama-Q4_K"])

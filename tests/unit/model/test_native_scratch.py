@@ -8,13 +8,17 @@ import torch
 
 pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
 
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.native import load_native
+from quire.kernels.reference.attention import AttentionMetadata
+from quire.kv.pool import KvPool
 from quire.model.build import build_model, whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
-from quire.model.native_scratch import attention_bytes, scratch_bytes
+from quire.model.native_scratch import adapter_scratch_bytes, attention_bytes, scratch_bytes
 from quire.quant.policy import POLICIES
+from tests.lora_adapter import load_random_adapter
 from tests.tiny_checkpoint import WIDE_EXPERTS, write_checkpoint
 
 NUM_TOKENS = 1500
@@ -47,6 +51,23 @@ def taken_by_a_prompt(folder, dtype, quantization, num_threads):
 def test_plan_covers_the_step_of_every_family(tiny_family, dtype, quantization):
     planned, taken = taken_by_a_prompt(tiny_family, dtype, quantization, 1)
     assert 0 < taken <= planned
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plan_covers_the_adapters_of_a_step(tiny_family, dtype):
+    spec, rank = read_model_spec(tiny_family, dtype), 20
+    decoder = build_model(spec, load_parameters(tiny_family, spec), NUM_TOKENS, 16)
+    load_random_adapter(decoder, "a", rank=rank)
+    kv = KvPool(KvSpec.of(spec, 16, dtype), -(-NUM_TOKENS // 16))
+    tokens, positions = torch.ones(NUM_TOKENS, dtype=torch.int64), torch.arange(NUM_TOKENS)
+    tables = torch.arange(kv.num_blocks)[None]
+    taken = []
+    for adapters in (None, {"a": positions}):
+        step = AttentionMetadata(positions, [0, NUM_TOKENS], [NUM_TOKENS], tables, adapters=adapters)
+        decoder.step(tokens, positions, step, kv, [NUM_TOKENS - 1])
+        taken.append(decoder.scratch_bytes)
+    assert taken[0] < taken[1] <= taken[0] + adapter_scratch_bytes(NUM_TOKENS, rank)
 
 
 @pytest.mark.covering

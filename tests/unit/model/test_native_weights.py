@@ -56,6 +56,7 @@ def test_weight_goes_dense_and_says_so_once_when_a_scale_is_not_finite(caplog):
     assert sum("do not fit the native layouts" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.slow
 def test_step_after_one_that_found_no_memory_is_sound(tiny_model):
     import subprocess
     import sys

@@ -130,8 +130,8 @@ def test_plan_of_a_checkpoint_is_what_its_weights_take(name, dtype):
 )
 def test_log_says_once_what_becomes_of_inputs_where_the_checkpoint_does_not(name, dtype, said, caplog):
     spec = read_model_spec(GOLDEN / name, dtype)
-    with caplog.at_level("INFO", "quire.model.native_model"):
+    with caplog.at_level("INFO", "quire.model.native_experts"):
         build_model(spec, open_parameters(GOLDEN / name, spec), 64, 16)
-    lines = [record.message for record in caplog.records if record.name == "quire.model.native_model"]
+    lines = [record.message for record in caplog.records if record.name == "quire.model.native_experts"]
     assert len(lines) == len(said)
     assert all(part in line for part, line in zip(said, lines, strict=True))

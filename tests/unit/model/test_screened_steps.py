@@ -12,7 +12,7 @@ from quire.kv.pool import KvPool
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
-from quire.model.native_model import screen_bytes
+from quire.model.native_model import int8_head_bytes
 from quire.model.token_runs import TokenRuns, address_of
 from tests.tiny_checkpoint import write_checkpoint
 
@@ -38,7 +38,7 @@ def precision(request):
 
 def build(tmp_path, monkeypatch, precision, head=None):
     """Return a decoder of random weights whose head, perhaps another one, has a copy."""
-    monkeypatch.setattr("quire.model.native_model._SCREENED_FROM", 1)
+    monkeypatch.setattr("quire.model.native_model._INT8_HEAD_FROM", 1)
     if precision.endswith("short"):
         monkeypatch.setattr("quire.model.native_model._SHORT_FROM", 0)
     folder = write_checkpoint(tmp_path / "model", "qwen3", vocab_size=301 if head is None else len(head))
@@ -102,13 +102,13 @@ def test_a_head_that_is_not_finite_has_no_copy_and_is_computed(tmp_path, monkeyp
 
 def test_memory_of_the_copy_is_what_was_planned(tmp_path, monkeypatch, precision):
     decoder = build(tmp_path, monkeypatch, precision)
-    assert screen_bytes(decoder.spec) == 304 * (32 + 12)
-    assert decoder.spared_bytes == decoder.head.num_bytes - screen_bytes(decoder.spec)
+    assert int8_head_bytes(decoder.spec) == 304 * (32 + 12)
+    assert decoder.spared_bytes == decoder.head.num_bytes - int8_head_bytes(decoder.spec)
 
 
 def test_a_head_whose_logits_are_scaled_has_no_copy(tmp_path, monkeypatch):
-    monkeypatch.setattr("quire.model.native_model._SCREENED_FROM", 1)
+    monkeypatch.setattr("quire.model.native_model._INT8_HEAD_FROM", 1)
     spec = read_model_spec(write_checkpoint(tmp_path / "model", "gemma2"), "bfloat16")
     decoder = NativeDecoder(load_native(), spec, load_parameters(tmp_path / "model", spec), MAX_LEN)
-    assert screen_bytes(spec) == 0
+    assert int8_head_bytes(spec) == 0
     assert decoder.spared_bytes == 0

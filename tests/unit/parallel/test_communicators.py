@@ -205,6 +205,7 @@ def test_send_and_recv_round_a_ring(group, dtype, count):
     run(group, body)
 
 
+@pytest.mark.covering
 def test_mixed_calls_do_not_disturb_each_other(group):
     """Many small calls one after the other, of random kinds: a slot that is written too early would show."""
     size, kinds = len(group), np.random.default_rng(5).integers(0, 5, 60)
@@ -321,6 +322,34 @@ def test_counting_communicator_counts_calls_and_bytes():
     }
     assert counting[0].counts["broadcast"].num_bytes == 0
     assert all(count.seconds > 0 for count in counting[0].counts.values())
+
+
+def test_collectives_of_a_recording_are_counted_when_it_is_launched_and_not_when_it_is_recorded():
+    counting = CountingCommunicator(LocalCommunicator())
+    launched = []
+
+    def record(step):
+        step()  # a recorder that had to try twice
+        step()
+        return lambda: launched.append(1)
+
+    def step():
+        counting.all_reduce(torch.zeros(10))
+        counting.barrier()
+
+    replay = counting.recorded(record, step)
+    assert counting.stats() == {}
+    step()
+    replay()
+    replay()
+    assert launched == [1, 1]
+    assert {name: (each.num_calls, each.num_bytes) for name, each in counting.stats().items()} == {
+        "all_reduce": (3, 120),
+        "barrier": (3, 0),
+    }
+    before = counting.stats()["all_reduce"].seconds
+    replay()
+    assert counting.stats()["all_reduce"].seconds == before
 
 
 @needs_native

@@ -86,6 +86,7 @@ def check_steps_failure_and_end(size):
     assert not any(is_alive(pid) for pid in pids.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_start_work_and_end_with_one_of_them(size, temporary):
     descriptors = len(os.listdir("/proc/self/fd"))

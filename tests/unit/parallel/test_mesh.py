@@ -6,8 +6,8 @@ from quire.base.errors import ConfigError
 from quire.contracts.parallel import ParallelConfig
 from quire.parallel.mesh import DeviceMesh, MeshCoordinates
 
-MESHES = [DeviceMesh(), DeviceMesh(tensor=3), DeviceMesh(2, 1, 1, 2), DeviceMesh(2, 3, 2, 2), DeviceMesh(1, 1, 4, 3)]
-GROUPS = {"tensor": 1, "context": 1, "attention_data": 1, "pipeline": 1, "expert": 2, "stage": 3, "world": 4}
+MESHES = [DeviceMesh(), DeviceMesh(tensor=3), DeviceMesh(2, 1, 2), DeviceMesh(2, 3, 2), DeviceMesh(1, 4, 3)]
+GROUPS = ("tensor", "context", "pipeline", "stage", "world")
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -29,12 +29,12 @@ def test_groups_of_a_kind_divide_the_ranks(mesh, kind):
 
 
 def test_tensor_ranks_are_neighbours_and_stages_lie_furthest_apart():
-    mesh = DeviceMesh(tensor=2, context=1, attention_data=2, pipeline=2)
-    assert mesh.coordinates(5) == MeshCoordinates(tensor=1, context=0, attention_data=0, pipeline=1)
+    mesh = DeviceMesh(tensor=2, context=2, pipeline=2)
+    assert mesh.coordinates(5) == MeshCoordinates(tensor=1, context=0, pipeline=1)
     assert mesh.group(5, "tensor") == (4, 5)
     assert mesh.group(5, "pipeline") == (1, 5)
-    assert mesh.group(5, "attention_data") == (5, 7)
-    assert mesh.group(5, "expert") == mesh.group(5, "stage") == (4, 5, 6, 7)
+    assert mesh.group(5, "context") == (5, 7)
+    assert mesh.group(5, "stage") == (4, 5, 6, 7)
     assert [mesh.is_first_stage(rank) for rank in (0, 3, 4)] == [True, True, False]
     assert [mesh.is_last_stage(rank) for rank in (0, 3, 4)] == [False, False, True]
 
@@ -43,6 +43,7 @@ def test_mesh_of_a_configuration_leaves_replicas_out():
     config = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3, data_parallel_size=5)
     assert DeviceMesh.of(config) == DeviceMesh(tensor=2, pipeline=3)
     assert DeviceMesh.of(config).size == config.world_size == 6
+    assert DeviceMesh.of(ParallelConfig(prefill_context_parallel_size=3)) == DeviceMesh(context=3)
 
 
 @pytest.mark.parametrize(

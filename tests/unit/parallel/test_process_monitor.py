@@ -124,6 +124,7 @@ def test_killed_or_stopped_rank_is_named_in_every_operation(operation, number, v
     end_and_check(operation, victim, number)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("operation, victim", [("barrier", 0), ("waiting", 2)])
 def test_stopped_rank_is_named_by_all_others(operation, victim):
     end_and_check(operation, victim, signal.SIGSTOP)

@@ -69,6 +69,7 @@ class FakeRay:
         return done, [each for each in results if each not in done]
 
 
+@pytest.mark.slow
 def test_ranks_are_actors_of_one_placement_group_on_this_node(monkeypatch):
     fake = FakeRay(monkeypatch)
     with start_ray_workers(WORKER, 3, {"do": "work"}, LaunchOptions()) as workers:
@@ -92,6 +93,7 @@ def test_a_node_without_room_is_refused_and_the_group_is_removed(monkeypatch):
     assert fake.processes == []
 
 
+@pytest.mark.slow
 def test_an_actor_that_cannot_begin_ends_the_start(monkeypatch):
     fake = FakeRay(monkeypatch)
     with pytest.raises(WorkerError, match="an actor of Ray has ended with status 1"):

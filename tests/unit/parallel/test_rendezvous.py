@@ -25,11 +25,18 @@ def test_torchrun():
     assert read_environment(TORCHRUN) == expected
     agent = read_environment({**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent.is_store_made
+    assert read_environment({**TORCHRUN, "LOCAL_WORLD_SIZE": "2"}).num_local_ranks == 2
 
 
 def test_leader_worker_set():
     expected = Rendezvous(
-        rank=1, world_size=2, local_rank=0, address="leader.example", port=DEFAULT_PORT, source="LeaderWorkerSet"
+        rank=1,
+        world_size=2,
+        local_rank=0,
+        address="leader.example",
+        port=DEFAULT_PORT,
+        source="LeaderWorkerSet",
+        num_local_ranks=1,
     )
     assert read_environment(LWS) == expected
     assert read_environment({**LWS, "MASTER_PORT": "7"}).port == 7
@@ -48,6 +55,8 @@ def test_neither():
         ({**TORCHRUN, "WORLD_SIZE": "x"}, "WORLD_SIZE must be a number"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "port must be from 1 to 65535, got 70000"),
         ({**TORCHRUN, "LOCAL_RANK": "9"}, "local rank"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "1"}, "number of ranks on this host must be above local rank 1"),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, "leave room for rank 3 in 4 ranks, got 3"),
         ({**TORCHRUN, "MASTER_ADDR": ""}, "address of rank 0 is empty"),
         ({"LWS_GROUP_SIZE": "2"}, "LeaderWorkerSet: .*LWS_WORKER_INDEX, LWS_LEADER_ADDRESS are missing"),
     ],

@@ -192,6 +192,7 @@ def idle(group, rank, seconds):
     return share
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size, seconds", [(3, 1.5), pytest.param(5, 10, marks=pytest.mark.slow)])
 def test_idle_readers_take_no_processor_time(size, seconds):
     group = SharedGroup(size)

@@ -186,6 +186,7 @@ def connect(store, rank, size):
     return TorchCommunicator.gloo(store, rank, size, timedelta(seconds=30), interface="lo")
 
 
+@pytest.mark.slow
 def test_late_rank_is_named_in_the_log(monkeypatch, caplog):
     monkeypatch.setattr(module, "_WARN_S", 1.2)
     store = distributed.HashStore()
@@ -212,6 +213,7 @@ def run_until_gone(path, rank, size):
         return 10 + error.rank if f"rank {error.rank} is gone" in str(error) else 98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_killed_rank_is_named_by_all_others(tmp_path, victim):
     pids = start_processes(3, lambda rank: run_until_gone(tmp_path / "store", rank, 3))

@@ -1,17 +1,22 @@
 """The planner's memory against the engine's own plan, for every precision and KV format of the CPU."""
 
+from dataclasses import replace
+
 import pytest
 
 from quire import EngineConfig
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.planner.hardware import find_hardware
-from quire.planner.memory import Limits, check_kv_format, divide_memory
+from quire.planner.memory import Limits, check_kv_format, divide_memory, divide_pools
 from quire.planner.model_shape import ModelShape
+from quire.planner.record import StepsRecord
+from quire.planner.step_time import MachineRates
+from tests.tiny_checkpoint import write_checkpoint
 
 pytest.importorskip("quire.kernels.cpu._native")
 
 
-@pytest.mark.parametrize("kv_format", ["auto", "int8"])
+@pytest.mark.parametrize("kv_format", ["auto", "int8", "k8v4", "turboquant_4bit"])
 @pytest.mark.parametrize("precision", ["bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("model", ["demo", "demo-moe"])
 def test_memory_is_that_of_the_engine(model, precision, kv_format):
@@ -31,3 +36,76 @@ def test_memory_is_that_of_the_engine(model, precision, kv_format):
     total = memory.weight_bytes + memory.activation_bytes + memory.kv_bytes
     own = planned.weight_bytes + planned.activation_bytes + planned.runtime_bytes
     assert own + memory.kv_bytes == pytest.approx(total, rel=0.10)
+
+
+@pytest.fixture(scope="module", params=["gemma2", "mistral"], ids=["every-other-layer", "all-layers"])
+def window_model(request, tmp_path_factory):
+    return str(write_checkpoint(tmp_path_factory.mktemp("window") / "model", request.param, sliding_window=64))
+
+
+def limits_of(shape, **changes):
+    figures = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "block_size": 16}
+    return Limits.usual(find_hardware("xeon-8480"), shape, **{**figures, **changes})
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 4, 16])
+@pytest.mark.parametrize("kv_format", ["auto", "int8"])
+def test_blocks_of_a_window_model_are_those_of_the_engine(window_model, kv_format, max_num_seqs):
+    options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 128, "max_model_len": 256, "block_size": 16}
+    report = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=1))
+    shape = ModelShape.of("window", report, weight_bytes_by_precision(report))
+    limits, wanted = limits_of(shape, max_num_seqs=max_num_seqs), check_kv_format(shape, kv_format)
+    block_bytes = shape.kv_bytes_per_token(wanted) * 16
+    for num_blocks in (5, 40, 120, 5000):
+        memory = inspect_model(
+            EngineConfig(
+                model=window_model,
+                device="cpu",
+                kv_cache_dtype=kv_format,
+                kv_cache_memory_bytes=round(num_blocks * block_bytes),
+                **options,
+            )
+        ).memory
+        num_full, window = divide_pools(shape, limits, wanted, num_blocks)
+        assert (num_full, window.num_blocks) == (memory.num_kv_blocks, memory.num_window_blocks)
+        assert window.num_tokens == memory.kv.window_tokens
+        assert window.bytes_per_block == memory.kv.window_bytes_per_block
+        assert window.full_bytes_per_block == memory.kv.bytes_per_block
+        assert window.blocks_of(256, 16) == memory.kv.window_blocks_per_sequence(256)
+    given = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=100, **options)).memory
+    num_full, window = divide_pools(shape, limits, wanted, 100, is_given=True)
+    assert (num_full, window.num_blocks) == (given.num_kv_blocks, given.num_window_blocks)
+
+
+def test_window_model_holds_more_users_on_a_cpu_and_all_tokens_on_a_gpu_and_with_tiers(window_model):
+    report = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=1))
+    shape = ModelShape.of("window", report, weight_bytes_by_precision(report))
+    cpu, gpu = find_hardware("xeon-8480"), find_hardware("l4")
+    assert divide_memory(shape, cpu, limits_of(shape), "float32", "float32").window is not None
+    assert divide_memory(shape, cpu, limits_of(shape), "float32", "float32", has_tiers=True).window is None
+    assert divide_memory(shape, gpu, limits_of(shape), "float32", "float32").window is None
+    assert divide_pools(shape, limits_of(shape, max_model_len=64), "float32", 100) == (100, None)
+
+
+def test_users_of_a_window_model_are_worked_out(window_model):
+    """256 tokens are 16 blocks, of which layers with a window of 64 keep 4 + 2."""
+    report = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=1))
+    shape = ModelShape.of("window", report, weight_bytes_by_precision(report))
+    _, window = divide_pools(shape, limits_of(shape), "float32", 1600)
+    num_windowed = sum(one.attention.window is not None for one in report.spec.layers)
+    num_full = len(report.spec.layers) - num_windowed
+    blocks_of_layers = 16 * num_full + 6 * num_windowed
+    assert window.users(256, 16, 0) == 1600 * len(report.spec.layers) // blocks_of_layers
+    assert window.users(256, 16, 0) > 100  # 1600 blocks of all layers
+
+
+def test_record_of_a_window_model_keeps_its_pools(window_model):
+    report = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=1))
+    shape = ModelShape.of("window", report, weight_bytes_by_precision(report))
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 128, "max_model_len": 256, "block_size": 16, "num_kv_blocks": 100}
+    record = StepsRecord(
+        shape, "float32", "float32", "cpu", MachineRates(1e9, 1e9), 0, 0.0, {**limits, "num_window_blocks": 50}, ()
+    )
+    assert ModelShape.from_dict(shape.to_dict()) == shape
+    assert (record.scheduler_config().window_tokens, record.scheduler_config().num_window_blocks) == (64, 50)
+    assert replace(record, scheduler=limits).scheduler_config().window_tokens is None  # written before there were groups

@@ -118,7 +118,7 @@ def test_throughput_grows_with_the_batch_and_speed_per_user_falls():
 def test_cost_is_divided_between_prompts_and_outputs():
     operation = Operation(10, step_s=0.02, decode_step_s=0.015, ttft_s=0.1, requests_per_s=5.0, output_tokens_per_s=500.0,
                           input_tokens_per_s=2000.0)  # fmt: skip
-    cost = cost_of(operation, LENGTHS, 3.6, watts=700.0)
+    cost = cost_of(operation, 3.6, watts=700.0)
     assert cost.per_request == pytest.approx(0.001 / 5)
     assert cost.per_million_output == pytest.approx(0.001 * 0.75 / 500 * 1e6)
     assert cost.per_million_input == pytest.approx(0.001 * 0.25 / 2000 * 1e6)
@@ -126,7 +126,7 @@ def test_cost_is_divided_between_prompts_and_outputs():
     assert total / 1e6 == pytest.approx(0.001)
     assert cost.joules_per_output_token == pytest.approx(1.4)
     assert cost.kwh_per_million_output == pytest.approx(1.4e6 / 3.6e6)
-    assert cost_of(operation, LENGTHS, 3.6, None).kwh_per_million_output is None
+    assert cost_of(operation, 3.6, None).kwh_per_million_output is None
 
 
 def test_replicas_needed_leave_a_fifth_of_their_capacity():
@@ -182,7 +182,7 @@ def test_page_is_well_formed_with_charts():
         ({"rate": -1.0}, "--rate must be a number above 0, got -1.0"),
         ({"price": 0.0}, "--price must be a number above 0, got 0.0"),
         ({"hit_share": 1.0}, "--prefix-hit-share must be at least 0 and below 1, got 1.0"),
-        ({"lengths": Lengths.of([50_000], [1])}, "p95 length of the workload is 50001 tokens, but --max-model-len is 40960"),
+        ({"lengths": Lengths.of([50_000], [1])}, r"is 50001 tokens, but the context \(--max-model-len\) has 40960"),
     ],
 )
 def test_wrong_questions_are_refused(changes, message):
@@ -200,6 +200,7 @@ def test_wrong_formats_and_limits_are_refused():
     shape, hardware = qwen3_06b(), find_hardware("h100")
     with pytest.raises(ConfigError, match="--kv-cache-dtype must be auto or one of float32, .*, got 'int2'"):
         check_kv_format(shape, "int2")
+    assert check_kv_format(shape, "k8v4") == "k8v4"
     with pytest.raises(ConfigError, match="--quantization must be auto or one of bfloat16, int8, int4, fp8, got 'int3'"):
         shape.check_precision("int3")
     with pytest.raises(ConfigError, match="--max-model-len must be at most 40960"):

@@ -122,6 +122,84 @@ def test_stored_response_is_found_where_it_was_made():
     run(work())
 
 
+def test_response_of_a_conversation_goes_where_the_conversation_is():
+    async def work():
+        fakes = [storing(FakeBackend(), "conv_first"), storing(FakeBackend(), "conv_second")]
+        async with backends(*fakes), routing(*fakes, policy="round-robin") as router:
+            made = [(await router.post({}, "/v1/conversations")).json() for _ in range(2)]
+            assert {one["id"] for one in made} == {"conv_first", "conv_second"}
+            for one in made * 2:
+                got = (await router.client.get(f"/v1/conversations/{one['id']}/items")).json()
+                assert got["backend"] == one["backend"]
+                for conversation in (one["id"], {"id": one["id"]}):
+                    body = {"model": "m", "input": "y", "conversation": conversation}
+                    assert (await router.post(body, "/v1/responses")).json()["backend"] == one["backend"]
+
+    run(work())
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/responses", "previous_response_id"),
+        ("/v1/responses", "conversation"),
+        ("/v1/batches", "input_file_id"),
+    ],
+)
+@pytest.mark.parametrize(
+    "object_id",
+    [
+        "x HTTP/1.1\r\nhost: a\r\n\r\nPOST /v1/load_lora_adapter HTTP/1.1\r\nhost: a\r\n\r\n",
+        *("../requests/timelines", "x?limit=1", "x y", "é", "x" * 300),
+    ],
+)
+def test_id_in_a_body_never_becomes_another_request(path, field, object_id):
+    async def work():
+        async with backends(FakeBackend()) as (fake,), routing(fake) as router:
+            assert (await router.post({"model": "m", "input": "x", field: object_id}, path)).status_code == 404
+            assert fake.requests == []
+
+    run(work())
+
+
+def test_body_that_is_nested_too_deeply_is_refused():
+    async def work():
+        async with backends(FakeBackend()) as (fake,), routing(fake) as router:
+            body = b'{"model": "m", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+            answer = await router.client.post("/v1/completions", content=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+    run(work())
+
+
+def test_message_batch_goes_where_it_was_made():
+    async def work():
+        fakes = [FakeBackend(), FakeBackend()]
+        async with backends(*fakes), routing(*fakes) as router:
+            home = (await router.client.get("/v1/messages/batches")).json()["backend"]
+            assert (await router.post({"requests": []}, "/v1/messages/batches")).json()["backend"] == home
+
+    run(work())
+
+
+def test_deployment_in_the_path_is_the_model():
+    async def work():
+        config = {"aliases": {"gpt": "m"}}
+        async with backends(FakeBackend()) as (fake,), routing(fake, **config) as router:
+            await router.until(lambda: router.backend(fake).models)
+            for name in ("m", "gpt"):
+                answer = await router.post(
+                    {"model": "x", "messages": []}, f"/openai/deployments/{name}/chat/completions?api-version=1"
+                )
+                assert answer.json() == {"backend": fake.name, "model": "m"}
+                assert fake.requests[-1]["path"] == "/v1/chat/completions"
+            assert (await router.post({}, "/openai/deployments/none/completions")).status_code == 404
+            assert (await router.post({}, "/openai/deployments/m/other")).status_code == 404
+
+    run(work())
+
+
 def test_upload_goes_through_as_it_comes_and_its_batch_follows():
     async def work():
         fakes = [storing(FakeBackend(), "file-1"), storing(FakeBackend(), "file-2")]
@@ -160,5 +238,41 @@ def test_client_that_goes_in_an_upload_is_not_the_backends_fault():
             assert router.backend(fake).num_failures == 0
             assert await router.metric("requests_total", code="499") == 1
             assert await router.metric("backend_failures_total") == 0
+
+    run(work())
+
+
+def test_response_of_another_models_server_is_named():
+    async def answer(request, writer):
+        known = request["path"].endswith("resp_1") or request["method"] == "POST"
+        await respond(writer, {"id": "resp_1"}, 200 if known else 404)
+
+    async def work():
+        first, second = FakeBackend("m", answer=answer), FakeBackend("n")
+        async with backends(first, second), routing(first, second) as router:
+            body = {"model": "n", "input": "x", "previous_response_id": "resp_1"}
+            got = await router.post(body, "/v1/responses")
+            error = got.json()["error"]
+            assert (got.status_code, error["param"], error["code"]) == (400, "previous_response_id", "model_mismatch")
+            assert "kept by a server of m, which does not serve the model 'n'" in error["message"]
+            assert (await router.post({**body, "model": "m"}, "/v1/responses")).status_code == 200
+
+    run(work())
+
+
+def test_clients_of_ollama_reach_models_by_name_and_see_them_listed():
+    async def work():
+        async with backends(FakeBackend("m"), FakeBackend("n")) as fakes, routing(*fakes, aliases={"gpt": "n"}) as router:
+            for name, model, fake in (("m", "m", fakes[0]), ("n:latest", "n", fakes[1]), ("gpt:latest", "n", fakes[1])):
+                got = await router.post({"model": name, "messages": []}, "/api/chat")
+                assert got.json() == {"backend": fake.name, "model": model}
+            assert (await router.post({"name": "n"}, "/api/show")).json()["backend"] == fakes[1].name
+            for path, names in {"/api/tags": ["m", "n", "gpt"], "/api/ps": ["m", "n"]}.items():
+                assert [one["name"] for one in (await router.client.get(path)).json()["models"]] == names
+            assert (await router.client.get("/api/version")).json().keys() == {"version"}
+            unknown = await router.post({"model": "x"}, "/api/generate")
+            assert unknown.status_code == 404
+            assert "no backend serves the model 'x'" in unknown.json()["error"]
+            assert (await router.post({"model": "m"}, "/api/pull")).status_code == 404
 
     run(work())

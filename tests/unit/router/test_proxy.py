@@ -332,6 +332,7 @@ def test_model_that_nobody_serves_is_a_404_with_the_list():
     run(work())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b'{"model": 3}', b'{"model": ""}', b'{"model": ["m"]}']
 )
@@ -378,5 +379,35 @@ def test_backend_that_hangs_is_a_504_and_is_not_tried_again():
             got = await router.post({"model": "m"})
             assert (got.status_code, got.json()["error"]["code"]) == (504, "backend_timeout")
             assert sum(len(fake.requests) for fake in fakes) == 1
+
+    run(work())
+
+
+def test_timelines_come_from_all_backends_that_know_the_request():
+    def backend(*ids):
+        async def answer(request, writer):
+            wanted = request["path"].split("/")[3]
+            timelines = [{"id": one, "replica": 0, "received_at": int(one[1:])} for one in ids]
+            if wanted == "timelines":
+                await respond(writer, {"max_timelines": 5, "timelines": timelines, "steps": [{"replica": 1}]})
+                return
+            found = [one for one in timelines if one["id"] == wanted]
+            await respond(writer, {"timelines": found} if found else {"error": {"message": "no"}}, 200 if found else 404)
+
+        return FakeBackend(answer=answer)
+
+    async def work():
+        async with backends(backend("r1", "r3"), backend("r2", "r3")) as fakes, routing(*fakes) as router:
+            for wanted, replicas in {"r1": [0], "r2": [0], "r3": [0, 1]}.items():
+                got = (await router.client.get(f"/v1/requests/{wanted}/timeline")).json()["timelines"]
+                assert [(one["id"], one["replica"]) for one in got] == [(wanted, number) for number in replicas]
+            unknown = await router.client.get("/v1/requests/r9/timeline")
+            assert (unknown.status_code, unknown.json()) == (404, {"error": {"message": "no"}})
+            kept = (await router.client.get("/v1/requests/timelines")).json()
+            assert [one["id"] for one in kept["timelines"]] == ["r1", "r2", "r3", "r3"]
+            assert (kept["max_timelines"], kept["steps"]) == (10, [{"replica": 1}, {"replica": 3}])
+            await fakes[1].stop()
+            await router.until(lambda: router.backend(fakes[1]).state != "ready")
+            assert (await router.client.get("/v1/requests/r2/timeline")).status_code == 503
 
     run(work())

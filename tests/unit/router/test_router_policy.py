@@ -9,9 +9,10 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.router.backend import BackendTable, LoadReport
 from quire.router.config import RouterConfig, parse_aliases, parse_backend
-from quire.router.policy import RetryBudget, make_policy, rendezvous
+from quire.router.policy import make_policy, rendezvous
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import MAX_CHUNKS, parse_body
+from quire.router.retry_budget import RetryBudget
 
 
 class Clock:
@@ -187,6 +188,13 @@ def test_backend_that_fails_twice_pauses_longer_and_longer():
     backend.note_success()
     backend.note_failure("x", is_refused=False)
     assert backend.is_available
+
+
+def test_backend_that_never_stops_failing_pauses_for_the_longest_time():
+    _, (backend, *_), clock = make_table()
+    for _ in range(1100):
+        backend.note_failure("x", is_refused=False)
+    assert backend.retry_at_s - clock.now == 30
 
 
 def test_index_is_bounded_and_forgets_the_ends_of_prompts_first():

@@ -65,8 +65,6 @@ def test_every_parser_of_tool_calls_is_taken(name):
     ids=lambda value: str(value)[:40],
 )
 def test_value_is_refused_before_anything_is_loaded(capsys, monkeypatch, options, words):
-    if "--otlp-endpoint" in options:
-        pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
     said = refused(capsys, monkeypatch, *options)
     assert all(word in said for word in words), said
 
@@ -131,6 +129,6 @@ def test_tokenizer_is_read_before_the_weights_when_it_is_not_the_models_own(tmp_
     def load(*args):
         raise AssertionError("the weights were loaded")
 
-    monkeypatch.setattr("quire.engine.llm_engine.build_runner", load)
+    monkeypatch.setattr("quire.engine.loading.build_runner", load)
     with pytest.raises(QuireError, match="tokenizer"):
         LLM("demo", tokenizer=str(tmp_path), num_kv_blocks=16)

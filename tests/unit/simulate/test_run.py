@@ -239,6 +239,7 @@ def test_batch_larger_than_the_scheduler_allows_is_refused():
         make_options(batching=Batching("static", 9))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("concurrency", [None, 12])
 @pytest.mark.parametrize("batching", ["continuous", "dynamic"])
 @pytest.mark.parametrize("routing", ["round-robin", "least-loaded", "prefix"])

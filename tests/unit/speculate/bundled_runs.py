@@ -94,7 +94,7 @@ def said(choice):
 
 def note_runs(engine):
     """Return by seed how many drafts are accepted in each step from now on, without those that were forced."""
-    speculator, runs = engine._runner._speculator, defaultdict(list)
+    speculator, runs = engine.speculator, defaultdict(list)
     end = speculator.end
 
     def note(plan, paths):

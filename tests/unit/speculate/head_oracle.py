@@ -58,7 +58,7 @@ def start(model, kind, folder, **options):
 
 def spy(llm):
     """Return the list that what is drafted will stand in: known tokens, and drafts."""
-    proposer = llm.llm_engine._runner._speculator._proposer
+    proposer = llm.llm_engine.speculator.proposer
     propose, seen = proposer.propose, []
 
     def note(wanted):

@@ -127,5 +127,5 @@ def install(llm: LLM, proposer, count: int) -> None:
     if proposer.record is TreeRecord:
         count = proposer.count = TREE_COUNT
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=count, adaptive=False)
-    runner = llm.llm_engine._runner
-    runner.use_speculator(Speculator(config, proposer, runner._executor.vocab_size))
+    runner = llm.llm_engine.runner
+    runner.use_speculator(Speculator(config, proposer, runner.executor.vocab_size))

@@ -1,4 +1,4 @@
-"""The controller changes no token, whenever it drafts, tries, sleeps and naps, while requests start and end."""
+"""The controller changes no token, whenever it drafts, tries, sleeps and skipped steps, while requests start and end."""
 
 import random
 
@@ -51,9 +51,9 @@ def jobs(scale):
 
 
 def run(scale, clock=None, **options):
-    """Return what was said to every job, and what was seen behind each step: naps, sleep, whether there were drafts, trials."""
+    """Return what was said to every job, and what was seen behind each step: skips, sleep, drafts, trials."""
     engine = LLMEngine("demo", **{"num_threads": 1, "max_num_seqs": 2, "num_kv_blocks": 160, "max_model_len": 1024, **options})
-    speculator = engine._runner._speculator
+    speculator = engine.speculator
     controller, seen, found, waiting = None, [], {}, list(enumerate(jobs(scale)))
     if clock is None:
         engine.draft_forced(False)
@@ -71,7 +71,7 @@ def run(scale, clock=None, **options):
                 found[int(output.request_id)] = output.outputs[0]
                 num_preemptions += output.metrics.num_preemptions
         if controller is not None:
-            seen.append((speculator._num_napped, controller.disabled_left, bool(speculator._drafted), controller.is_trial))
+            seen.append((speculator._num_skipped, controller.disabled_left, bool(speculator._drafted), controller.is_trial))
         num_steps += 1
     check_invariants(engine.scheduler)
     assert engine.scheduler.kv.pool.num_free == options.get("num_kv_blocks", 160)
@@ -86,10 +86,10 @@ def expect_same(monkeypatch, kind, scale, **options):
         monkeypatch.setattr("quire.speculate.speculator.time", clock)
         found, seen, num_preemptions = run(scale, clock, speculative_config=BUNDLED[kind], **options)
     assert [said(choice) for choice in found] == [said(choice) for choice in plain]
-    napped, sleeps, drafted, trying = zip(*seen, strict=True)
+    skipped, sleeps, drafted, trying = zip(*seen, strict=True)
     first_sleep = next(step for step, left in enumerate(sleeps) if left > 96)
     first_awake = next(step for step in range(first_sleep, len(sleeps)) if sleeps[step] == 0)
-    assert max(napped) >= 20  # steps in a row of which the controller was told nothing
+    assert max(skipped) >= 20  # steps in a row of which the controller was told nothing
     assert any(trying)
     # Nothing but what is forced meanwhile, and something again.
     assert sum(drafted[first_sleep + 1 : first_awake]) == 0 < sum(drafted[:first_sleep])
@@ -97,7 +97,8 @@ def expect_same(monkeypatch, kind, scale, **options):
     return num_preemptions, sum(drafted[first_awake:])
 
 
-def test_same_outputs_while_drafts_are_tried_and_sleep_and_nap(monkeypatch):
+@pytest.mark.slow
+def test_same_outputs_while_drafts_are_tried_and_sleep_and_are_skipped(monkeypatch):
     monkeypatch.setattr("quire.speculate.draft_controller._LOSS_SHARE", 0.08)  # a quarter of the sleep
     _, num_drafting = expect_same(monkeypatch, "eagle3", 1)
     assert num_drafting >= 20  # for so long that sequences start and end

@@ -105,7 +105,7 @@ CHOSEN = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "kind"), CHOSEN)
 def test_same_answers_whatever_is_asked_for(plain, case, kind):
     requests, expected = plain(case)
@@ -142,6 +142,7 @@ def test_the_words_of_the_tests_would_come_if_they_were_not_banned(plain):
         assert not any(word in output.outputs[0].text for word in params.bad_words)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["eagle3", "lookahead", pytest.param("draft_model", marks=pytest.mark.slow)])
 def test_same_beams_with_and_without_a_constraint(kind):
     found = []

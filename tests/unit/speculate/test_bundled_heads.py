@@ -52,7 +52,7 @@ def acceptance_of_many(head, feed=None):
     """Return the share of accepted drafts by position, of a thousand drafts or more; feed: changes what is fed."""
     llm = start(head, num_kv_blocks=200, max_num_seqs=16)
     if feed is not None:
-        proposer = llm.llm_engine._runner._speculator._proposer
+        proposer = llm.llm_engine.speculator.proposer
         proposer.on_hidden_states = feed(proposer.on_hidden_states)
     found, _ = acceptance(llm, generate_many)
     assert llm.llm_engine.stats.num_drafts >= 1000
@@ -74,6 +74,7 @@ def is_above(found, head):
 
 
 # Of the others test_bundled_heads_divergence.py tells every time what this does.
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [*slow("demo-eagle3", "demo-mtp"), "demo-medusa"])
 def test_acceptance_is_above_its_floor(head):
     found = acceptance_of_many(head)
@@ -170,7 +171,7 @@ def test_drafts_end_where_the_head_doubts(head):
     expected = [output.outputs[0].token_ids for output in generate(plain)]
     plain.close()
     llm = start(head, drafting={"draft_p_min": 0.5})
-    model = llm.llm_engine._runner._speculator._proposer._model
+    model = llm.llm_engine.speculator.proposer._model
     draft, seen = model.draft, []
 
     def note(*args):

@@ -91,7 +91,7 @@ def compiled():
 
 def test_forced_tokens_stay_undrafted_when_drafts_pause_and_go_on(tiny_model):
     llm = start(tiny_model)
-    runner = llm.llm_engine._runner
+    runner = llm.llm_engine.runner
     drafting = llm.llm_engine.speculator
     undrafted = drafting.with_proposer(None)
     llm.llm_engine.draft_forced(False)
@@ -178,6 +178,7 @@ CASES += [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_same_outputs_when_drafts_meet_constraints(tiny_model, backend, plain_of_backend, kind, seed):
     plain = plain_of_backend
@@ -191,6 +192,7 @@ def test_same_outputs_when_drafts_meet_constraints(tiny_model, backend, plain_of
 SELDOM = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*TREES, "mtp", "medusa tree", "eagle3 merged")]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["oracle", "fickle", "eagle3 tree", *SELDOM])
 def test_same_outputs_when_constrained_sequences_are_preempted(tiny_model, backend, plain_of_backend, kind):
     plain = plain_of_backend
@@ -236,7 +238,7 @@ def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(
 )
 def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, plain, options):
     llm = start(tiny_model, **options)
-    llm.llm_engine._runner._masks.wait_policy = None
+    llm.llm_engine.runner.grammar_masks.wait_policy = None
     for seed, expected in enumerate(plain):
         assert [said(choice) for choice in generate(llm, seed)[0]] == [said(choice) for choice in expected]
     stats = llm.llm_engine.stats
@@ -248,7 +250,7 @@ def test_forced_tokens_need_no_steps_of_their_own_and_always_match(tiny_model, p
 
 def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
     llm = start(tiny_model)
-    llm.llm_engine._runner._masks.wait_policy = None
+    llm.llm_engine.runner.grammar_masks.wait_policy = None
     choice = generate(llm, 0, [1])[0][0]
     assert said(choice) == said(plain[0][1])
     stats = llm.llm_engine.stats
@@ -258,16 +260,16 @@ def test_forced_tokens_save_steps_when_a_request_is_alone(tiny_model, plain):
 
 def test_logits_are_computed_where_something_is_sampled_and_nowhere_else(tiny_model, plain, monkeypatch):
     llm = start(tiny_model)
-    runner = llm.llm_engine._runner
-    runner._masks.wait_policy = None
+    runner = llm.llm_engine.runner
+    runner.grammar_masks.wait_policy = None
     num_rows = []
-    run = runner._executor._decoder.run
+    run = runner.executor.target.model.run
 
     def count(runs, kv, logit_rows, *args, **options):
         num_rows.append(len(logit_rows))
         return run(runs, kv, logit_rows, *args, **options)
 
-    monkeypatch.setattr(runner._executor._decoder, "run", count)
+    monkeypatch.setattr(runner.executor.target.model, "run", count)
     choice = generate(llm, 0, [1])[0][0]
     assert said(choice) == said(plain[0][1])
     stats = llm.llm_engine.stats

@@ -62,6 +62,7 @@ class Batch:
         return taken
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("each", [0.1, 0.125])
 def test_a_batch_loses_little_where_a_proposer_gains_what_it_takes_and_catching_up_is_dear(each):
     rates = []

@@ -171,6 +171,7 @@ class DriftingBatch:
         return 1.0 + 0.25 * max(0.0, 1 - self.num_alike / 10) + 0.07 * is_fed
 
 
+@pytest.mark.slow
 def test_a_machine_that_changed_its_speed_in_a_trial_does_not_make_a_batch_believe_in_its_drafts():
     rates = []
     for seed in range(24):
@@ -197,6 +198,7 @@ class FutileBatch(DriftingBatch):
         return 1.015 * (1 + gained / len(self.counts))
 
 
+@pytest.mark.slow
 def test_a_batch_does_not_go_on_with_drafts_that_gain_nothing():
     shares = []
     for seed in range(12):

@@ -5,12 +5,22 @@ import pytest
 
 from quire import LLM, EngineConfig
 from quire.base.errors import ConfigError
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.memory import MemoryPlan
+from quire.contracts.mixer_spec import StateShape
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.native import load_native
 from quire.model.config_reader import read_model_spec
 from quire.model.heads.build import read_layer_head, read_parallel_head
 from quire.speculate.build import count_drafts
-from quire.speculate.memory import StepLimits, layer_head_bytes, parallel_head_bytes, verification_bytes
+from quire.speculate.memory import (
+    DraftBytes,
+    StepLimits,
+    check_drafts_fit,
+    layer_head_bytes,
+    parallel_head_bytes,
+    verification_bytes,
+)
 from quire.worker import memory
 from quire.worker.inspect import inspect_model
 
@@ -75,3 +85,24 @@ def test_default_pool_leaves_room_for_what_drafts(tiny_model, tmp_path, monkeypa
     assert kv_bytes == pytest.approx(left / 2, rel=0.2)
     given = EngineConfig(**options, speculative_config=config, num_kv_blocks=33)
     assert inspect_model(given).memory.num_kv_blocks == 33
+
+
+@pytest.mark.skipif(load_native() is None, reason="torch runs the model in blocks of 16 too")
+def test_heads_of_a_model_that_torch_runs_have_a_cache_in_float16(tiny_model, tmp_path):
+    """The native kernels have no float16, so that their caches have float32; torch writes float16 into its own."""
+    drafts = SpeculativeConfig(method="eagle3", model=str(heads.eagle3(tmp_path / "head")), num_speculative_tokens=3)
+    native, torch = (
+        inspect_model(EngineConfig(model=str(tiny_model), dtype="float16", num_kv_blocks=num_blocks, block_size=block_size))
+        for num_blocks, block_size in ((20, 16), (80, 4))
+    )
+    kv_bytes = [count_drafts(drafts, report, LIMITS).kv for report in (native, torch)]
+    assert kv_bytes[0] == 2 * kv_bytes[1] > 0
+
+
+def test_recurrent_states_are_not_left_for_drafts():
+    kv = KvSpec(16, "float32", ((1, 8),), ((StateShape((100,), is_f32=True),),))
+    plan = MemoryPlan(20_000, 1000, 1000, kv, num_kv_blocks=1, max_model_len=64, num_states=10)
+    left = 20_000 - 2000 - 1024 - 10 * 400
+    check_drafts_fit("some", DraftBytes(weights=left), plan)
+    with pytest.raises(ConfigError, match="not enough memory for speculative decoding"):
+        check_drafts_fit("some", DraftBytes(weights=left + 1), plan)

@@ -76,7 +76,7 @@ def test_another_model_s_drafts_are_mostly_refused_and_change_nothing(tiny_model
 
 def test_a_prompt_longer_than_a_catch_up_is_taken_in_over_several_steps(tiny_model, monkeypatch):
     llm = start(tiny_model, tiny_model)
-    monkeypatch.setattr(llm.llm_engine._runner._speculator._proposer, "_max_catch_up", 16)
+    monkeypatch.setattr(llm.llm_engine.speculator.proposer, "_max_catch_up", 16)
     generate(llm)
     expect_all_accepted(llm)
     llm.close()

@@ -238,7 +238,7 @@ CHOOSING_CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(("kind", "options"), CHOOSING_CASES)
 def test_same_choices_when_n_is_more_than_one(tiny_model, plain_choices, kind, options):
     by_prompt = {

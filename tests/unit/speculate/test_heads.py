@@ -243,7 +243,7 @@ def test_heads_draft_beside_a_model_that_torch_runs(tiny_model, tmp_path, monkey
 def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     folder = heads.eagle3(tmp_path / "head")
     llm = start(tiny_model, "eagle3", folder)
-    speculator = llm.llm_engine._runner._speculator
+    speculator = llm.llm_engine.speculator
     controller = DraftController(3, AcceptanceRecord)
     speculator._controller = controller
     controller._budget.disabled_left = 1000

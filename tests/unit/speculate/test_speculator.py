@@ -234,8 +234,8 @@ def asleep(num_steps):
 
 
 def run(speculator, step):
-    """Run a step; return whether it was napped through."""
-    if speculator.naps(step):
+    """Run a step; return whether it was skipped through."""
+    if speculator.skips(step):
         return True
     speculator.begin(step)
     assert speculator.propose(step) == {}
@@ -243,11 +243,11 @@ def run(speculator, step):
     return False
 
 
-def test_most_steps_of_a_long_sleep_are_napped_through_and_all_are_counted():
+def test_most_steps_of_a_long_sleep_are_skipped_and_all_are_counted():
     speculator, controller = asleep(1001)
-    napped = [run(speculator, plan(step)) for step in range(1, 961)]
-    assert sum(napped[:800]) > 0.9 * 800
-    assert not any(napped[-8:])  # before it wakes it looks how fast the machine is
+    skipped = [run(speculator, plan(step)) for step in range(1, 961)]
+    assert sum(skipped[:800]) > 0.9 * 800
+    assert not any(skipped[-8:])  # before it wakes it looks how fast the machine is
     assert 0 <= 1001 - controller.disabled_left - 960 <= 1  # the last step may be told of only when the next begins
 
 
@@ -261,35 +261,35 @@ def test_most_steps_of_a_long_sleep_are_napped_through_and_all_are_counted():
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_a_nap_ends_when_more_happens_than_decoding(change):
+def test_skipping_ends_when_more_happens_than_decoding(change):
     speculator, controller = asleep(1024)
-    napped = [run(speculator, plan(step)) for step in range(1, 11)]
-    assert napped == [False, *[True] * 9]
+    skipped = [run(speculator, plan(step)) for step in range(1, 11)]
+    assert skipped == [False, *[True] * 9]
     left = controller.disabled_left
     step = replace(plan(11), **change)
-    assert not speculator.naps(step)
+    assert not speculator.skips(step)
     speculator.begin(step)
-    assert controller.disabled_left == left - sum(napped)
-    assert not speculator.naps(plan(12))
+    assert controller.disabled_left == left - sum(skipped)
+    assert not speculator.skips(plan(12))
 
 
-def test_what_keeps_something_in_blocks_is_told_of_new_ones_when_it_naps():
+def test_what_keeps_something_in_blocks_is_told_of_new_ones_when_it_skips_a_step():
     speculator, _ = asleep(1024)
     told = []
-    speculator._proposer.apply = told.append
+    speculator.proposer.apply = told.append
     steps = [plan(1), plan(2), plan(3), replace(plan(4), new_block_ids={SequenceId(0): (9,)}), plan(5)]
-    napped = [run(speculator, step) for step in steps]
-    assert napped[-2:] == [True, True]
+    skipped = [run(speculator, step) for step in steps]
+    assert skipped[-2:] == [True, True]
     assert [step.step_id for step in told] == [4]
 
 
 def test_nothing_is_asked_for_when_nothing_could_be_drafted():
     speculator = Speculator(None, None, 300)
-    assert speculator.naps(plan(1))
-    assert not speculator.naps(replace(plan(2), starts=("a start",)))
+    assert speculator.skips(plan(1))
+    assert not speculator.skips(replace(plan(2), starts=("a start",)))
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling((9,), (9,)), None))
-    assert not speculator.naps(plan(3))
+    assert not speculator.skips(plan(3))
 
 
 def test_what_a_device_waited_for_is_no_part_of_a_plain_step_while_drafts_sleep(monkeypatch):

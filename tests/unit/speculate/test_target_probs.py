@@ -158,7 +158,7 @@ SOME = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("sampler", "kind", "is_drawn"), SOME)
 def test_two_tokens_follow_the_law_together(world, monkeypatch, sampler, kind, is_drawn):
     verify_sampled, walked = verifier.verify_sampled, []

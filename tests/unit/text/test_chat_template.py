@@ -121,7 +121,7 @@ INTRUSIONS = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(13)
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
 def test_work_without_end_is_stopped(source, narrow_sandbox):
     with pytest.raises(RequestError, match="chat_template failed") as raised:

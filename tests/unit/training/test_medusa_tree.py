@@ -72,7 +72,7 @@ def test_a_stored_tree_is_drafted_unless_another_is_asked_for(tiny_model, tmp_pa
         config = {"method": "medusa", "model": str(folder), "num_speculative_tokens": 5, "adaptive": False, **options}
         llm = LLM(str(tiny_model), num_kv_blocks=40, speculative_config=config)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True), use_tqdm=False)
-        proposer = llm.llm_engine._runner._speculator._proposer
+        proposer = llm.llm_engine.speculator.proposer
         llm.close()
         return proposer._choices
 
@@ -89,6 +89,7 @@ def test_no_tree_is_stored_with_heads_that_foresaw_nothing(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == {"num_heads": 2}
 
 
+@pytest.mark.slow
 def test_calibration_finds_what_the_model_writes(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("It was a cold morning when the old man went down to the river. " * 60)

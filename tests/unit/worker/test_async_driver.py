@@ -1,5 +1,7 @@
 """AsyncStepDriver: steps in flight, over an executor on the CPU that samples as one of a GPU does."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -52,7 +54,7 @@ def drivers(tiny_model):
     found = [
         build_runner(EngineConfig(model=str(tiny_model), num_kv_blocks=8, max_model_len=64, block_size=16))[0] for _ in "ab"
     ]
-    found[1] = AsyncStepDriver(SamplingExecutor(found[1]._executor))
+    found[1] = AsyncStepDriver(SamplingExecutor(found[1].executor))
     yield found
     for driver in found:
         driver.close()
@@ -90,8 +92,8 @@ def test_tokens_are_the_same_when_the_next_step_starts_before_the_tokens_are_rea
         results.append(in_flight.pop(0).collect())
     results.append(in_flight.pop().collect())
     assert [result.sampled for result in results] == [result.sampled for result in expected]
-    assert ahead._executor.unknown == [0, 2, 2, 2]
-    rows = [driver._batch.row(FIRST).token_ids for driver in drivers]
+    assert ahead.executor.unknown == [0, 2, 2, 2]
+    rows = [driver.batch.row(FIRST).token_ids for driver in drivers]
     assert rows[0] == rows[1]
     assert UNKNOWN not in rows[1]
 
@@ -107,7 +109,7 @@ def test_a_step_waits_for_the_one_before_when_the_driver_samples_a_row_of_it(dri
         results.append(step.collect())
     assert [result.sampled for result in results] == [result.sampled for result in expected]
     assert [result.logprobs.keys() for result in results] == [{SECOND}] * 2
-    assert ahead._executor.unknown == [0, 0]
+    assert ahead.executor.unknown == [0, 0]
 
 
 def test_only_the_rows_that_the_executor_cannot_sample_are_sampled_by_the_driver(drivers, monkeypatch):
@@ -128,14 +130,14 @@ def test_no_more_steps_are_in_flight_than_the_executor_allows(drivers):
     assert all(len(step.collect().sampled) == 2 for step in steps)
 
 
-def test_the_speculator_hears_nothing_of_steps_that_it_naps_through_also_not_of_the_last_one(drivers, monkeypatch):
-    """It plans a nap in `end`, and is told of the steps in it by the next `begin`: an `end` between would plan it anew."""
-    ahead, calls, naps = drivers[1], [], iter([False, True, True, False])
+def test_the_speculator_hears_nothing_of_steps_that_it_skips_also_not_of_the_last_one(drivers, monkeypatch):
+    """It plans skipped steps in `end`, and the next `begin` tells it of them: an `end` between would plan anew."""
+    ahead, calls, skips = drivers[1], [], iter([False, True, True, False])
     speculator = ahead.speculator
-    monkeypatch.setattr(speculator, "naps", lambda plan: next(naps))
+    monkeypatch.setattr(speculator, "skips", lambda plan: next(skips))
     monkeypatch.setattr(speculator, "begin", lambda plan: calls.append(("begin", plan.step_id)))
     monkeypatch.setattr(speculator, "end", lambda plan, paths: calls.append(("end", plan.step_id)) or {})
-    # As while something drafts: only during a nap, but for its last step, may the next step begin early.
+    # As while something drafts: only during skipped steps, but for its last step, may the next step begin early.
     may_begin = iter([False, True, False, False])
     monkeypatch.setattr(type(speculator), "lets_next_begin", property(lambda self: next(may_begin)))
     monkeypatch.setattr(speculator, "note_idle", lambda idle_s: None)
@@ -154,3 +156,31 @@ def test_a_plan_without_tokens_computes_nothing(drivers):
         result = driver.execute(StepPlan(1, {}, ended=(FIRST, SECOND)))
         assert (result.step_id, result.sampled, result.errors) == (1, {}, {})
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_each_launch_is_marked_with_its_plan(drivers):
+    log, executor = [], drivers[1].executor
+
+    @contextmanager
+    def mark(plan):
+        log.append(("begin", plan.step_id))
+        yield
+        log.append(("end", plan.step_id))
+
+    marked = AsyncStepDriver(executor, mark_step=mark)
+    first = marked.launch(first_plan(temperature=0.0))
+    assert log == [("begin", 0), ("end", 0)]
+    second = marked.launch(next_plan(1))
+    first.collect()
+    second.collect()
+    assert log[2:] == [("begin", 1), ("end", 1)]
+
+
+def test_nvtx_range_has_the_number_and_the_size_of_the_step(monkeypatch):
+    build = pytest.importorskip("quire.worker.device.build", reason="needs Triton")
+    ranges = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", ranges.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
+    with build.nvtx_range(first_plan(temperature=0.0)):
+        assert ranges == ["step 0: 6 tokens of 2 sequences"]
+    assert ranges[1:] == ["end"]

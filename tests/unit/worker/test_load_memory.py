@@ -39,7 +39,7 @@ def status(field):
 
 before = status("VmRSS")
 runner, report = build_runner(EngineConfig(model=sys.argv[1], quantization=sys.argv[2] or None, num_kv_blocks=8))
-print(status("VmHWM") - before, runner._executor._decoder.weight_bytes, report.memory.kv_bytes)
+print(status("VmHWM") - before, runner.executor.target.model.weight_bytes, report.memory.kv_bytes)
 """
 
 

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from quire import ConfigError, EngineConfig
+from quire.kernels.native import load_native
 from quire.worker import memory
 from quire.worker.build import build_runner
 from quire.worker.inspect import inspect_model
+from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
 from tests.tiny_checkpoint import WIDE_EXPERTS, write_checkpoint
 
 
@@ -50,6 +52,64 @@ def test_model_that_does_not_fit_is_refused_with_the_numbers(tiny_model, monkeyp
     assert "DOES NOT FIT" in report.memory.describe()
     with pytest.raises(ConfigError, match="1000 B are available.*lower num_kv_blocks"):
         build_runner(EngineConfig(model=str(tiny_model)))
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+def test_formats_of_four_bits_are_in_the_plan_and_refuse_heads_that_are_too_wide(tiny_model, tmp_path):
+    plans = {
+        name: inspect_model(EngineConfig(model=str(tiny_model), kv_cache_dtype=name, num_kv_blocks=10)).memory
+        for name in ("int8", "k8v4", "turboquant_4bit")
+    }
+    sizes = [plan.kv_bytes for plan in plans.values()]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+    assert "a token, turboquant_4bit)" in plans["turboquant_4bit"].describe()
+    write_checkpoint(tmp_path / "wide", "qwen3", head_dim=4096)
+    for name in ("k8v4", "turboquant_4bit"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype '{name}' allows heads of at most 2048 values, .* heads of 4096"):
+            inspect_model(EngineConfig(model=str(tmp_path / "wide"), kv_cache_dtype=name))
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+def test_layers_that_are_not_quantised_are_in_the_plan_and_in_the_fingerprints(tiny_model):
+    def inspect_with(*layers, **options):
+        config = EngineConfig(
+            model=str(tiny_model), kv_cache_dtype="int8", kv_cache_dtype_skip_layers=layers or None, num_kv_blocks=10, **options
+        )
+        return config, inspect_model(config)
+
+    (config, mixed), (_, other), (_, plain) = inspect_with(-1), inspect_with(0), inspect_with()
+    last = len(mixed.spec.layers) - 1
+    assert mixed.memory.kv.layer_dtypes == ("int8",) * last + (mixed.spec.dtype,)
+    assert mixed.memory.kv_bytes > plain.memory.kv_bytes
+    assert f"int8; {mixed.spec.dtype} in layers {last})" in mixed.memory.describe()
+    kinds = (tier_fingerprint, transfer_fingerprint)
+    prints = [fingerprint(config, one) for one in (mixed, other, plain) for fingerprint in kinds]
+    assert len({str(one) for one in prints}) == 6
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype_skip_layers must be from -{last + 1} to {last} .* got {last + 1}"):
+        inspect_with(0, last + 1)
+    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers is not supported with .* pipeline stages"):
+        inspect_with(0, pipeline_parallel_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_cache_dtype_skip_layers": (0,)}, "needs a quantised kv_cache_dtype"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": ()}, "must be None or a sequence of integers, got"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": "0"}, "must be None or a sequence of integers, got '0'"),
+        ({"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (True,)}, "must be None or a sequence of integers, got"),
+    ],
+)
+def test_lists_of_layers_that_cannot_be_meant_are_refused(options, text):
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype_skip_layers {text}"):
+        EngineConfig(model="demo", **options)
+
+
+@pytest.mark.parametrize("name", ["int8", "k8v4", "turboquant_4bit"])
+def test_quantised_formats_are_refused_without_native_kernels(tiny_model, name):
+    with pytest.raises(ConfigError, match=f"kv_cache_dtype '{name}' needs the native kernels"):
+        inspect_model(EngineConfig(model=str(tiny_model), kv_cache_dtype=name, block_size=4))
 
 
 def test_inspecting_reads_no_weights(tiny_model, tmp_path):

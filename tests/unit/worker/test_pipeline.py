@@ -1,4 +1,4 @@
-"""Engines of several pipeline stages give the tokens and log probabilities of one process, bit for bit."""
+"""Engines of several pipeline stages, of one rank or several, give the tokens of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.model import native_model
+from quire.parallel.barrier import AbortReason
 from quire.worker import pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.pipeline_plan import check_pipeline, stage_memories
@@ -40,9 +41,9 @@ def thread_workers(monkeypatch):
     return made
 
 
-def _engine(size=1, **options):
+def _engine(size=1, ranks=1, **options):
     defaults = {"model": "demo", "num_threads": 1, "max_num_seqs": 8, "num_kv_blocks": 96}
-    return LLM(**{**defaults, **options}, pipeline_parallel_size=size)
+    return LLM(**{**defaults, **options}, pipeline_parallel_size=size, tensor_parallel_size=ranks)
 
 
 def _outputs(llm, prompts=PROMPTS, **params):
@@ -71,7 +72,7 @@ KINDS = {
 
 def _most_in_flight(llm):
     """Return a list that gets the number of steps in flight at every launch."""
-    driver = llm.llm_engine._runner
+    driver = llm.llm_engine.runner
     launch, counts = driver.launch, []
 
     def counted(plan):
@@ -83,11 +84,15 @@ def _most_in_flight(llm):
     return counts
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_outputs_are_those_of_one_process(size):
-    one, stages = _engine(), _engine(size)
+@pytest.mark.parametrize(
+    ("size", "ranks"),
+    [(4, 1), *(pytest.param(size, ranks, marks=pytest.mark.slow) for size, ranks in ((2, 1), (2, 2), (3, 2)))],
+)
+def test_outputs_are_those_of_one_process(size, ranks):
+    one, stages = _engine(), _engine(size, ranks)
     counts = _most_in_flight(stages)
     for name, params in KINDS.items():
+        params = {**params, "max_tokens": 24 // ranks}
         expected = _outputs(one, **params)
         assert _outputs(stages, **params) == expected, name
         assert _outputs(stages, **params) == expected, f"{name} over cached prefixes"
@@ -117,17 +122,24 @@ DRAFTS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
 @pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model"))
-def test_outputs_with_drafts_are_those_of_one_process_without(drafts, is_adaptive):
+def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_adaptive):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
     one.close()
-    stages = _engine(2, speculative_config={**drafts, "adaptive": is_adaptive})
+    stages = _engine(2, ranks, speculative_config={**drafts, "adaptive": is_adaptive})
     counts = _most_in_flight(stages)
     assert {name: _outputs(stages, **KINDS[name]) for name in expected} == expected
-    assert stages.llm_engine.stats.num_draft_tokens > 0
-    assert stages.llm_engine.stats.num_accepted_tokens > 0
+    stats = stages.llm_engine.stats
+    for _ in range(50):  # adaptive drafts begin only after enough steps without drafts were timed
+        if not is_adaptive or stats.num_accepted_tokens > 0:
+            break
+        assert _outputs(stages, **KINDS["greedy"]) == expected["greedy"]
+    assert stats.num_draft_tokens > 0
+    assert stats.num_accepted_tokens > 0
     assert max(counts) == 2
     stages.close()
 
@@ -135,6 +147,7 @@ def test_outputs_with_drafts_are_those_of_one_process_without(drafts, is_adaptiv
 OPTIONS = {
     "int8": {"quantization": "int8"},
     "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit"},
     "fp8": {"quantization": "fp8"},
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
@@ -153,10 +166,11 @@ OPTIONS = {
 
 
 @pytest.mark.one_in(2)
+@pytest.mark.parametrize("shares", [(1,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
 @pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts", "preempted", "small-steps"))
-def test_outputs_are_those_of_one_process_with_every_option(options):
-    one, stages = _engine(**options), _engine(2, **options)
-    for name in ("greedy", "log-probabilities", "choices"):
+def test_outputs_are_those_of_one_process_with_every_option(options, shares):
+    one, stages = _engine(**options), _engine(2, len(shares), **options, tensor_parallel_shares=shares)
+    for name in ("greedy", "log-probabilities", "choices")[: 4 - len(shares)]:
         assert _outputs(stages, **KINDS[name]) == _outputs(one, **KINDS[name]), name
     if "num_kv_blocks" in options:
         assert stages.llm_engine.scheduler.num_preemptions > 0
@@ -164,12 +178,15 @@ def test_outputs_are_those_of_one_process_with_every_option(options):
     stages.close()
 
 
-@pytest.mark.parametrize("params", ["greedy", "sampled"])
-def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_process(monkeypatch, params):
-    for name in ("_SCREENED_FROM", "_SHORT_FROM"):
+@pytest.mark.parametrize(
+    ("params", "ranks"), [("greedy", 1), ("sampled", 1), pytest.param("greedy", 2, marks=pytest.mark.slow)]
+)
+def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_process(monkeypatch, params, ranks):
+    for name in ("_INT8_HEAD_FROM", "_SHORT_FROM"):
         monkeypatch.setattr(native_model, name, 1)
-    one, stages = _engine(), _engine(2)
-    assert stages.llm_engine.report.spared_weight_bytes == one.llm_engine.report.spared_weight_bytes > 0
+    one, stages = _engine(), _engine(2, ranks)
+    spared = [llm.llm_engine.report.spared_weight_bytes for llm in (one, stages)]
+    assert 0 <= spared[1] - spared[0] <= 64 * (ranks - 1) < spared[0]  # each part of a divided weight is padded
     assert _outputs(stages, **KINDS[params]) == _outputs(one, **KINDS[params])
     one.close()
     stages.close()
@@ -231,6 +248,51 @@ def test_each_stage_holds_its_own_layers_only(thread_workers):
     stages.close()
 
 
+def test_each_rank_of_a_stage_holds_its_part_only(thread_workers):
+    ranks = _engine(2, 2, tensor_parallel_shares=(3, 1), pipeline_layers=(6, 2))
+    report = ranks.llm_engine.report
+    own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in range(1, 5)]
+    memories = stage_memories(ranks.llm_engine.config, report)
+    assert [(memory.stage.index, memory.shard.rank) for memory in memories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for memory, num_bytes in zip(memories, own, strict=True):
+        assert abs(memory.weight_bytes - num_bytes) < 0.1 * sum(own)
+    assert sum(own) == report.packed_weight_bytes
+    assert sum(memory.kv_bytes for memory in memories) == report.memory.kv_bytes
+    assert own[0] > own[1]
+    stages = [status.stages[-1][0] for status in (thread_workers[-1].board.read(rank) for rank in (2, 3))]
+    assert stages == [
+        "loading weights of stage 0 (layers 0 to 5), tensor-parallel rank 1",
+        "loading weights of stage 1 (layers 6 to 7), tensor-parallel rank 0",
+    ]
+    ranks.close()
+
+
+def test_ranks_of_stages_give_the_tokens_of_one_process_and_count_their_barriers():
+    one, ranks = _engine(), _engine(2, 2, tensor_parallel_shares=(3, 1), pipeline_layers=(6, 2))
+    for params in ({"temperature": 0.0}, {"temperature": 0.7, "logprobs": 3}):
+        assert _outputs(ranks, PROMPTS[:1], max_tokens=4, **params) == _outputs(one, PROMPTS[:1], max_tokens=4, **params)
+    one.close()
+    leader, *workers = ranks.llm_engine.stats.ranks
+    num_steps = ranks.llm_engine.stats.num_steps
+    assert leader.share == 0.0
+    assert sum(each.share for each in workers) == pytest.approx(1)
+    assert [each.num_barriers for each in workers[:2]] == [num_steps * (4 * 6 + 2)] * 2
+    assert [each.num_barriers for each in workers[2:]] == [num_steps * (4 * 2 + 2)] * 2  # one at the entry, not the embedding's
+    assert all(each.num_bytes > 0 for each in workers)
+    ranks.close()
+
+
+def test_a_rank_of_a_stage_that_fails_ends_the_engine_with_its_place(thread_workers):
+    ranks = _engine(2, 2)
+    workers = thread_workers[-1]
+    for barrier in (workers.barrier, *workers._subgroups):
+        barrier.abort(4, AbortReason.ENDED, "rank 4 (pid 4711): killed by SIGKILL")
+    message = r"pipeline stage 1 \(layers \d to 7\), tensor-parallel rank 1: rank 4 \(pid 4711\): killed by SIGKILL"
+    with pytest.raises(WorkerError, match=message):
+        _outputs(ranks)
+    workers.kill()
+
+
 def test_the_idle_share_of_each_stage_is_measured():
     stages = _engine(2)
     _outputs(stages)
@@ -253,7 +315,15 @@ def test_the_idle_share_of_each_stage_is_measured():
         ({"pipeline_parallel_size": 2, "pipeline_layers": (8, 0)}, "pipeline_layers must be integers >= 1, got 0"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": (3, 4)}, r"add up to the model's 8 layers, got 3 \+ 4 = 7"),
         ({"pipeline_layers": (3, 5)}, "one number for each of the 1 stages"),
-        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "both together are not supported yet"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2 and pipeline_parallel_size 2: both together are not supported",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "model": "demo-moe", "enable_expert_parallel": True},
+            "enable_expert_parallel and pipeline_parallel_size 2: both together are not supported",
+        ),
+        ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
         (
             {"pipeline_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "demo-eagle3"}},
@@ -264,11 +334,18 @@ def test_the_idle_share_of_each_stage_is_measured():
 )
 def test_stages_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
-        LLM("demo", **options)
+        LLM(**{"model": "demo", **options})
 
 
 def test_a_gpu_is_refused():
     config = EngineConfig(model="demo", device="cpu", pipeline_parallel_size=2)
     report = replace(inspect_model(config), device="cuda:0")
     with pytest.raises(ConfigError, match="but the model runs on cuda:0: pipeline stages run on CPUs only"):
+        check_pipeline(config, report)
+
+
+def test_more_processes_than_a_group_has_are_refused():
+    config = EngineConfig(model="demo", device="cpu", pipeline_parallel_size=8, tensor_parallel_size=8)
+    report = inspect_model(EngineConfig(model="demo", device="cpu"))
+    with pytest.raises(ConfigError, match=r"must be at most 63, as the leader is a process of its own, got 8 \* 8 = 64"):
         check_pipeline(config, report)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quire import LLM, BeamSearchParams, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.base.errors import ConfigError
@@ -12,6 +14,7 @@ from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch, parallel_messages
+from quire.worker.parallel_build import threads_release
 from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -98,6 +101,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", _cases(DRAFTS, "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
     one = _engine()
@@ -112,6 +116,7 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
 OPTIONS = {
     "int8": {"quantization": "int8"},
     "int4-and-int8-cache": {"quantization": "int4", "kv_cache_dtype": "int8"},
+    "4-bit-cache": {"kv_cache_dtype": "turboquant_4bit"},
     "fp8": {"quantization": "fp8"},
     "float32": {"dtype": "float32"},
     "float16": {"dtype": "float16"},
@@ -173,6 +178,7 @@ def test_statistics_have_the_barriers_bytes_and_share_of_each_rank(thread_worker
     one.close()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", [{}, {"model": "demo-moe"}, {"quantization": "int8"}], ids=["plain", "experts", "int8"])
 def test_inspection_knows_what_each_rank_will_hold(thread_workers, options):
     ranks = _engine(2, **options, tensor_parallel_shares=(3, 1))
@@ -256,9 +262,32 @@ def test_ray_is_refused_where_there_is_one_rank():
             {"distributed_executor_backend": "mp"},
             "distributed_executor_backend must be None or one of .*, got 'mp'",
         ),
+        ({"distributed_timeout_s": 0}, "distributed_timeout_s must be a number of seconds from 1 to 86400, got 0"),
+        ({"distributed_start_timeout_s": float("nan")}, "distributed_start_timeout_s must be a number of seconds"),
         ({"tensor_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
     ],
 )
 def test_ranks_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM("demo", **options)
+
+
+def test_workers_get_the_time_limits_of_the_configuration():
+    config = EngineConfig(model="demo", distributed_timeout_s=7.5, distributed_start_timeout_s=40)
+    options = parallel_launch.launch_options(config, with_store=True)
+    assert (options.watchdog_timeout_s, options.start_timeout_s, options.with_store) == (7.5, 40, True)
+
+
+def test_threads_and_cores_are_given_back_when_a_leader_ends():
+    num_threads, cores = torch.get_num_threads(), os.sched_getaffinity(0)
+    torch.set_num_threads(3)
+    release = threads_release()
+    try:
+        torch.set_num_threads(1)
+        os.sched_setaffinity(0, {min(cores)})
+        release()
+        assert torch.get_num_threads() == 3
+        assert os.sched_getaffinity(0) == cores
+    finally:
+        torch.set_num_threads(num_threads)
+        os.sched_setaffinity(0, cores)

@@ -6,11 +6,18 @@ namespace quire {
 
 // One layer's keys or values: blocks of block_size tokens (a multiple of 16), in a block the heads one after the other, in a head
 // runs of 16 tokens. The runs are laid out for the kernels, not as [token][dim]:
-//   keys    bf16 [D / 2][16][2]   f32 [D][16]    i8 [D][16]
-//   values  bf16 [8][D][2]        f32 [16][D]    i8 [16][D]     (bf16: pairs of tokens)
-// i8: value = scale * code, one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
+//   keys    bf16 [D / 2][16][2]   f32 [D][16]    i8 [D][16]     r4 [D / 2][16]
+//   values  bf16 [8][D][2]        f32 [16][D]    i8 [16][D]     r4 [16][D / 2]    (bf16: pairs of tokens)
+// i8: value = scale * code. r4: rotated values = scale * level of code, see attention_rotation.inl, D at most MAX_ROTATED_DIM; a byte holds
+// the codes of two dims, the first in its low half: of keys d and d + 1, of values d and d + D / 2. k8v4: keys of i8, values of r4.
+// All of these have one f32 scale per token and head in key_scales / value_scales [num_blocks][kv_heads][block_size].
 // D is even.
-enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2 };
+enum class KvFormat : i32 { bf16 = 0, f32 = 1, i8 = 2, r4 = 3, k8v4 = 4 };
+constexpr i32 MAX_ROTATED_DIM = 2048;
+
+static inline KvFormat key_format(KvFormat format) { return format == KvFormat::k8v4 ? KvFormat::i8 : format; }
+static inline KvFormat value_format(KvFormat format) { return format == KvFormat::k8v4 ? KvFormat::r4 : format; }
+static inline bool has_scales(KvFormat format) { return format != KvFormat::bf16 && format != KvFormat::f32; }
 
 struct KvLayer {
     KvFormat format = KvFormat::bf16;
@@ -24,7 +31,10 @@ struct KvLayer {
 // Tokens of a run.
 constexpr int RUN = 16;
 
-static inline i64 element_bytes(KvFormat format) { return format == KvFormat::bf16 ? 2 : format == KvFormat::f32 ? 4 : 1; }
+// Bytes of elements of keys or of values, a whole number of runs or tokens of them.
+static inline i64 bytes_of(KvFormat format, i64 elements) {
+    return format == KvFormat::r4 ? elements / 2 : elements * (format == KvFormat::bf16 ? 2 : format == KvFormat::f32 ? 4 : 1);
+}
 
 // The first element of the run that holds the token at `offset` of a block.
 static inline i64 run_element(const KvLayer& kv, i64 block, i32 head, i32 offset) {
@@ -66,10 +76,31 @@ struct AttentionJob {
     u8* scratch = nullptr;  // scratch_bytes(...) bytes, 64-aligned, shared by the team
 };
 
+// Of a rank that holds the keys and values of some chunks of every sequence, see attention_context.inl. The block tables of the batch
+// have the rank's own blocks, and any of them where another rank has the block; block_tables, of the same shape, say who has it:
+// block b is block b % num_local_blocks of the rank at place b / num_local_blocks. The blocks of a chunk are on one rank.
+constexpr i32 CONTEXT_CHUNK = 256;  // tokens of a chunk
+struct ContextJob {
+    int place = 0, size = 1;
+    i32 num_local_blocks = 1;
+    const i32* block_tables = nullptr;
+    u8* buffers[2] = {nullptr, nullptr};  // of buffer_bytes each, 64-aligned, which all these ranks map
+    i64 buffer_bytes = 0;                 // at least those of context_bytes; the same on all ranks
+    // Wait for all ranks, and record `count` times `width` floats, `stride` apart, that were written; called by thread 0.
+    void (*meet)(void* argument) = nullptr;
+    void (*wrote)(void* argument, float* first, i64 count, i64 stride, i64 width) = nullptr;
+    void* argument = nullptr;
+};
+
 struct AttentionTable {
     i64 (*scratch_bytes)(const AttentionJob& job, const Batch& batch, int num_threads);
     // Called by every thread; ends with a barrier: then out is complete.
     void (*attend)(Worker& worker, const AttentionJob& job, const Batch& batch);
+    // The bytes of a buffer of ContextJob, at most `limit` if a tile fits into that.
+    i64 (*context_bytes)(const AttentionJob& job, const Batch& batch, i64 limit);
+    // As attend, with keys on several ranks; job.heads are those of all of them. Other ranks have written parts of out before they come
+    // to the next barrier of the ranks. No sequence may have a draft tree.
+    void (*attend_context)(Worker& worker, const AttentionJob& job, const Batch& batch, const ContextJob& context);
     // Write key and value heads [first_head, first_head + num_heads) of one token ([num_heads * head_dim] f32 each) into
     // slot = block * block_size + offset.
     void (*store)(const KvLayer& kv, i64 slot, i32 first_head, i32 num_heads, const float* keys, const float* values);

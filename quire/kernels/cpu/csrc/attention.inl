@@ -50,6 +50,7 @@ static void finish(const AttentionJob& job, const Shape& shape, const Tile& tile
         const float* from = total.values + static_cast<i64>(row) * shape.padded_dim;
         float* to = job.out + (tile.first_token + token) * job.out_stride + static_cast<i64>(head) * dim;
         for (i32 d = 0; d < dim; d += 16) store(to + d, load(from + d) * keep / sum, first_lanes(dim - d));
+        if (value_format(job.kv.format) == KvFormat::r4) rotate_back(dim, to);
     }
 }
 
@@ -200,7 +201,7 @@ static Ahead first_keys(const Walk& walk, i64 item) {
     for (i32 i = 0; i < GROUP; ++i) {
         const i32 token = smaller(first + i * RUN, (length - 1) / RUN * RUN);
         const i64 element = run_element(kv, tile.blocks[token / kv.block_size], tile.kv_head, token % kv.block_size);
-        ahead.runs[i] = static_cast<const u8*>(kv.keys) + element * element_bytes(kv.format);
+        ahead.runs[i] = static_cast<const u8*>(kv.keys) + bytes_of(key_format(kv.format), element);
     }
     return ahead;
 }
@@ -294,7 +295,12 @@ static void attend(Worker& worker, const AttentionJob& job, const Batch& batch) 
 }
 
 }  // namespace
+}  // namespace quire::QUIRE_ISA
 
-extern const AttentionTable attention_table = {scratch_bytes, attend, store_token, move_token};
+#include "attention_context.inl"
+
+namespace quire::QUIRE_ISA {
+
+extern const AttentionTable attention_table = {scratch_bytes, attend, context_bytes, attend_context, store_token, move_token};
 
 }  // namespace quire::QUIRE_ISA

@@ -38,6 +38,13 @@ struct Shape {
     i32 group, slices, units;  // query heads per kv head, slices of those, kv_heads * slices
 };
 
+// Bytes of a run of keys or of values, whichever takes more.
+QUIRE_INLINE i64 path_run_bytes(const KvLayer& kv) {
+    const i64 elements = static_cast<i64>(RUN) * kv.head_dim, keys = bytes_of(key_format(kv.format), elements);
+    const i64 values = bytes_of(value_format(kv.format), elements);
+    return keys > values ? keys : values;
+}
+
 static Shape shape_of(const AttentionJob& job) {
     Shape shape;
     const i64 padded = round_up(job.kv.head_dim, 16);
@@ -48,7 +55,7 @@ static Shape shape_of(const AttentionJob& job) {
     const i64 run_bytes = RUN * padded * (job.is_bf16 ? 2 : 4);
     shape.space_bytes = MAX_ROWS * (shape.q_stride + SCORE_STRIDE * 4) + 3 * GROUP * run_bytes + 2 * shape.partial_bytes +
                         2 * MAX_ROWS * 4 + MAX_ROWS * static_cast<i64>(sizeof(Span)) +
-                        PATH_RUNS * RUN * (job.kv.head_dim * element_bytes(job.kv.format) + 2 * 4);
+                        PATH_RUNS * (path_run_bytes(job.kv) + RUN * 2 * 4);
     shape.space_bytes = round_up(shape.space_bytes, 128);
     shape.group = job.num_heads / job.kv.kv_heads;
     shape.slices = (shape.group + MAX_HEADS - 1) / MAX_HEADS;
@@ -149,17 +156,17 @@ QUIRE_INLINE Span runs_of(const Space& space, int first, int last, i32 start) {
 // `end`: the first token that no row of the tile sees.
 static void find_runs(const AttentionJob& job, const Tile& tile, i32 end, Chunk& chunk) {
     const KvLayer& kv = job.kv;
-    const i64 bytes = element_bytes(kv.format);
+    const KvFormat key = key_format(kv.format), value = value_format(kv.format);
     const i32 stop = smaller((end - chunk.start + RUN - 1) / RUN, CHUNK_RUNS + GROUP);
     for (i32 run = chunk.runs.begin; run < stop; ++run) {
         const i32 token = chunk.start + run * RUN, offset = token % kv.block_size;
         const i64 block = tile.blocks[token / kv.block_size];
         const i64 element = run_element(kv, block, tile.kv_head, offset), scale = scale_element(kv, block, tile.kv_head, offset);
-        chunk.keys[run] = static_cast<const u8*>(kv.keys) + element * bytes;
+        chunk.keys[run] = static_cast<const u8*>(kv.keys) + bytes_of(key, element);
         if (run >= CHUNK_RUNS) continue;
-        chunk.values[run] = static_cast<const u8*>(kv.values) + element * bytes;
-        chunk.key_scales[run] = kv.format == KvFormat::i8 ? kv.key_scales + scale : nullptr;
-        chunk.value_scales[run] = kv.format == KvFormat::i8 ? kv.value_scales + scale : nullptr;
+        chunk.values[run] = static_cast<const u8*>(kv.values) + bytes_of(value, element);
+        chunk.key_scales[run] = has_scales(kv.format) ? kv.key_scales + scale : nullptr;
+        chunk.value_scales[run] = has_scales(kv.format) ? kv.value_scales + scale : nullptr;
     }
     for (i32 run = stop; run < CHUNK_RUNS + GROUP; ++run) chunk.keys[run] = chunk.keys[stop - 1];
     if (stop > CHUNK_RUNS || tile.following == nullptr) return;
@@ -175,6 +182,11 @@ static void prepare_rows(const AttentionJob& job, const Shape& shape, const Tile
         const i32 token = row / tile.num_heads, head = tile.first_head + row % tile.num_heads;
         const float* q = job.q + (tile.first_token + token) * job.q_stride + static_cast<i64>(head) * dim;
         u8* to = space.q + row * shape.q_stride;
+        alignas(64) float rotated[MAX_ROTATED_DIM];
+        if (key_format(job.kv.format) == KvFormat::r4) {
+            rotate_vector(dim, q, rotated);
+            q = rotated;
+        }
         for (i32 d = 0; d < dim; d += 16) {
             const F32 x = load(q + d, first_lanes(dim - d));
             if constexpr (Kind::is_bf16)
@@ -224,7 +236,7 @@ static void score_chunk(const AttentionJob& job, const Shape& shape, const Tile&
             keys[i] = chunk.keys[run];
             if (!is_converted) continue;
             keys[i] = space.keys + i * run_bytes;
-            convert_keys<Kind>(job.kv.format, chunk.keys[run], {after_keys(chunk, group), i}, dim, space.keys + i * run_bytes);
+            convert_keys<Kind>(key_format(job.kv.format), chunk.keys[run], {after_keys(chunk, group), i}, dim, space.keys + i * run_bytes);
         }
         for (int row = 0; row < tile.num_rows; row += TILE_ROWS) {
             const int count = smaller(TILE_ROWS, tile.num_rows - row);
@@ -255,7 +267,7 @@ static void weigh_rows(const AttentionJob& job, const Tile& tile, const Chunk& c
         const int first = row / TILE_ROWS * TILE_ROWS, last = smaller(first + TILE_ROWS, tile.num_rows) - 1;
         SoftmaxRow softmax = {space.scores + row * SCORE_STRIDE, seen_in_chunk(space.spans[row], chunk.start),
                               runs_of(space, first, last, chunk.start), LOWEST, 0.0f};
-        if (job.kv.format == KvFormat::i8)
+        if (has_scales(job.kv.format))
             softmax_row<Kind, true>(job, softmax, chunk.key_scales, chunk.value_scales);
         else
             softmax_row<Kind, false>(job, softmax, nullptr, nullptr);
@@ -306,7 +318,7 @@ static GroupValues group_values(const AttentionJob& job, const Shape& shape, con
         values.runs[i] = chunk.values[run];
         if (is_converted) {
             u8* copy = space.values + i * Kind::run_steps * shape.value_stride;
-            convert_values<Kind>(job.kv.format, chunk.values[run], {after_values(chunk, group), i}, dim, copy);
+            convert_values<Kind>(value_format(job.kv.format), chunk.values[run], {after_values(chunk, group), i}, dim, copy);
             values.runs[i] = copy;
         }
         values.is_clean[i] =

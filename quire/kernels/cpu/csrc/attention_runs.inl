@@ -1,7 +1,7 @@
 // Reading and writing the cache's layout: runs are converted to the layout of the products, and tokens are stored. Included by
 // attention.inl.
 #pragma once
-#include "attention_tile.inl"
+#include "attention_rotation.inl"
 
 namespace quire::QUIRE_ISA {
 namespace {
@@ -58,7 +58,7 @@ struct AheadOfRun {
 // Keys of a run: [dim][16] or [dim / 2][16][2] of FORMAT into those of Kind.
 template <class Kind, KvFormat FORMAT>
 static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
-    i64 line = next.run * (RUN * element_bytes(FORMAT) * head_dim / 64);
+    i64 line = next.run * (bytes_of(FORMAT, RUN * head_dim) / 64);
     i32 d = 0;
     if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {
         const CodeTable table = code_table();
@@ -86,10 +86,10 @@ static void convert_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u
 template <class Kind, KvFormat FORMAT>
 static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
     const i64 stride = round_up(head_dim, 16) * 4;
-    i64 line = next.run * (RUN * element_bytes(FORMAT) * head_dim / 64);
+    i64 line = next.run * (bytes_of(FORMAT, RUN * head_dim) / 64);
     for (int token = 0; token < RUN; token += 2, to += stride * 2 / Kind::units) {
         const i64 pair = static_cast<i64>(token) * head_dim;
-        for (i64 byte = 0; byte < 2 * head_dim * element_bytes(FORMAT); byte += 64) fetch<1>(next.ahead, line++);
+        for (i64 byte = 0; byte < bytes_of(FORMAT, 2 * head_dim); byte += 64) fetch<1>(next.ahead, line++);
         i32 d = 0;
         if constexpr (Kind::is_bf16 && FORMAT == KvFormat::i8) {
             const CodeTable table = code_table();
@@ -113,17 +113,54 @@ static void convert_values(const u8* from, const AheadOfRun& next, i32 head_dim,
     }
 }
 
+// The same of r4.
+template <class Kind>
+static void convert_level_keys(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    const LevelTable table = level_table(LEVELS);
+    i64 line = next.run * (bytes_of(KvFormat::r4, RUN * head_dim) / 64);
+    for (i32 d = 0; d < head_dim; d += 2, from += RUN, to += 64 * 2 / Kind::units) {
+        const I32 codes = load_u8(from);
+        put_pairs<Kind>(to, 64, level_pairs(table, (codes | shift_left<12>(codes)) & set1(0x000f000f)), 16);
+        if (d % 8 == 0) fetch<1>(next.ahead, line++);
+    }
+}
+
+template <class Kind>
+static void convert_level_values(const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
+    const LevelTable table = level_table(LEVELS);
+    const I32 mask = set1(0x000f000f);
+    const i32 half = head_dim / 2;
+    const i64 stride = round_up(head_dim, 16) * 4;
+    i64 line = next.run * (bytes_of(KvFormat::r4, RUN * head_dim) / 64);
+    for (int token = 0; token < RUN; token += 2, from += head_dim, to += stride * 2 / Kind::units) {
+        for (i64 byte = 0; byte < head_dim; byte += 64) fetch<1>(next.ahead, line++);
+        if (head_dim % 16 != 0) put_pairs<Kind>(to + stride - 64, stride, set1(0), 16);
+        for (i32 d = 0; d < half; d += 16) {
+            const int count = smaller(16, half - d);
+            const u8 *first = from + d, *second = first + half;
+            const I32 codes = count == 16 ? load_u8(first) | shift_left<16>(load_u8(second))
+                                          : load_u8(first, first_lanes(count)) | shift_left<16>(load_u8(second, first_lanes(count)));
+            put_pairs<Kind>(to + d * 4, stride, level_pairs(table, codes & mask), count);
+            put_pairs<Kind>(to + (half + d) * 4, stride, level_pairs(table, shift_right<4>(codes) & mask), count);
+        }
+    }
+}
+
+// format: of the keys.
 template <class Kind>
 static void convert_keys(KvFormat format, const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
     if (format == KvFormat::bf16) return convert_keys<Kind, KvFormat::bf16>(from, next, head_dim, to);
     if (format == KvFormat::f32) return convert_keys<Kind, KvFormat::f32>(from, next, head_dim, to);
+    if (format == KvFormat::r4) return convert_level_keys<Kind>(from, next, head_dim, to);
     convert_keys<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
+// format: of the values.
 template <class Kind>
 static void convert_values(KvFormat format, const u8* from, const AheadOfRun& next, i32 head_dim, u8* to) {
     if (format == KvFormat::bf16) return convert_values<Kind, KvFormat::bf16>(from, next, head_dim, to);
     if (format == KvFormat::f32) return convert_values<Kind, KvFormat::f32>(from, next, head_dim, to);
+    if (format == KvFormat::r4) return convert_level_values<Kind>(from, next, head_dim, to);
     convert_values<Kind, KvFormat::i8>(from, next, head_dim, to);
 }
 
@@ -198,17 +235,32 @@ static float store_codes(i32 dim, i8* codes, i64 step, const float* x) {
     return scale;
 }
 
-// Copy the key of a token of one run to a place of another; `from` and `to` are the runs' starts.
+static float store_level_key(i32 dim, int token, u8* keys, const float* x) {
+    u8 codes[MAX_ROTATED_DIM];
+    const float scale = choose_levels(dim, x, codes);
+    for (i32 d = 0; d < dim; d += 2) keys[d / 2 * RUN + token] = static_cast<u8>(codes[d] | codes[d + 1] << 4);
+    return scale;
+}
+
+static float store_level_value(i32 dim, int token, u8* values, const float* x) {
+    u8 codes[MAX_ROTATED_DIM];
+    const i32 half = dim / 2;
+    const float scale = choose_levels(dim, x, codes);
+    for (i32 d = 0; d < half; ++d) values[token * half + d] = static_cast<u8>(codes[d] | codes[half + d] << 4);
+    return scale;
+}
+
+// Copy the key of a token of one run to a place of another; `from` and `to` are the runs' starts, format is that of the keys.
 static void copy_key(KvFormat format, i32 dim, const u8* from, int from_token, u8* to, int to_token) {
-    if (format == KvFormat::i8) {
-        for (i32 d = 0; d < dim; ++d) to[d * RUN + to_token] = from[d * RUN + from_token];
+    if (format == KvFormat::i8 || format == KvFormat::r4) {
+        for (i32 d = 0; d < bytes_of(format, dim); ++d) to[d * RUN + to_token] = from[d * RUN + from_token];
         return;
     }
     const i32 units = format == KvFormat::bf16 ? dim / 2 : dim;
     for (i32 unit = 0; unit < units; ++unit) __builtin_memcpy(to + (unit * RUN + to_token) * 4, from + (unit * RUN + from_token) * 4, 4);
 }
 
-// The same of its value.
+// The same of its value; format is that of the values.
 static void copy_value(KvFormat format, i32 dim, const u8* from, int from_token, u8* to, int to_token) {
     if (format == KvFormat::bf16) {
         from += (from_token / 2 * dim * 2 + from_token % 2) * 2;
@@ -216,21 +268,21 @@ static void copy_value(KvFormat format, i32 dim, const u8* from, int from_token,
         for (i32 d = 0; d < dim; ++d) __builtin_memcpy(to + d * 4, from + d * 4, 2);
         return;
     }
-    const i64 bytes = dim * element_bytes(format);
+    const i64 bytes = bytes_of(format, dim);
     __builtin_memcpy(to + to_token * bytes, from + from_token * bytes, static_cast<size_t>(bytes));
 }
 
 static void move_token(const KvLayer& kv, i64 from, i64 to) {
     if (from == to) return;
-    const i64 width = element_bytes(kv.format);
+    const KvFormat key = key_format(kv.format), value = value_format(kv.format);
     const i32 from_offset = static_cast<i32>(from % kv.block_size), to_offset = static_cast<i32>(to % kv.block_size);
     u8 *keys = static_cast<u8*>(kv.keys), *values = static_cast<u8*>(kv.values);
     for (i32 head = 0; head < kv.kv_heads; ++head) {
-        const i64 source = run_element(kv, from / kv.block_size, head, from_offset) * width;
-        const i64 target = run_element(kv, to / kv.block_size, head, to_offset) * width;
-        copy_key(kv.format, kv.head_dim, keys + source, from_offset % RUN, keys + target, to_offset % RUN);
-        copy_value(kv.format, kv.head_dim, values + source, from_offset % RUN, values + target, to_offset % RUN);
-        if (kv.format != KvFormat::i8) continue;
+        const i64 source = run_element(kv, from / kv.block_size, head, from_offset);
+        const i64 target = run_element(kv, to / kv.block_size, head, to_offset);
+        copy_key(key, kv.head_dim, keys + bytes_of(key, source), from_offset % RUN, keys + bytes_of(key, target), to_offset % RUN);
+        copy_value(value, kv.head_dim, values + bytes_of(value, source), from_offset % RUN, values + bytes_of(value, target), to_offset % RUN);
+        if (!has_scales(kv.format)) continue;
         const i64 scale = scale_element(kv, from / kv.block_size, head, from_offset);
         const i64 place = scale_element(kv, to / kv.block_size, head, to_offset);
         kv.key_scales[place] = kv.key_scales[scale];
@@ -250,8 +302,12 @@ static void store_token(const KvLayer& kv, i64 slot, i32 first_head, i32 num_hea
             store_f32_head(dim, token, static_cast<float*>(kv.keys) + run, static_cast<float*>(kv.values) + run, keys, values);
         } else {
             const i64 scale = scale_element(kv, block, head, offset);
-            kv.key_scales[scale] = store_codes(dim, static_cast<i8*>(kv.keys) + run + token, RUN, keys);
-            kv.value_scales[scale] = store_codes(dim, static_cast<i8*>(kv.values) + run + token * dim, 1, values);
+            u8* const key = static_cast<u8*>(kv.keys) + bytes_of(key_format(kv.format), run);
+            u8* const value = static_cast<u8*>(kv.values) + bytes_of(value_format(kv.format), run);
+            kv.key_scales[scale] = key_format(kv.format) == KvFormat::r4 ? store_level_key(dim, token, key, keys)
+                                                                        : store_codes(dim, reinterpret_cast<i8*>(key) + token, RUN, keys);
+            kv.value_scales[scale] = value_format(kv.format) == KvFormat::r4 ? store_level_value(dim, token, value, values)
+                                                                            : store_codes(dim, reinterpret_cast<i8*>(value) + token * dim, 1, values);
         }
     }
 }

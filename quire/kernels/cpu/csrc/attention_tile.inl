@@ -19,8 +19,8 @@ constexpr float MAX_ROUGH = 1e30f;
 // In units of 16 lanes, one row of weights or scores, plus one line, so that rows do not map to the same cache sets.
 constexpr i64 SCORE_STRIDE = CHUNK + 16;
 // Rows and vectors of a register tile.
-constexpr int TILE_ROWS = QUIRE_LEVEL == 2 ? 6 : QUIRE_LEVEL == 1 ? 4 : 2;
-constexpr int tile_vectors(int rows) { return QUIRE_LEVEL == 2 ? 4 : QUIRE_LEVEL == 1 && rows <= 2 ? 2 : 1; }
+constexpr int TILE_ROWS = QUIRE_HAS_512 ? 6 : QUIRE_HAS_256 || QUIRE_HAS_128 ? 4 : 2;
+constexpr int tile_vectors(int rows) { return QUIRE_HAS_512 ? 4 : (QUIRE_HAS_256 || QUIRE_HAS_128) && rows <= 2 ? 2 : 1; }
 
 QUIRE_INLINE i64 round_up(i64 n, i64 unit) { return (n + unit - 1) / unit * unit; }
 QUIRE_INLINE i32 smaller(i32 a, i32 b) { return a < b ? a : b; }

@@ -43,14 +43,14 @@ struct PathRun {
 
 static PathRun path_run(const AttentionJob& job, const Path& path, i32 position, bool is_keys, i32 index) {
     const KvLayer& kv = job.kv;
-    const i64 run_bytes = static_cast<i64>(RUN) * kv.head_dim * element_bytes(kv.format);
+    const KvFormat format = is_keys ? key_format(kv.format) : value_format(kv.format);
+    const i64 run_bytes = path_run_bytes(kv);
     const i32 block = path.tile.blocks[position / kv.block_size], offset = position % kv.block_size;
     const i64 element = run_element(kv, block, path.tile.kv_head, offset / RUN * RUN);
     const i64 scale = scale_element(kv, block, path.tile.kv_head, offset / RUN * RUN);
-    const bool has_scales = kv.format == KvFormat::i8;
     float* scales = reinterpret_cast<float*>(path.space.path + PATH_RUNS * run_bytes) + 2 * RUN * index;
-    return {static_cast<const u8*>(is_keys ? kv.keys : kv.values) + element * element_bytes(kv.format),
-            has_scales ? kv.key_scales + scale : nullptr, has_scales ? kv.value_scales + scale : nullptr,
+    return {static_cast<const u8*>(is_keys ? kv.keys : kv.values) + bytes_of(format, element),
+            has_scales(kv.format) ? kv.key_scales + scale : nullptr, has_scales(kv.format) ? kv.value_scales + scale : nullptr,
             path.space.path + run_bytes * index, scales, scales + RUN};
 }
 
@@ -58,6 +58,7 @@ static PathRun path_run(const AttentionJob& job, const Path& path, i32 position,
 static void gather_path(const AttentionJob& job, Path& path, bool is_keys) {
     const KvLayer& kv = job.kv;
     Chunk& chunk = path.chunk;
+    const KvFormat format = is_keys ? key_format(kv.format) : value_format(kv.format);
     const auto copy_token = is_keys ? copy_key : copy_value;
     const u8** runs = is_keys ? chunk.keys : chunk.values;
     u64 left = path.ancestors;
@@ -70,12 +71,12 @@ static void gather_path(const AttentionJob& job, Path& path, bool is_keys) {
             const i32 slot = path.tile.tree_start + __builtin_ctzll(left);
             if (position < first || slot == position) continue;
             if (!is_copied) {
-                __builtin_memcpy(place.copy, place.run, static_cast<size_t>(RUN) * kv.head_dim * element_bytes(kv.format));
+                __builtin_memcpy(place.copy, place.run, static_cast<size_t>(bytes_of(format, static_cast<i64>(RUN) * kv.head_dim)));
                 place.run = place.copy;
             }
             const PathRun source = path_run(job, path, slot, is_keys, 0);
-            copy_token(kv.format, kv.head_dim, source.run, slot % RUN, place.copy, position % RUN);
-            if (kv.format == KvFormat::i8) {
+            copy_token(format, kv.head_dim, source.run, slot % RUN, place.copy, position % RUN);
+            if (has_scales(kv.format)) {
                 if (!is_copied) {
                     __builtin_memcpy(place.key_copy, place.key_scales, RUN * 4);
                     __builtin_memcpy(place.value_copy, place.value_scales, RUN * 4);

@@ -26,7 +26,9 @@ KvFormat format_of(const std::string& name) {
     if (name == "bf16") return KvFormat::bf16;
     if (name == "f32") return KvFormat::f32;
     if (name == "i8") return KvFormat::i8;
-    throw std::invalid_argument("cache format '" + name + "' is not one of bf16, f32, i8");
+    if (name == "r4") return KvFormat::r4;
+    if (name == "k8v4") return KvFormat::k8v4;
+    throw std::invalid_argument("cache format '" + name + "' is not one of bf16, f32, i8, r4, k8v4");
 }
 
 void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 kv_heads, i32 head_dim, uintptr_t keys,
@@ -37,8 +39,10 @@ void init_layer(KvLayer* layer, const std::string& format, i32 block_size, i32 k
     if (head_dim < 2 || head_dim % 2 != 0)
         throw std::invalid_argument("head_dim is " + std::to_string(head_dim) + "; it must be even and positive");
     if (kv_heads < 1) throw std::invalid_argument("kv_heads is " + std::to_string(kv_heads) + "; it must be positive");
-    if (kind == KvFormat::i8 && (key_scales == 0 || value_scales == 0))
-        throw std::invalid_argument("a cache of i8 needs key_scales and value_scales");
+    if (has_scales(kind) && (key_scales == 0 || value_scales == 0))
+        throw std::invalid_argument("a cache of " + format + " needs key_scales and value_scales");
+    if (value_format(kind) == KvFormat::r4 && head_dim > MAX_ROTATED_DIM)
+        throw std::invalid_argument("head_dim is " + std::to_string(head_dim) + "; a cache of " + format + " allows at most " + std::to_string(MAX_ROTATED_DIM));
     new (layer) KvLayer{kind, block_size, kv_heads, head_dim, pointer<void>(keys), pointer<void>(values),
                         pointer<float>(key_scales), pointer<float>(value_scales)};
 }

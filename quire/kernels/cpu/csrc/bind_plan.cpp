@@ -56,14 +56,16 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
     QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
+    QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
+    QUIRE_FIELD(first_context_head); QUIRE_FIELD(num_context_heads); QUIRE_FIELD(first_context_kv_head); QUIRE_FIELD(num_context_kv_heads); QUIRE_FIELD(writes_kv_heads);
 #undef QUIRE_FIELD
     layer.def("set_activation", [](PlanLayer& l, i32 activation) { l.activation = static_cast<Activation>(activation); })
         .def("add_expert", [](PlanLayer& l, std::shared_ptr<NativeWeight> gate, std::shared_ptr<NativeWeight> up, std::shared_ptr<NativeWeight> down) {
             l.experts.push_back({std::move(gate), std::move(up), std::move(down)});
-        })
+        }, "gate"_a.none(), "up"_a.none(), "down"_a.none(), "Add an expert; None: another rank has it.")
         .def("set_latent", [](PlanLayer& l, i32 rank, i32 nope, i32 rope, i32 value, bool is_interleaved, std::shared_ptr<NativeWeight> q_a) {
             l.latent.is_interleaved = is_interleaved;
             l.latent.rank = rank;
@@ -77,10 +79,18 @@ void bind_layer(nb::module_& m) {
         })
         .def_prop_ro("latent_q_norm", [](PlanLayer& l) -> Norm& { return l.latent.q_norm; }, nb::rv_policy::reference_internal)
         .def_prop_ro("latent_kv_norm", [](PlanLayer& l) -> Norm& { return l.latent.kv_norm; }, nb::rv_policy::reference_internal)
-        .def("set_cache", [](PlanLayer& l, i32 format, i32 block_size, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales) {
-            l.kv = {static_cast<KvFormat>(format), block_size, l.num_kv_heads, l.head_dim, reinterpret_cast<void*>(keys), reinterpret_cast<void*>(values),
+        .def("set_cache", [](PlanLayer& l, i32 format, i32 block_size, uintptr_t keys, uintptr_t values, uintptr_t key_scales, uintptr_t value_scales,
+                            bool is_windowed) {
+            l.is_windowed = is_windowed;
+            l.kv = {static_cast<KvFormat>(format), block_size, l.cached_heads(), l.head_dim, reinterpret_cast<void*>(keys), reinterpret_cast<void*>(values),
                     reinterpret_cast<float*>(key_scales), reinterpret_cast<float*>(value_scales)};
-        });
+        }, "format"_a, "block_size"_a, "keys"_a, "values"_a, "key_scales"_a, "value_scales"_a, "is_windowed"_a = false);
+}
+
+void bind_lora(nb::module_& m, PlanClass& plan) {
+    nb::class_<LoraAdapter>(m, "LoraAdapter").def(nb::init<i32>(), "num_layers"_a).def("set", &LoraAdapter::set, "layer"_a, "module"_a, "a"_a, "b"_a,
+                                                                                      "Set what is added to a module's outputs, see LowRankPair in lora.h.");
+    plan.def_prop_ro("num_layers", &Plan::num_layers).def("set_adapter", &Plan::set_adapter, "number"_a, "adapter"_a.none(), "Set the adapter of a number; None: the number is free.");
 }
 
 void bind_setup(PlanClass& plan) {
@@ -107,7 +117,11 @@ void bind_setup(PlanClass& plan) {
             if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
             p.set_rank_group(reinterpret_cast<BarrierState*>(barrier), rank, size, first_output, file);
         }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
-        .def("set_stage", &Plan::set_stage, "is_first"_a, "is_last"_a, "Make the plan that of a pipeline stage, before finish.")
+        .def("set_homes", &Plan::set_homes, "num_local_blocks"_a, "Let each rank attend to its own sequences; after set_rank_group.")
+        .def("divide_rows", &Plan::divide_rows, "Let each rank compute some of the tokens of a step; after set_rank_group.")
+        .def("set_context", &Plan::set_context, "place"_a, "num_places"_a, "num_local_blocks"_a,
+             "Let groups of consecutive ranks share the tokens of sequences; after set_rank_group. See ContextJob in attention.h.")
+        .def("set_stage", &Plan::set_stage, "is_first"_a, "is_last"_a, "first_layer"_a, "Make the plan that of a pipeline stage, before finish.")
         .def_static("row_stride", &row_stride, "size"_a, "Return the floats from one row to the next of rows of this size.")
         .def("set_exchange", [](Plan& p, nb::callable call) {
             p.set_exchange([call = std::move(call)](u8* base, const std::vector<WrittenBlock>& written) {
@@ -118,8 +132,26 @@ void bind_setup(PlanClass& plan) {
             });
         }, "call"_a, "Where ranks do not share memory: call(base, [(offset, count, stride, bytes)]) at every barrier, which must not raise; see RankGroup::exchange.")
         .def_prop_ro("num_barriers", &Plan::num_barriers)
+        .def("expert_tokens", &Plan::expert_tokens, nb::call_guard<nb::gil_scoped_release>(), "Return how many tokens each expert of each layer has got, on all ranks together.")
+        .def("set_lossy_routing", [](Plan& p, float capacity_factor, float bias_rate, float bias_limit, float min_share) {
+            p.set_lossy_routing({capacity_factor, bias_rate, bias_limit, min_share});
+        }, "capacity_factor"_a, "bias_rate"_a, "bias_limit"_a, "min_share"_a, "Change how experts are chosen, after finish; see LossyRouting.")
+        .def("routing_counts", [](Plan& p) {
+            std::vector<std::tuple<i64, i64, i64, double>> found;
+            for (const RoutingCounts& each : p.routing_counts()) found.emplace_back(each.moved, each.dropped, each.weak, each.capacity_use);
+            return found;
+        }, "Return of each layer what lossy routing has done: choices moved, dropped, and dropped as weak, and the mean use of the busiest expert's capacity.")
+        .def("place_experts", [](Plan& p, i32 layer, const std::vector<std::tuple<i32, std::shared_ptr<NativeWeight>, std::shared_ptr<NativeWeight>, std::shared_ptr<NativeWeight>>>& added,
+                                 std::vector<i32> copies, std::vector<i32> own_copies) {
+            std::vector<std::pair<i32, Expert>> experts;
+            for (const auto& [index, gate, up, down] : added) experts.emplace_back(index, Expert{gate, up, down});
+            p.place_experts(layer, experts, std::move(copies), std::move(own_copies));
+        }, "layer"_a, "added"_a, "copies"_a, "own_copies"_a, "Give the rank another placement of a layer's experts, between two steps: (expert, gate, up, down) that it gets.")
         .def("set_entry", &Plan::set_entry, "entry"_a, "fuse"_a, "is_residual_normed"_a, "recycles_normed"_a)
         .def("keep_inputs", &Plan::keep_inputs, "layers"_a)
+        .def("copy_queries", [](Plan& p, std::vector<i32> rows, uintptr_t out) {
+            p.copy_queries(std::move(rows), reinterpret_cast<float*>(out));
+        }, "rows"_a, "out"_a, "Write the queries of these rows of the next step to an address, layer by layer [rows][num_heads * head_dim] f32.")
         .def("finish", &Plan::finish)
         .def_prop_ro("has_plain_logits", &Plan::has_plain_logits)
         .def_prop_ro("scratch_bytes", &Plan::scratch_bytes);
@@ -129,7 +161,7 @@ void bind_setup(PlanClass& plan) {
 void bind_steps(PlanClass& plan) {
     plan.def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                         uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits,
-                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers) {
+                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers, uintptr_t row_adapters) {
             StepInput in = describe_tokens(token_ids, positions, slots, num_tokens, num_sequences, query_starts, context_lens, block_tables, table_stride);
             in.batch.num_drafts = reinterpret_cast<const i32*>(num_drafts);
             in.batch.ancestors = reinterpret_cast<const u64*>(ancestors);
@@ -140,14 +172,15 @@ void bind_steps(PlanClass& plan) {
             in.logits = reinterpret_cast<float*>(logits);
             in.layers = reinterpret_cast<const i32*>(layers);
             in.num_layers = num_layers;
+            in.row_adapters = reinterpret_cast<const i32*>(row_adapters);
             p.step(in);
         }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
             "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
-            "layers"_a = 0, "num_layers"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
+            "layers"_a = 0, "num_layers"_a = 0, "row_adapters"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
     plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
                        i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
-                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows) {
-            const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks};
+                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters) {
+            const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks, p.has_windows()};
             const Placement placement(runs, p.block_size(), {});
             StepInput in;
             placement.fill(in, runs);
@@ -159,6 +192,7 @@ void bind_steps(PlanClass& plan) {
             in.num_logit_rows = num_logit_rows;
             in.keeps_all = keeps_all;
             in.rows = reinterpret_cast<float*>(rows);
+            in.row_adapters = reinterpret_cast<const i32*>(row_adapters);
             in.logits = reinterpret_cast<float*>(logits);
             std::vector<i32> best(wants_best ? num_logit_rows : 0);
             if (logits == 0 && num_logit_rows > 0) {
@@ -169,7 +203,7 @@ void bind_steps(PlanClass& plan) {
             if (wants_best && in.best == nullptr && p.gives_results()) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
-            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
             "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
 
@@ -222,9 +256,9 @@ void bind_results(PlanClass& plan) {
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a)
         .def("use_rows", [](Plan& p, uintptr_t rows) { p.use_rows(reinterpret_cast<float*>(rows)); }, "rows"_a,
              "Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.")
-        .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count) {
-            p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count);
-        }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a)
+        .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count, bool is_windowed) {
+            p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count, is_windowed);
+        }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a, "is_windowed"_a = false)
         .def("logits", [](Plan& p, uintptr_t rows, i32 count, uintptr_t out) {
             p.logits(reinterpret_cast<const i32*>(rows), count, reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "count"_a, "out"_a)
@@ -294,6 +328,7 @@ void bind_plan(nb::module_& m) {
     bind_layer(m);
     PlanClass plan(m, "Plan");
     bind_setup(plan);
+    bind_lora(m, plan);
     bind_steps(plan);
     bind_drafts(plan);
     bind_results(plan);

@@ -5,12 +5,9 @@
 #include <stdexcept>
 #include <string>
 
-#include "pack.h"
 #include "binding.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "machine.h"
+#include "pack.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -27,11 +24,7 @@ struct Quantizing {
 };
 
 // The results equal torch's, which keeps denormals; run_team restores the callers' setting.
-void keep_denormals() {
-#if defined(__x86_64__)
-    _mm_setcsr(_mm_getcsr() & ~0x8040u);
-#endif
-}
+void keep_denormals() { set_float_mode(float_mode() & ~FLUSH_DENORMALS); }
 
 i64 rows_per_share(const QuantizeJob& job) { return job.k < WEIGHTS_PER_SHARE ? WEIGHTS_PER_SHARE / job.k : 1; }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tables.h"
+#include "thread_binding.h"
 
 namespace nb = nanobind;
 
@@ -30,11 +31,12 @@ NB_MODULE(_native, m) {
         "supported_isas",
         [] {
             std::vector<std::string> names;
-            for (const char* name : {"portable", "avx2", "avx512"})
-                if (quire::kernels_named(name) != nullptr) names.emplace_back(name);
+            for (const quire::Kernels* kernels : quire::supported_kernels()) names.emplace_back(kernels->name);
             return names;
         },
         "The instruction sets that this machine can run, from the lowest.");
+    m.def("bind_threads", &quire::bind_teams, nb::arg("cores"),
+          "Bind the threads of teams of len(cores) threads to these cores, by rank; none: to no cores from now on. False: not possible, nothing changed.");
     bind_linear(m);
     bind_plan(m);
     bind_attention(m);

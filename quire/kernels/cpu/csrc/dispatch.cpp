@@ -6,14 +6,27 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 namespace quire {
 namespace {
 
-enum Level { PORTABLE = 0, AVX2 = 1, AVX512 = 2 };
+// A bit for each entry of all_kernels.
+using Levels = u32;
 
 #if defined(__x86_64__)
+#if defined(QUIRE_WITHOUT_AVX_VNNI)  // the compiler has no such instructions: the level is never chosen
+#define VNNI avx2
+constexpr Levels PORTABLE = 1, AVX2 = 2, AVX_VNNI = 0, AVX512 = 8;
+#else
+#define VNNI avx_vnni
+constexpr Levels PORTABLE = 1, AVX2 = 2, AVX_VNNI = 4, AVX512 = 8;
+#endif
+
 struct Registers { unsigned a, b, c, d; };
 
 Registers cpuid(unsigned leaf, unsigned subleaf) {
@@ -31,7 +44,7 @@ u64 saved_registers() {
 
 bool has(unsigned word, int bit) { return word >> bit & 1; }
 
-Level find_best_level() {
+Levels find_levels() {
     const Registers basic = cpuid(1, 0), extended = cpuid(7, 0), more = cpuid(7, 1);
     if (!has(basic.c, 27)) return PORTABLE;  // OSXSAVE
     const u64 saved = saved_registers();
@@ -39,49 +52,86 @@ Level find_best_level() {
     if (!avx2) return PORTABLE;
     const bool avx512 = (saved & 0xe6) == 0xe6 && has(extended.b, 16) && has(extended.b, 17) && has(extended.b, 30) &&
                         has(extended.b, 31) && has(extended.c, 1) && has(extended.c, 11) && has(more.a, 5);
-    return avx512 ? AVX512 : AVX2;
+    return PORTABLE | AVX2 | (has(more.a, 4) ? AVX_VNNI : 0) | (avx512 ? AVX512 : 0);
+}
+#elif defined(__aarch64__)
+constexpr Levels PORTABLE = 1, NEON = 2, NEON_I8MM_BF16 = 4;
+
+Levels levels_of(bool has_dot_products, bool has_i8mm, bool has_bf16) {
+    if (!has_dot_products) return PORTABLE;
+    return PORTABLE | NEON | (has_i8mm && has_bf16 ? NEON_I8MM_BF16 : 0);
+}
+
+#if defined(__APPLE__)
+bool has_feature(const char* name) {
+    int value = 0;
+    size_t size = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+Levels find_levels() {
+    return levels_of(has_feature("hw.optional.arm.FEAT_DotProd"), has_feature("hw.optional.arm.FEAT_I8MM"), has_feature("hw.optional.arm.FEAT_BF16"));
+}
+#elif defined(__linux__)
+// The kernel's numbers, which older headers lack. Atomics (ARMv8.1-A) are part of the level, as the compiler may use them.
+constexpr unsigned long ATOMICS = 1ul << 8, DOT_PRODUCTS = 1ul << 20, I8MM = 1ul << 13, BF16 = 1ul << 14;
+
+Levels find_levels() {
+    const unsigned long first = getauxval(AT_HWCAP), second = getauxval(AT_HWCAP2);
+    return levels_of((first & ATOMICS) != 0 && (first & DOT_PRODUCTS) != 0, (second & I8MM) != 0, (second & BF16) != 0);
 }
 #else
-Level find_best_level() { return PORTABLE; }
+Levels find_levels() { return levels_of(false, false, false); }
+#endif
+#else
+constexpr Levels PORTABLE = 1;
+Levels find_levels() { return PORTABLE; }
 #endif
 
 // Cached: in a virtual machine each cpuid traps to the hypervisor.
-Level best_level() {
-    static const Level best = find_best_level();
-    return best;
+Levels supported_levels() {
+    static const Levels levels = find_levels();
+    return levels;
 }
 
 #define KERNELS(isa) \
     {#isa, &isa::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, &isa::peak_table, \
      &isa::recurrence_table}
 
+// From the slowest.
 const Kernels all_kernels[] = {
     KERNELS(portable),
 #if defined(__x86_64__)
     KERNELS(avx2),
+    {"avx_vnni", &VNNI::linear_table, &avx2::attention_table, &avx2::elementwise_table, &avx2::sampler_table, &avx2::quantize_table,
+     &VNNI::peak_table, &avx2::recurrence_table},
     KERNELS(avx512),
+#elif defined(__aarch64__)
+    KERNELS(neon),
+    KERNELS(neon_i8mm_bf16),
 #endif
 };
 
-int level_named(const char* name) {
-    for (int level = 0; level < static_cast<int>(sizeof(all_kernels) / sizeof(all_kernels[0])); ++level)
-        if (strcmp(all_kernels[level].name, name) == 0) return level;
-    return -1;
-}
-
 }  // namespace
 
+std::vector<const Kernels*> supported_kernels() {
+    std::vector<const Kernels*> found;
+    for (size_t level = 0; level < sizeof(all_kernels) / sizeof(all_kernels[0]); ++level)
+        if ((supported_levels() >> level & 1) != 0) found.push_back(&all_kernels[level]);
+    return found;
+}
+
 const Kernels* kernels_named(const char* name) {
-    const int level = level_named(name);
-    return level < 0 || level > best_level() ? nullptr : &all_kernels[level];
+    for (const Kernels* found : supported_kernels())
+        if (strcmp(found->name, name) == 0) return found;
+    return nullptr;
 }
 
 const Kernels& kernels() {
     static const Kernels* chosen = [] {
-        const int best = best_level();
         const char* name = getenv("QUIRE_CPU_ISA");
-        const int wanted = name == nullptr ? best : level_named(name);
-        return &all_kernels[wanted >= 0 && wanted < best ? wanted : best];
+        const Kernels* wanted = name == nullptr ? nullptr : kernels_named(name);
+        return wanted == nullptr ? supported_kernels().back() : wanted;
     }();
     return *chosen;
 }

@@ -30,6 +30,9 @@ struct RouteJob {
     float scale = 1.0f;      // multiplies the weights in the end
     float threshold = 0.0f;
     const float* correction = nullptr;  // [num_experts] or null
+
+    // Whether route chooses by the logits and leaves these as they are; otherwise it overwrites them by scores.
+    bool has_logits() const { return scoring == Scoring::sparse || (scoring == Scoring::softmax && correction == nullptr && num_groups <= top_groups); }
 };
 // Limits of the kernels' stack arrays.
 constexpr i32 MAX_EXPERTS = 4096, MAX_EXPERT_GROUPS = 64, MAX_GROUP_BEST = 2, MAX_HEAD_DIM = 4096;
@@ -60,6 +63,8 @@ struct ElementwiseTable {
     void (*scale_and_cap)(float* y, i64 n, float factor, float cap);
     // y = activation(y), then, where up is not null, y *= up; n values.
     void (*activate)(Activation kind, float* y, const float* up, i64 n);
+    // y = xielu(y) with its two numbers; n values.
+    void (*apply_xielu)(float* y, float positive, float negative, i64 n);
     // The top_k experts of a row, in descending order of the selection scores (ties: lower index first), and their weights; logits
     // [num_experts] are overwritten. A NaN among the logits makes all weights NaN; chosen stays distinct and valid.
     void (*route)(const RouteJob& job, float* logits, i32* chosen, float* weights);

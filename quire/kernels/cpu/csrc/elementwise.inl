@@ -139,8 +139,12 @@ void activate(Activation kind, float* y, const float* up, i64 n) {
         case Activation::gelu_tanh: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return gelu_tanh(x); });
         case Activation::relu: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return relu(x); });
         case Activation::relu2: return activate_all(y, up, n, [](F32 x) QUIRE_BODY { return relu2(x); });
-        case Activation::xielu: return;  // only LinearJob has its numbers; the binding refuses it
+        case Activation::xielu: return;  // it has numbers, see apply_xielu; the binding refuses it
     }
+}
+
+void apply_xielu(float* y, float positive, float negative, i64 n) {
+    activate_all(y, nullptr, n, [=](F32 x) QUIRE_BODY { return xielu(x, positive, negative); });
 }
 
 // Keep the top_k largest so far in descending order. Only a larger logit overtakes an earlier one, so equal ones stay in order; NaN
@@ -243,10 +247,9 @@ void route_sparse(const RouteJob& job, const float* logits, i32* chosen, float* 
 void route(const RouteJob& job, float* logits, i32* chosen, float* weights) {
     bool has_nan = false;
     for (i32 i = 0; i < job.num_experts; ++i) has_nan = has_nan || logits[i] != logits[i];
-    const bool is_plain = job.scoring == Scoring::softmax && job.correction == nullptr && job.num_groups <= job.top_groups;
     if (job.scoring == Scoring::sparse)
         route_sparse(job, logits, chosen, weights);
-    else if (is_plain)
+    else if (job.has_logits())
         route_softmax(job, logits, chosen, weights);
     else
         route_scores(job, logits, chosen, weights);
@@ -290,7 +293,7 @@ float share_of_largest(const float* x, i32 n, float largest, float factor) {
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, apply_xielu, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

@@ -10,8 +10,10 @@
 // The included parts, each after those that it uses.
 #include "linear_tile.inl"
 #include "linear_bf12.inl"
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
 #include "linear_dots_avx2.inl"
+#elif QUIRE_HAS_128
+#include "linear_dots_neon.inl"
 #endif
 #include "linear_float8.inl"
 #include "linear_integer.inl"
@@ -19,6 +21,7 @@
 #include "linear_unpack.inl"
 #include "linear_select.inl"
 #include "linear_prefilter.inl"
+#include "linear_low_rank.inl"
 #include "linear_finish.inl"
 
 namespace quire::QUIRE_ISA {
@@ -128,6 +131,8 @@ void run_step(const Unit& unit, Tile& tile, const Walk& walk, i32 step, int widt
     for (int i = 0; i < width; ++i) {
         prefetch_finish(unit.worker, job, *job.weight, walk.panel(i, step));
         if (is_gated) prefetch_finish(unit.worker, job, *job.second, walk.panel(i, step));
+        prefetch_low_rank(job.low_rank, walk.panel(i, step));
+        prefetch_low_rank(job.second_low_rank, walk.panel(i, step));
     }
     if (unit.expanded != nullptr) expand_step(unit, walk, step, width);
     for (i32 row = unit.first_row, pass = row / x.tile_rows; row < unit.last_row; row += x.tile_rows, ++pass) {
@@ -183,7 +188,7 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
     i32 rows = x.m;  // at once
     const i64 expanded_bytes = is_expanded(job) ? 2 * width * unit.expanded_bytes() : 0;
     i64 wide_bytes = 0;
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
     const i32 widened = wide_rows(job);
     if (widened > 0) rows = smaller(rows, widened), wide_bytes = static_cast<i64>(steps_of(x.kind, x.k)) * 8 * rows;
 #endif
@@ -197,7 +202,7 @@ void run_unit(const Worker& worker, const LinearJob& job, i32 first, i32 count) 
     if (unit.expanded != nullptr && job.weight->format == Format::bf12) tile.steps = job.weight->k / 2;
     for (; unit.first_row < x.m; unit.first_row = unit.last_row) {
         unit.last_row = smaller(x.m, unit.first_row + rows);
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
         const i64 words = steps_of(x.kind, x.k);
         if (unit.wide != nullptr) widen_input(x.data + unit.first_row * words, (unit.last_row - unit.first_row) * words, unit.wide);
 #endif
@@ -250,6 +255,6 @@ void best_of_panels(const Worker& worker, const LinearJob& job, const i32* panel
 
 }  // namespace
 
-extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row, copy_panels, measure_row, best_of_panels};
+extern const LinearTable linear_table = {tile_rows, pack_row, pack_rows, linear, unpack_row, copy_panels, measure_row, shrink, best_of_panels};
 
 }  // namespace quire::QUIRE_ISA

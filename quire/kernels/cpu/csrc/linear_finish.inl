@@ -22,6 +22,8 @@ QUIRE_INLINE Scaling scaling_of(const Weight& w, i32 panel) {
     return s;
 }
 
+QUIRE_INLINE bool has_low_rank(const LinearJob& job) { return job.low_rank != nullptr || job.second_low_rank != nullptr; }
+
 void keep_best(const LinearJob& job, i64 at, i32 panel, Mask lanes, F32 y) {
     float values[16];
     store(values, y);
@@ -44,11 +46,12 @@ QUIRE_INLINE void note_best(const LinearJob& job, i64 at, i32 panel, Mask lanes,
     if (job.best_index[at] < 0 || bits(better & lanes) != 0 || job.best_index[at] > panel * 16) keep_best(job, at, panel, lanes, value);
 }
 
-// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias. One loop per activation:
-// selecting it for each row would take a significant part of the time.
-void activate_rows(const LinearJob& job, i32 panel, i32 rows, float* y, const float* y2) {
+// y = activation(y), then, for gate, y *= y2, of the rows of a panel [R][16]: scaled, and with their bias, unless they are so. One loop
+// per activation: selecting it for each row would take a significant part of the time.
+void activate_rows(const LinearJob& job, bool is_scaled, i32 panel, i32 rows, float* y, const float* y2) {
     const bool is_gate = job.finish == Finish::gate;
-    const Scaling first = scaling_of(*job.weight, panel), second = is_gate ? scaling_of(*job.second, panel) : Scaling();
+    const Scaling none = {false, false, zero(), zero()};
+    const Scaling first = is_scaled ? none : scaling_of(*job.weight, panel), second = is_scaled || !is_gate ? none : scaling_of(*job.second, panel);
     const auto each_row = [=](auto value) QUIRE_BODY {
         for (i32 r = 0; r < rows; ++r) store(y + r * 16, value(first(y + r * 16), y2 + r * 16));
     };
@@ -87,14 +90,33 @@ void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y
     }
 }
 
+// Scale a panel of a tile [R][16], and add what the adapters of its rows add; sum null: nothing.
+void add_low_rank(const LowRankSum* sum, const Scaling& scaled, i32 panel, TilePlace place, float* y) {
+    for (i32 r = 0; r < place.rows; ++r) store(y + r * 16, scaled(y + r * 16));
+    if (sum == nullptr) return;
+    const LowRankWeights* const* const rows = sum->rows + place.first_row;
+    for (i32 r = 0, together; r < place.rows; r += together) {
+        together = 1;
+        if (rows[r] == nullptr || rows[r][sum->index].b == nullptr) continue;
+        while (together < MAX_LOW_RANK_ROWS && r + together < place.rows && rows[r + together] == rows[r]) ++together;
+        const float* x[MAX_LOW_RANK_ROWS];
+        for (i32 i = 0; i < together; ++i) x[i] = sum->shrunk + (place.first_row + r + i) * sum->stride;
+        F32 added[MAX_LOW_RANK_ROWS];
+        low_rank_panel(*rows[r][sum->index].b, panel, together, x, added);
+        for (i32 i = 0; i < together; ++i) store(y + (r + i) * 16, load(y + (r + i) * 16) + added[i]);
+    }
+}
+
 // Finish one panel of a tile: y and, for gate, y2 are [R][16].
-void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, float* y, const float* y2) {
-    const bool is_activated = job.finish == Finish::activate || job.finish == Finish::gate;
-    if (is_activated) activate_rows(job, panel, place.rows, y, y2);
+void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePlace place, float* y, float* y2) {
+    const bool is_activated = job.finish == Finish::activate || job.finish == Finish::gate, is_scaled = has_low_rank(job);
+    if (is_scaled) add_low_rank(job.low_rank, scaling_of(*job.weight, panel), panel, place, y);
+    if (is_scaled && job.finish == Finish::gate) add_low_rank(job.second_low_rank, scaling_of(*job.second, panel), panel, place, y2);
+    if (is_activated) activate_rows(job, is_scaled, panel, place.rows, y, y2);
     if (job.packed != nullptr) return pack_panel(job, panel, place, y);
     const Weight& w = *job.weight;
     const Mask lanes = first_lanes(w.n - panel * 16);
-    const Scaling scaled = scaling_of(w, panel);
+    const Scaling scaled = is_scaled ? Scaling{false, false, zero(), zero()} : scaling_of(w, panel);
     float* out = job.out + place.first_row * job.out_stride + panel * 16;
     switch (job.finish) {
         case Finish::best:
@@ -123,7 +145,7 @@ void finish_panel(const Worker& worker, const LinearJob& job, i32 panel, TilePla
 // Whether tiles write the results of a job directly to their destination.
 QUIRE_INLINE bool is_direct(const LinearJob& job) {
     const Weight& w = *job.weight;
-    return job.finish == Finish::store && !is_integer(w.format) && w.column_scale == nullptr && w.bias == nullptr && w.n % 16 == 0;
+    return job.finish == Finish::store && !has_low_rank(job) && !is_integer(w.format) && w.column_scale == nullptr && w.bias == nullptr && w.n % 16 == 0;
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ QUIRE_INLINE void dot_pairs_of(const Pairs& w, int p, const u32* x, F32 (&acc)[P
 template <int R, int P, bool IS_EXPANDED, bool IS_WIDE>
 QUIRE_INLINE void dot_four_inputs(const Tile& t, i64 s, const Float8Table& table, const u32* x, F32 (&acc)[P][R]) {
     const u32* next = x + (IS_WIDE ? 2 : 1) * R;
-    if constexpr (QUIRE_LEVEL == 2 && !IS_WIDE) {
+    if constexpr (QUIRE_HAS_512 && !IS_WIDE) {
         // Inputs in the outer loop: with panels outside, GCC keeps all inputs of a line in registers, and half of the sums in
         // memory.
         Bytes first[P], second[P];

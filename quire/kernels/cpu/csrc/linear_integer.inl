@@ -2,7 +2,7 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-#if QUIRE_LEVEL != 1  // else linear_dots_avx2.inl
+#if !QUIRE_HAS_256 && !QUIRE_HAS_128  // else linear_dots_avx2.inl, linear_dots_neon.inl
 // Integer products over steps [begin, end) of all panels: a group. x points at the inputs of step begin.
 template <int R, int P, bool IS_NIBBLES, bool IS_NEAR = false>
 QUIRE_INLINE void dot_group(const Tile& t, i64 begin, i64 end, const u32* x, const Bytes& table, I32 (&acc)[P][R]) {

@@ -50,7 +50,7 @@ void pack_quantized(const Packed& x, const float* values, RowPlace place, u32* d
         const i32 block = b * block_words, stop = b + 1 < num_blocks ? block + block_words : words;
         const i32 used = (b + 1 < num_blocks ? stop * 4 : x.k) - block * 4, num_groups = ceil_div(used, x.group);
         F32 peak = zero();
-        Mask broken = {0};
+        Mask broken = mask_of(0);
         for (i32 j = 4 * block; j < 4 * stop; j += 16) {
             const F32 v = select(first_lanes(4 * stop - j), inputs_at(x, values, j), zero());
             broken = broken | is_nan(v);

@@ -122,7 +122,7 @@ i32 tile_rows(Format kind, i32 m) {
     // they fit into registers.
     const i32 most = max_rows(kind);
     if (m <= most) return m;
-    const i32 wide = is_integer(kind) || QUIRE_LEVEL == 1 ? most : most / 2;
+    const i32 wide = is_integer(kind) || QUIRE_HAS_256 || QUIRE_HAS_128 ? most : most / 2;
     return ceil_div(m, ceil_div(m, wide));
 }
 
@@ -139,13 +139,13 @@ QUIRE_INLINE TileFunction function_of(const Functions<P>& functions, TileKind ki
     return functions.by_rows[static_cast<int>(kind.is_expanded ? Format::bf16 : kind.format)][rows];
 }
 
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
 constexpr TileFunction wide_by_rows[] = {nullptr, tile_wide_bf16<1>, tile_wide_bf16<2>, tile_wide_bf16<3>, tile_wide_bf16<4>, tile_wide_bf16<5>, tile_wide_bf16<6>};
 static_assert(MAX_FLOATS == 6);
 #endif
 
 QUIRE_INLINE void run_tile(int panels, TileKind kind, i32 rows, const Tile& tile) {
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
     if (tile.wide != nullptr && panels == 1 && (kind.format == Format::bf16 || kind.is_expanded)) return wide_by_rows[rows](tile);
 #endif
     (panels == 4   ? function_of(four_panels, kind, rows)
@@ -165,7 +165,7 @@ QUIRE_INLINE void set_input(Tile& tile, const Packed& x, TilePlace place) {
     tile.sums = x.sums + place.first_row * groups;
 }
 
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256
 // Widened inputs of a thread at once.
 constexpr i64 MAX_WIDE_BYTES = 8 << 20;
 

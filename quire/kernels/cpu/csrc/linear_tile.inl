@@ -2,24 +2,27 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers (32 of 512 bits, 16 of 256 bits).
+// Accumulators of a tile, R * P of them at most, with room for weights in the machine's registers.
 // Integer tiles keep two sets: integers of a group and the f32 sum. Where a group is long, the sums may be in memory and the tile
 // twice as large (MAX_LONG_INTEGERS).
-#if QUIRE_LEVEL == 2
+#if QUIRE_HAS_512
 constexpr int MAX_FLOATS = 28, MAX_INTEGERS = 12, MAX_LONG_INTEGERS = 24;
-#elif QUIRE_LEVEL == 1
+#elif QUIRE_HAS_256
 constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 8, MAX_LONG_INTEGERS = 8;  // of several panels 4
+#elif QUIRE_HAS_128
+constexpr int MAX_FLOATS = 6, MAX_INTEGERS = 6, MAX_LONG_INTEGERS = 6;
 #else
 constexpr int MAX_FLOATS = 4, MAX_INTEGERS = 4, MAX_LONG_INTEGERS = 4;
 #endif
 constexpr int MAX_ACCUMULATORS = MAX_FLOATS > MAX_INTEGERS ? MAX_FLOATS : MAX_INTEGERS;
 constexpr int MAX_PANELS = 4;
 // Whether a tile of integers exists; most: MAX_INTEGERS or MAX_LONG_INTEGERS.
-constexpr bool is_integer_tile(int rows, int panels, int most) { return rows * panels <= (QUIRE_LEVEL == 1 && panels > 1 ? 4 : most); }
+constexpr bool is_integer_tile(int rows, int panels, int most) { return rows * panels <= (QUIRE_HAS_256 && panels > 1 ? 4 : most); }
 // Rows of a tile of bf12 or float8, which holds two lines of every panel.
 constexpr int max_unit_rows(int panels) {
     const int rows = MAX_FLOATS / panels;
-    return QUIRE_LEVEL < 2 || panels == 1 ? rows : rows - 2;
+    if (QUIRE_HAS_128 && panels > 1) return panels == 2 ? rows - 1 : 0;
+    return !QUIRE_HAS_512 || panels == 1 ? rows : rows - 2;
 }
 // The prefetch distance of weights, in bytes of all panels that are read side by side: the bytes in flight during the memory
 // latency.
@@ -72,7 +75,7 @@ QUIRE_INLINE void prefetch_near(const Tile& t, i64 s) {
     for (int p = 0; p < P; ++p) prefetch(t.panels[p] + NEAR_PREFETCH_BYTES / P + s * 64);
 }
 
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256 || QUIRE_HAS_128
 // Add the products of sixteen weights with an input of every row, one row after the other: GCC would interleave more of them than
 // there are registers. value: a row's input, given its address.
 template <int R, class T, class Value>
@@ -80,7 +83,7 @@ QUIRE_INLINE void add_rows(F32 w, const T*& x, Value value, F32 (&acc)[R]) {
 #pragma GCC unroll 32
     for (int r = 0; r < R; ++r) {
         acc[r] = fma(w, value(x + r), acc[r]);
-        asm("" : "+r"(x), "+x"(acc[r].a), "+x"(acc[r].b));
+        in_order(x, acc[r]);
     }
 }
 #endif
@@ -88,14 +91,14 @@ QUIRE_INLINE void add_rows(F32 w, const T*& x, Value value, F32 (&acc)[R]) {
 // Products of one line of the panels, pairs of bf16, with a pair of every row.
 template <int R, int P>
 QUIRE_INLINE void dot_line(const Bytes (&w)[P], const u32* x, F32 (&acc)[P][R]) {
-#if QUIRE_LEVEL == 1
+#if QUIRE_HAS_256 || (QUIRE_HAS_128 && !QUIRE_HAS_BF16)
     if constexpr (R * P > 4) {
-        // First one input of all pairs, then the other, read again: otherwise GCC needs more than the sixteen registers.
+        // First one input of all pairs, then the other, read again: otherwise GCC needs more registers than there are.
 #pragma GCC unroll 32
         for (int p = 0; p < P; ++p) {
             Bytes line = w[p];
             add_rows<R>(high_halves(line), x, [](const u32* pair) { return high_halves(set1_bytes(*pair)); }, acc[p]);
-            asm("" : "+x"(line.a), "+x"(line.b));
+            in_order(line);
             add_rows<R>(low_halves(line), x, [](const u32* pair) { return low_halves(set1_bytes(*pair)); }, acc[p]);
         }
         return;

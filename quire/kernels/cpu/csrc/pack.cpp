@@ -132,7 +132,9 @@ u8* allocate(i64 bytes) {
     const i64 skip = (HUGE_PAGE - reinterpret_cast<i64>(begin) % HUGE_PAGE) % HUGE_PAGE;
     if (skip > 0) munmap(begin, skip);
     munmap(begin + skip + size, HUGE_PAGE - skip);
+#if defined(MADV_HUGEPAGE)
     if (bytes >= HUGE_PAGE) madvise(begin + skip, size, MADV_HUGEPAGE);
+#endif
     return begin + skip;
 }
 

@@ -8,10 +8,12 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // Independent sums: enough to hide the latency of a product (six cycles, two a cycle), and few enough to stay in registers.
-#if QUIRE_LEVEL == 2
+#if QUIRE_HAS_512
 constexpr int CHAINS = 24;
-#elif QUIRE_LEVEL == 1
+#elif QUIRE_HAS_256
 constexpr int CHAINS = 4;  // of two registers each
+#elif QUIRE_HAS_128
+constexpr int CHAINS = 6;  // of four registers each
 #else
 constexpr int CHAINS = 3;
 #endif

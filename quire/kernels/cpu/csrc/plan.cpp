@@ -99,6 +99,15 @@ void Plan::keep_inputs(std::vector<i32> layers) {
     capacity_ = 0;  // the memory of the next step is reallocated
 }
 
+void Plan::copy_queries(std::vector<i32> rows, float* out) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (is_sharded() || is_stage_) throw std::invalid_argument("a rank or a pipeline stage has a part of the queries only");
+    for (const auto& layer : layers_)
+        if (layer->latent.rank > 0) throw std::invalid_argument("the queries of latent attention cannot be copied");
+    query_rows_ = std::move(rows);
+    queries_out_ = out;
+}
+
 void Plan::set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
                                 float sum_scale) {
     if (is_sharded() || is_stage_) throw std::invalid_argument("a shard or a stage of a model has no per-layer inputs");
@@ -126,9 +135,27 @@ void Plan::set_rank_group(BarrierState* barrier, int rank, int size, i32 first_o
     group_.rows.set_file(file);
 }
 
-void Plan::set_stage(bool is_first, bool is_last) {
-    if (entry_ != Entry::token || is_sharded()) throw std::invalid_argument("a draft head or a shard of a model has no pipeline stages");
+void Plan::divide_rows() { group_.divides_rows = true; }
+
+void Plan::set_homes(i32 num_local_blocks) {
+    if (!is_sharded() || has_context() || num_local_blocks < 1) throw std::invalid_argument("homes are ranks that shard a model, each with blocks of its own");
+    group_.has_homes = true;
+    group_.num_local_blocks = num_local_blocks;
+}
+
+void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
+    if (!is_sharded() || num_places < 1 || group_.size % num_places != 0 || group_.rank % num_places != place || num_local_blocks < 1)
+        throw std::invalid_argument("rank " + std::to_string(group_.rank) + " of " + std::to_string(group_.size) + " at place " + std::to_string(place) + " of " + std::to_string(num_places));
+    group_.place = place;
+    group_.num_places = num_places;
+    group_.num_local_blocks = num_local_blocks;
+}
+
+void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
+    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
+        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
     is_stage_ = true;
+    first_layer_ = first_layer;
     is_first_stage_ = is_first;
     is_last_stage_ = is_last;
 }
@@ -150,10 +177,13 @@ void Plan::measure(const Site& site, i64 rows) {
 }
 
 void Plan::finish_attention(PlanLayer& l) {
-    if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.num_heads) throw std::invalid_argument("sinks are one for each head of a layer");
+    if (!l.sinks.empty() && static_cast<i32>(l.sinks.size()) != l.attended_heads()) throw std::invalid_argument("sinks are one for each head of a layer");
     if (l.total_heads == 0) l.total_heads = l.num_heads;
     if (l.total_kv_heads == 0) l.total_kv_heads = l.num_kv_heads;
-    if (l.is_qk_norm_whole && l.q_norm.is_present && is_sharded()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
+    if (has_context() != (l.num_context_heads > 0)) throw std::invalid_argument("the heads of all ranks are known where these share the tokens of sequences");
+    if (has_context()) context_row_size_ = std::max(context_row_size_, (l.total_heads + 2 * l.total_kv_heads) * l.head_dim);
+    if (divides_rows()) divided_kv_size_ = std::max(divided_kv_size_, 2 * l.num_kv_heads * l.head_dim);
+    if (l.is_qk_norm_whole && l.q_norm.is_present && shards_heads()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
@@ -190,7 +220,12 @@ void Plan::finish_mixture(PlanLayer& l) {
     l.router_form = l.mlp_site.add(l.router->weight);
     l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);  // which throws
     // Experts read rows that are gathered for each of them, all in the same form.
-    for (const Expert& e : l.experts) {
+    if (!l.expert_copies.empty() && (l.expert_copies.size() != l.experts.size() || l.own_copies.size() != l.experts.size()))
+        throw std::invalid_argument("the placement of experts has " + std::to_string(l.expert_copies.size()) + " experts, the layer " + std::to_string(l.experts.size()));
+    for (size_t i = 0; i < l.experts.size(); ++i) {
+        const Expert& e = l.experts[i];
+        if (!l.expert_copies.empty() && l.own_copies[i] < 0) continue;
+        if (!e.gate || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
         l.expert_site.add(e.gate->weight);
         l.expert_site.add(e.up->weight);
         l.down_site.add(e.down->weight);
@@ -213,6 +248,7 @@ void Plan::finish_mixture(PlanLayer& l) {
 }
 
 void Plan::finish_layer(PlanLayer& l) {
+    if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
     if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
     finish_attention(l);
     if (l.router) {
@@ -236,7 +272,11 @@ void Plan::finish_layer(PlanLayer& l) {
 
 void Plan::finish() {
     for (auto& layer : layers_) finish_layer(*layer);
-    for (size_t i = 0; i < layers_.size(); ++i) layers_[i]->index = static_cast<i32>(i);
+    routing_counts_.resize(layers_.size());
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        layers_[i]->index = static_cast<i32>(i);
+        expert_tokens_.emplace_back(layers_[i]->experts.size(), 0);
+    }
     if (per_layer_embed_) {
         per_layer_site_.add(per_layer_projection_->weight);
         measure(per_layer_site_, 1);
@@ -258,7 +298,7 @@ void Plan::finish() {
 // In a step without drafts, with few wanted rows, which are the last ones of their sequences, in order.
 void Plan::find_last_ask(const StepInput& input) {
     const Batch& batch = input.batch;
-    has_last_ask_ = !input.keeps_all && batch.num_drafts == nullptr && input.num_wanted_rows <= batch.num_tokens / 2;
+    has_last_ask_ = !input.keeps_all && query_rows_.empty() && batch.num_drafts == nullptr && input.num_wanted_rows <= batch.num_tokens / 2;
     if (!has_last_ask_) return;
     last_starts_.assign(1, 0);
     i32 next = 0;
@@ -279,7 +319,7 @@ void Plan::reserve_attention(const Batch& batch) {
     for (const auto& l : layers_) {
         AttentionJob job;
         job.kv = l->kv;
-        job.num_heads = l->num_heads;
+        job.num_heads = l->attended_heads();
         job.window = l->window;
         job.is_bf16 = is_bf16_;
         attention = std::max(attention, kernels_used->attention->scratch_bytes(job, batch, num_threads));
@@ -308,16 +348,19 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(x_, is_stage_ ? 0 : rows * row_stride(hidden_));
+        take(own_x_, computes_in_place() ? 0 : rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
         if (is_sharded()) {  // see reserve_shared
             take(spare_, rows * row_stride(std::max(hidden_, attention_size_)));
+            take(home_out_, has_homes() ? rows * row_stride(hidden_) : 0);
         } else {
-            take(attended_, rows * row_stride(attention_size_));
             take(inner_, rows * row_stride(inner_size_));
             take(extra_, rows * row_stride(hidden_));
             take(pair_out_, pairs * row_stride(hidden_));
             take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        }
+        if (!shards_heads()) {
+            take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         }
         take(shared_scales_, has_shared_ ? rows : 0);
@@ -337,6 +380,10 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(pair_row_, pairs);
         take(pair_of_, pairs);
         take(expert_start_, max_experts_ + 1);
+        take(own_experts_, max_experts_);
+        take(own_first_, max_experts_);
+        take(own_count_, max_experts_);
+        take(own_places_, pairs);
         const i64 packed_rows = std::max(rows, static_cast<i64>(num_threads));
         take(packed_data_, packed_rows * own_stride(packed_words_) + 64);
         take(packed_scales_, packed_rows * own_stride(packed_groups_) + 64);
@@ -347,6 +394,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             arena_ = Memory(used);
         }
     }
+    x_ = own_x_;
     capacity_ = static_cast<i32>(rows);
     row_threads_ = num_threads;
 }
@@ -363,13 +411,20 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
             pointer = reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(attended_, rows * row_stride(attention_size_));
+        if (shards_heads()) {
+            take(attended_, rows * row_stride(attention_size_));
+            take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
+        }
         take(inner_, rows * row_stride(inner_size_));
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
-        take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
+        take(context_rows_, context_row_size_ == 0 ? 0 : rows * row_stride(context_row_size_));
+        for (u8*& buffer : context_buffers_) {
+            take(buffer, context_buffer_bytes_ * (group_.size / group_.num_places));
+            buffer += context_buffer_bytes_ * (group_.rank / group_.num_places);
+        }
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(shared_logits_, static_cast<i64>(shared_logit_rows_) * vocab_);
@@ -377,6 +432,113 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
     }
 }
 
-i64 Plan::scratch_bytes() const { return arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes(); }
+// Bytes of partial results of attention that ranks exchange at once.
+constexpr i64 MAX_CONTEXT_BYTES = 16 << 20;
+
+void Plan::prepare_context(const Batch& batch) {
+    for (const Batch* each : {&batch, has_last_ask_ ? &last_ask_ : &batch}) {
+        for (const auto& l : layers_) {
+            AttentionJob job;
+            job.kv = l->kv;
+            job.num_heads = l->attended_heads();
+            job.window = l->window;
+            job.is_bf16 = is_bf16_;
+            context_buffer_bytes_ = std::max(context_buffer_bytes_, kernels_used->attention->context_bytes(job, *each, MAX_CONTEXT_BYTES));
+        }
+    }
+    context_buffer_bytes_ = (context_buffer_bytes_ + 127) / 128 * 128;
+    const i64 count = batch.num_sequences * batch.table_stride;
+    local_tables_.resize(count);
+    for (i64 i = 0; i < count; ++i) {
+        const i32 block = batch.block_tables[i];
+        local_tables_[i] = block / group_.num_local_blocks == group_.place ? block % group_.num_local_blocks : 0;
+    }
+}
+
+void Plan::reserve_divided() {
+    if (given_.batch.num_tokens > divided_capacity_) divided_capacity_ = std::max(given_.batch.num_tokens, std::min(2 * divided_capacity_, 4096));
+    i64 num_counts = 0;
+    for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
+    u8* base = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        const auto take = [&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        };
+        take(divided_expert_tokens_, num_counts * group_.size);  // the first: it is read between steps
+        for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
+        take(divided_x_, divided_capacity_ * row_stride(hidden_));
+        if (pass == 0) base = group_.rows.reserve(used);
+    }
+}
+
+void Plan::share_expert_tokens() {
+    i64 num_counts = 0;
+    for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
+    i64* to = divided_expert_tokens_ + num_counts * group_.rank;
+    group_.wrote(reinterpret_cast<float*>(to), 1, 0, 2 * num_counts);
+    for (const auto& counts : expert_tokens_) to = std::copy(counts.begin(), counts.end(), to);
+}
+
+std::vector<std::vector<i64>> Plan::expert_tokens() {
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (!divides_rows() || divided_expert_tokens_ == nullptr) return expert_tokens_;
+    std::vector<std::vector<i64>> found = expert_tokens_;
+    for (auto& counts : found) std::fill(counts.begin(), counts.end(), 0);
+    const i64* from = divided_expert_tokens_;
+    for (int rank = 0; rank < group_.size; ++rank)
+        for (auto& counts : found)
+            for (i64& count : counts) count += *from++;
+    return found;
+}
+
+void Plan::set_lossy_routing(const LossyRouting& lossy) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    std::vector<std::vector<float>> corrections;
+    for (const auto& l : layers_) {
+        if (l->router && l->routing.job.scoring == Scoring::sparse) throw std::invalid_argument("lossy routing does not fit experts that are chosen by a threshold");
+        corrections.push_back(l->routing.correction.empty() ? std::vector<float>(l->experts.size(), 0.0f) : l->routing.correction);
+    }
+    corrections_ = std::move(corrections);
+    lossy_ = lossy;
+}
+
+std::vector<RoutingCounts> Plan::routing_counts() {
+    const std::lock_guard<std::mutex> lock(guard_);
+    return routing_counts_;
+}
+
+void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& added, std::vector<i32> copies, std::vector<i32> own_copies) {
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (layer < 0 || layer >= static_cast<i32>(layers_.size())) throw std::invalid_argument("there is no layer " + std::to_string(layer));
+    PlanLayer& l = *layers_[layer];
+    if (l.expert_copies.empty()) throw std::invalid_argument("the experts of layer " + std::to_string(layer) + " are not placed on ranks");
+    if (copies.size() != l.experts.size() || own_copies.size() != l.experts.size())
+        throw std::invalid_argument("the placement of experts has " + std::to_string(copies.size()) + " experts, the layer " + std::to_string(l.experts.size()));
+    std::vector<Expert> experts = l.experts;
+    for (const auto& [index, expert] : added) {
+        if (index < 0 || index >= static_cast<i32>(experts.size()) || !expert.gate || !expert.up || !expert.down)
+            throw std::invalid_argument("expert " + std::to_string(index) + " does not exist or has no weights");
+        Site up = l.expert_site, down = l.down_site;
+        up.add(expert.gate->weight);
+        up.add(expert.up->weight);
+        down.add(expert.down->weight);
+        if (up.forms.size() != 1 || down.forms.size() != 1) throw std::invalid_argument("expert " + std::to_string(index) + " has another format than the others of its layer");
+        experts[index] = expert;
+    }
+    for (size_t i = 0; i < experts.size(); ++i) {
+        if (own_copies[i] < 0)
+            experts[i] = {};
+        else if (!experts[i].gate)
+            throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
+    }
+    l.experts = std::move(experts);
+    l.expert_copies = std::move(copies);
+    l.own_copies = std::move(own_copies);
+}
+
+i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes(); }
 
 }  // namespace quire

@@ -4,6 +4,9 @@
 #include <mutex>
 #include <vector>
 
+#include "lora.h"
+#include "lossy_routing.h"
+#include "divided_rows.h"
 #include "native_weight.h"
 #include "rank_group.h"
 #include "argmax_prefilter.h"
@@ -76,6 +79,7 @@ struct PlanLayer {
     Norm per_layer_norm;
     float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be one that waits (waiting_last)
     i32 index = 0;              // in the model
+    bool is_windowed = false;   // its keys and values are in the blocks of StepInput::window, see KvSpec
     Latent latent;  // k is then the projection to rank + rope values, v is null
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
@@ -92,40 +96,26 @@ struct PlanLayer {
     bool is_renormalized = true;
     Routing routing;
     bool weighs_inputs = false;  // the weights of experts multiply their inputs, not their outputs
+    // With expert parallelism, of each expert: how many ranks hold it, and which of these this rank is, -1 if it does not. The others'
+    // weights are null. Empty: every rank has all experts, or a shard of each.
+    std::vector<i32> expert_copies, own_copies;
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
     // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
     i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
     i32 first_shared_inner = 0, total_shared_inner = 0;
+    // With decode context parallelism: the heads of all ranks that share the tokens of sequences, which is what the cache of each of them
+    // has (0: only the rank's own), and whether this rank is the one that writes its key and value heads for the others.
+    i32 first_context_head = 0, num_context_heads = 0, first_context_kv_head = 0, num_context_kv_heads = 0;
+    bool writes_kv_heads = true;
     KvLayer kv;
+
+    // The heads whose attention is computed with `kv`.
+    i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
+    i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
     Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
     i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
-};
-
-// The inputs of one step, as addresses; see contracts in kernels/reference/attention.py.
-struct StepInput {
-    const i64* token_ids = nullptr;
-    const i64* positions = nullptr;
-    const i64* slots = nullptr;
-    Batch batch;
-    // Rows with results, first those that get logits. Unless keeps_all, only these are computed past the last
-    // attention: no later block mixes rows. If they are few and end their sequences, only they have queries there.
-    const i32* wanted_rows = nullptr;
-    i32 num_wanted_rows = 0, num_logit_rows = 0;
-    bool keeps_all = false;
-    float* logits = nullptr;  // [num_logit_rows][vocab], or null with `best`
-    // [num_logit_rows], instead of logits, see best_tokens. Only with has_plain_logits.
-    i32* best = nullptr;
-    // The layers to run, in order; null: all. Keys and values of the others are not written.
-    const i32* layers = nullptr;
-    i32 num_layers = 0;
-    // Of a plan whose entry is not token: [num_tokens][feature_size].
-    const float* features = nullptr;
-    i32 feature_size = 0;
-    // Of a pipeline stage: the residual stream [num_tokens][row_stride(hidden)], in memory of the caller. The first stage writes
-    // the embeddings there, and every other stage continues with the rows of the previous one, in place.
-    float* rows = nullptr;
 };
 
 // Tokens that follow a step, each the most likely one after the earlier ones, with the features of the previous row.
@@ -166,21 +156,41 @@ public:
     // Make the plan for one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
     // the barrier and the open file of shared rows must live as long as the plan.
     void set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file);
+    // Let the ranks each compute some of the tokens of a step; every rank has the whole model. After set_rank_group.
+    void divide_rows();
+    // Let groups of num_places consecutive ranks share the tokens of sequences; after set_rank_group. num_local_blocks: of the cache of
+    // each; the block tables of steps count those of all of them, see ContextJob.
+    void set_context(i32 place, i32 num_places, i32 num_local_blocks);
+    // Let each rank have all heads and the sequences whose blocks it holds, num_local_blocks of them; after set_rank_group.
+    void set_homes(i32 num_local_blocks);
     // For ranks without shared memory: the exchange at each barrier, see RankGroup::exchange.
     void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) { group_.exchange = std::move(exchange); }
-    bool is_sharded() const { return group_.barrier != nullptr; }
+    bool is_sharded() const { return group_.barrier != nullptr && !group_.divides_rows; }
+    bool divides_rows() const { return group_.divides_rows; }
+    bool has_context() const { return group_.num_places > 1; }
+    bool has_homes() const { return group_.has_homes; }
+    bool shards_heads() const { return is_sharded() && !has_homes(); }
     bool gives_results() const { return group_.rank == 0; }
+    // Whether the residual stream is in the rows of the caller: of a pipeline stage, of whose ranks the others have copies.
+    bool computes_in_place() const { return is_stage_ && group_.rank == 0; }
     bool is_aborted() const { return group_.is_aborted; }
     u64 num_barriers() const { return group_.num_barriers; }
     // Make the plan that of a pipeline stage, before finish: a range of layers, and the embedding or the head only where it is the first
     // or the last stage. Every step needs `rows`; one of a stage that is not the last keeps all of them and has no wanted rows.
-    void set_stage(bool is_first, bool is_last);
-    // Use the rows of an earlier step of a pipeline stage in the next calls of logits and hidden_states.
+    // A stage may be that of several ranks (set_rank_group, before this): `rows` are then the same memory for all of them.
+    // first_layer: in the model.
+    void set_stage(bool is_first, bool is_last, i32 first_layer);
+    // Use the rows of an earlier step of a pipeline stage in the next calls of logits and hidden_states; they are not changed.
     void use_rows(float* rows);
+    // Set the adapter of a number, after finish; null: the number is free.
+    void set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter);
+    i32 num_layers() const { return static_cast<i32>(layers_.size()); }
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
+    // Write the queries of these rows of the next step, as attention reads them, to `out`: layer by layer [rows][num_heads * head_dim].
+    void copy_queries(std::vector<i32> rows, float* out);
     void finish();
-    void step(const StepInput& input);
+    void step(const StepInput& given);
     // A step, then drafts after the last token of every sequence. Its wanted rows and logits are set here.
     void draft(const StepInput& input, const DraftRun& run);
     // The features of the first `count` wanted rows of the last step for the next rows: [count][hidden].
@@ -192,8 +202,20 @@ public:
     // Hidden states after the final norm, [count][hidden], of rows that the last step kept: of all, otherwise indices into
     // wanted_rows.
     void hidden_states(const i32* rows, i32 count, float* out);
-    // Copy keys and values of tokens to other slots in every layer, one after the other.
-    void move_tokens(const i64* from, const i64* to, i32 count);
+    // Tokens that each expert of each layer has got so far, on all ranks together; of layers without experts empty.
+    std::vector<std::vector<i64>> expert_tokens();
+    // Change how experts are chosen, after finish. Throws std::invalid_argument for layers whose routing it does not fit.
+    void set_lossy_routing(const LossyRouting& lossy);
+    // What lossy routing has done in each layer; of layers without experts, and where it is off, zeros.
+    std::vector<RoutingCounts> routing_counts();
+    // Give the rank another placement of the experts of a layer, between two steps. added: weights of experts that it holds from now
+    // on; those of experts that it does not hold any more are let go. Throws std::invalid_argument, and changes nothing, if a weight
+    // has another form than the layer's, or one that the rank is to hold is missing.
+    void place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& added, std::vector<i32> copies, std::vector<i32> own_copies);
+    // Copy keys and values of tokens to other slots, one after the other: in every layer that is windowed, or that is not.
+    void move_tokens(const i64* from, const i64* to, i32 count, bool is_windowed);
+    // Whether the keys and values of any layer are in blocks of their own, see PlanLayer::is_windowed.
+    bool has_windows() const;
     i64 scratch_bytes() const;
     // Slots of a block of the caches, which are those of the last step.
     i32 block_size() const { return layers_[0]->kv.block_size; }
@@ -210,8 +232,10 @@ public:
 
 private:
     friend struct StepRows;
+    friend struct StepContext;
     friend struct StepExperts;
     friend struct StepLatent;
+    friend struct StepEntry;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
@@ -224,11 +248,23 @@ private:
     void meet_ranks();
     // Write a rank's best outputs to shared memory, before meet_ranks.
     void share_best(const StepInput& input, int num_threads_used);
-    // Return on rank 0, after meet_ranks, the results of all ranks: logits [num_rows][vocab], or the best outputs [num_rows].
+    // Return on rank 0, after meet_ranks, the results of all ranks: logits [num_rows][vocab], or the best outputs [num_rows], which all
+    // ranks of a pipeline stage get.
     void take_results(i32 num_rows, float* logits, i32* best);
     void reserve_attention(const Batch& batch);
+    // The memory that ranks share with divided rows.
+    void reserve_divided();
+    // Write how many tokens the experts have got on this rank, for rank 0; before a barrier.
+    void share_expert_tokens();
+    // Take the size of the buffers for partial results of a batch, and the tables of a rank's own blocks.
+    void prepare_context(const Batch& batch);
     // Prepare for the best tokens of this many rows.
     void begin_best(i32 num_rows);
+    // Group the rows of a step, or rows of the last step that get logits, by their adapters.
+    void begin_lora(const StepInput& input);
+    void begin_lora_logits(const i32* rows, i32 count);
+    // Throw std::invalid_argument where a step is not one of this plan.
+    void check_step(const StepInput& input) const;
     // Set last_ask_ for a step.
     void find_last_ask(const StepInput& input);
 
@@ -239,10 +275,26 @@ private:
     i32* rank_best_indices_ = nullptr;
     float* spare_ = nullptr;  // a rank's own: rows as wide as x_ or attended_
     i32 shared_rows_ = 0, shared_logit_rows_ = 0;
+    // Shared by ranks that share the tokens of sequences: rows of the queries, keys and values of all heads, and partial results.
+    float* context_rows_ = nullptr;
+    i32 context_row_size_ = 0;
+    u8* context_buffers_[2] = {nullptr, nullptr};
+    i64 context_buffer_bytes_ = 0;
+    std::vector<i32> local_tables_;
+    // Shared by ranks that divide the rows: keys and values of all tokens of a layer, in two buffers that layers use in turn, and the
+    // rows after the last layer.
+    DividedRows divided_;
+    StepInput home_input_;        // with homes: the sequences of this rank, whose rows are in divided_
+    float* home_out_ = nullptr;   // the results of their attention
+    StepInput given_;  // the whole step
+    float *divided_kv_[2] = {nullptr, nullptr}, *divided_x_ = nullptr;
+    i64* divided_expert_tokens_ = nullptr;  // [ranks][layers * experts]
+    i32 divided_kv_size_ = 0, divided_capacity_ = 0;
     i32 whole_qk_size_ = 0, own_row_size_ = 0;
     i32 hidden_, vocab_;
     bool is_bf16_;
     bool is_stage_ = false, is_first_stage_ = true, is_last_stage_ = true;
+    i32 first_layer_ = 0;
     std::shared_ptr<NativeWeight> embed_, position_embed_, head_;
     float embed_scale_ = 1.0f, logit_scale_ = 1.0f, softcap_ = 0.0f;
     std::shared_ptr<NativeWeight> per_layer_embed_, per_layer_projection_;
@@ -258,6 +310,8 @@ private:
     std::shared_ptr<NativeWeight> fuse_;
     bool is_residual_normed_ = false, recycles_normed_ = true;
     std::vector<i32> kept_layers_;
+    std::vector<i32> query_rows_;  // of the next step, see copy_queries
+    float* queries_out_ = nullptr;
     i32 beside_size_ = 0;
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
     i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_jobs_ = 0;
@@ -268,6 +322,7 @@ private:
     int row_threads_ = 0;  // that row_ has room for
     i64 attention_bytes_ = 0;
     Memory arena_{0}, attention_scratch_{0};
+    float *own_x_ = nullptr;  // the plan's own rows of the residual stream, which x_ are unless they are the caller's
     float *x_ = nullptr, *qkv_ = nullptr, *attended_ = nullptr, *inner_ = nullptr, *extra_ = nullptr, *normed_ = nullptr, *row_ = nullptr;
     float *route_logits_ = nullptr, *route_weights_ = nullptr, *pair_weight_ = nullptr, *pair_out_ = nullptr;
     float *shared_out_ = nullptr, *shared_scales_ = nullptr;
@@ -275,6 +330,13 @@ private:
     float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
     bool has_shared_ = false;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
+    // Of the mixture that is computed: the experts of this rank, the first place and the number of places of each, and all these places.
+    i32 *own_experts_ = nullptr, *own_first_ = nullptr, *own_count_ = nullptr, *own_places_ = nullptr;
+    i32 num_own_experts_ = 0, num_own_places_ = 0;
+    std::vector<std::vector<i64>> expert_tokens_;
+    LossyRouting lossy_;
+    std::vector<RoutingCounts> routing_counts_;
+    std::vector<std::vector<float>> corrections_;  // with a bias by load, of each layer: the routing's correction plus the bias
     u32* packed_data_ = nullptr;
     float *packed_scales_ = nullptr, *packed_sums_ = nullptr;
     i32* packed_starts_ = nullptr;
@@ -289,6 +351,7 @@ private:
     bool has_last_ask_ = false;
     std::vector<i32> last_starts_;
     std::vector<LinearJob> jobs_;
+    LoraState lora_;
     std::vector<Packed> packs_;
 };
 

@@ -5,27 +5,17 @@
 #include <string.h>
 #include <time.h>
 
+#include "machine.h"
 #if defined(__linux__)
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
 #endif
 
 namespace quire {
 namespace {
 
 constexpr u32 YIELDS_PER_HEARTBEAT = 16;
-
-void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#elif defined(__aarch64__)
-    __asm__ __volatile__("yield");
-#endif
-}
 
 bool has_reached(u32 value, u32 least) { return static_cast<i32>(value - least) >= 0; }
 
@@ -95,7 +85,7 @@ WaitResult wait_for_counter(BarrierState* state, int rank, SharedCounter* counte
     for (u32 spin = 0; spins && spin < state->num_spins; ++spin) {
         if (has_reached(load(counter), least)) return WaitResult::done;
         if (read_abort_word(state) != 0) return WaitResult::aborted;
-        pause();
+        pause_briefly();
     }
     for (u32 turn = 0; spins && turn < state->num_yields; ++turn) {
         if (has_reached(load(counter), least)) return WaitResult::done;
@@ -113,7 +103,7 @@ WaitResult wait_for_message(BarrierState* state, int rank, SharedCounter* counte
             if (has_reached(load(counter), least)) return WaitResult::done;
             if (read_abort_word(state) != 0) return WaitResult::aborted;
             if (turn < state->num_spins) {
-                pause();
+                pause_briefly();
                 continue;
             }
             if (turn % YIELDS_PER_HEARTBEAT == 0) {

@@ -2,10 +2,7 @@
 //
 // The largest logits of blocks of 64 tokens are found first. They bound everything after: the k-th best block bounds the k-th best
 // token, blocks below a threshold are not read again, and a block's best logit says how rare a noise it would need.
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#endif
-
+#include "machine.h"
 #include "sampler_cuts.inl"
 #include "sampler_noise.inl"
 #include "tables.h"
@@ -14,20 +11,10 @@ namespace quire::QUIRE_ISA {
 namespace {
 
 // run_team flushes denormals, which would make different logits equal. Returns the argument for `set_float_mode` to restore that.
-unsigned keep_denormals() {
-#if defined(__x86_64__)
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before & ~0x8040u);
+u64 keep_denormals() {
+    const u64 before = float_mode();
+    set_float_mode(before & ~FLUSH_DENORMALS);
     return before;
-#else
-    return 0;
-#endif
-}
-
-void set_float_mode([[maybe_unused]] unsigned mode) {
-#if defined(__x86_64__)
-    _mm_setcsr(mode);
-#endif
 }
 
 struct Winner {
@@ -108,11 +95,11 @@ __attribute__((noinline)) SampleResult sample_row(const SampleRow& options, i32 
 i64 scratch_bytes(i32 vocab) { return 4 * (padded_maxima(vocab) + 2 * padded_values(vocab)); }
 
 void sample(Worker& worker, const SampleRow* rows, i32 num_rows, i32 vocab, SampleResult* results, u8* scratch) {
-    const unsigned float_mode = keep_denormals();
+    const u64 mode = keep_denormals();
     scratch += worker.rank * scratch_bytes(vocab);
     for (i64 i = next(worker, num_rows, 1); i < num_rows; i = next(worker, num_rows, 1))
         results[i] = sample_row(rows[i], vocab, scratch);
-    set_float_mode(float_mode);
+    set_float_mode(mode);
 }
 
 i32 count_above(const Row& row, float value) {
@@ -191,10 +178,10 @@ __attribute__((noinline)) void logprobs_row(LogprobRow& out, i32 vocab, u8* scra
 }
 
 void logprobs(Worker& worker, LogprobRow* rows, i32 num_rows, i32 vocab, u8* scratch) {
-    const unsigned float_mode = keep_denormals();
+    const u64 mode = keep_denormals();
     scratch += worker.rank * scratch_bytes(vocab);
     for (i64 i = next(worker, num_rows, 1); i < num_rows; i = next(worker, num_rows, 1)) logprobs_row(rows[i], vocab, scratch);
-    set_float_mode(float_mode);
+    set_float_mode(mode);
 }
 
 void noise(u64 seed, u32 position, i32 vocab, float* out) {

@@ -35,7 +35,7 @@ QUIRE_INLINE F32 load_logits(const float* p, i32 left) {
 // The 16 values of the tokens from `token`, a multiple of 16, on: -inf for those that the mask forbids.
 QUIRE_INLINE F32 keep_allowed(const Row& row, i32 token, F32 values) {
     if (row.mask == nullptr || token >= row.vocab) return values;
-    const Mask allowed = {static_cast<decltype(Mask::v)>(row.mask[token / 32] >> (token & 16) & 0xffffu)};
+    const Mask allowed = mask_of(row.mask[token / 32] >> (token & 16) & 0xffffu);
     return select(allowed, values, set1(NEVER));
 }
 

@@ -1,13 +1,13 @@
 // Sixteen lanes, the same on every machine: kernels are written once against these and compiled once per instruction set.
 //
-// A source that is compiled for one set defines QUIRE_ISA (portable, avx2 or avx512) and includes its kernel, which includes this
-// file. Everything lives in namespace quire::QUIRE_ISA and has internal linkage: the linker must never keep the AVX-512 copy of a
-// function for a machine without it. For the same reason no std:: templates are used here or in kernels.
+// A source that is compiled for one set defines QUIRE_ISA (a name below) and includes its kernel, which includes this file; CMakeLists.txt
+// writes these sources. Everything lives in namespace quire::QUIRE_ISA and has internal linkage: the linker must never keep the AVX-512
+// copy of a function for a machine without it. For the same reason no std:: templates are used here or in kernels.
 //
 //   F32, I32          16 floats, 16 32-bit integers (sums and products wrap)
 //   Bytes             64 bytes: 16 x 4 int8, 16 pairs of bf16
-//   Mask              a bit per lane; first_lanes(n): the first n, 0 <= n <= 16. Masked loads give 0 elsewhere and touch no
-//                     other memory; masked stores write no other memory
+//   Mask              chosen lanes; bits, mask_of: to and from a bit per lane; first_lanes(n): the first n, 0 <= n <= 16. Masked
+//                     loads give 0 elsewhere and touch no other memory; masked stores write no other memory
 //   fma(a, b, c)      a * b + c, fused where the machine can
 //   max, min          the second operand where either is NaN
 //   round, to_i32     to nearest, ties to even
@@ -31,6 +31,9 @@
 //                          dot_bf16. lower, upper: the first, the second of each pair
 //   load_float8            64 codes of f8 (two lines, see weight.h), of which float8_bytes<0>, <1> are the lines as pairs of bf16, divided
 //                          by FLOAT8_DIVISOR; the table is float8_table(), made once
+//   level_pairs            a pair of bf16 from a table of sixteen in each lane: the second index of four bits stands 16 bits higher, other
+//                          bits are 0. level_table is made once, and takes 16 values
+//   load_u8           16 bytes to the lanes, as load_s8;  swap_lanes<N>  lane i gets lane i ^ N, N = 1, 2, 4 or 8
 //   store_columns(to, stride, rows, num_rows, num_words)  word w of row r to to[w * stride + r]; rows past num_rows may be anything
 //   sum_lanes         in a fixed order: halves folded 16 -> 8 -> 4 -> 2 -> 1
 //   to_i32_up         to the next integer that is not below
@@ -48,24 +51,37 @@
 
 #define QUIRE_IS_portable 0
 #define QUIRE_IS_avx2 1
-#define QUIRE_IS_avx512 2
+#define QUIRE_IS_avx_vnni 2
+#define QUIRE_IS_avx512 3
+#define QUIRE_IS_neon 4
+#define QUIRE_IS_neon_i8mm_bf16 5
 #define QUIRE_LEVEL QUIRE_JOIN(QUIRE_IS_, QUIRE_ISA)
 
-#if QUIRE_LEVEL == 2
-#include "simd_avx512.h"
-#elif QUIRE_LEVEL == 1
-#include "simd_avx2.h"
-#else
-#include "simd_portable.h"
-#endif
+// What a level has. Registers: 32 of 512 bits, 16 of 256 bits, or 32 of 128 bits.
+#define QUIRE_HAS_512 (QUIRE_LEVEL == 3)
+#define QUIRE_HAS_256 (QUIRE_LEVEL == 1 || QUIRE_LEVEL == 2)
+#define QUIRE_HAS_128 (QUIRE_LEVEL == 4 || QUIRE_LEVEL == 5)
+#define QUIRE_HAS_AVX_VNNI (QUIRE_LEVEL == 2)
+#define QUIRE_HAS_I8MM (QUIRE_LEVEL == 5)
+#define QUIRE_HAS_BF16 (QUIRE_LEVEL == 5)
 
 // For lambdas that are loop bodies, which the compiler would otherwise call for each sixteen values.
 #define QUIRE_BODY __attribute__((always_inline))
 
+#if QUIRE_HAS_512
+#include "simd_avx512.h"
+#elif QUIRE_HAS_256
+#include "simd_avx2.h"
+#elif QUIRE_HAS_128
+#include "simd_neon.h"
+#else
+#include "simd_portable.h"
+#endif
+
 namespace quire::QUIRE_ISA {
 namespace {
 
-#if QUIRE_LEVEL < 2
+#if !QUIRE_HAS_512
 // As 2^(n - h) * 2^h, h = n / 2, so that 128 does not overflow.
 QUIRE_INLINE F32 times_power(F32 x, F32 n) {
     const I32 whole = to_i32(n), half = shift_right_signed<1>(whole), bias = set1(127);

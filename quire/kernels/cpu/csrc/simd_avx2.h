@@ -1,4 +1,5 @@
-// Sixteen lanes on AVX2 + FMA + F16C: two 256-bit registers each. See simd.h for what each function means.
+// Sixteen lanes on AVX2 + FMA + F16C: two 256-bit registers each; level avx_vnni has products of bytes, too. See simd.h for what each
+// function means.
 #pragma once
 #include <immintrin.h>
 
@@ -25,6 +26,7 @@ QUIRE_INLINE __m256i high_lanes(Mask m) { return lane_mask(m.v >> 8); }
 
 QUIRE_INLINE F32 load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 QUIRE_INLINE void store(float* p, F32 x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+QUIRE_INLINE Mask mask_of(u32 m) { return {m}; }
 QUIRE_INLINE Mask first_lanes(int n) { return {n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u}; }
 QUIRE_INLINE F32 load(const float* p, Mask m) { return {_mm256_maskload_ps(p, low_lanes(m)), _mm256_maskload_ps(p + 8, high_lanes(m))}; }
 QUIRE_INLINE void store(float* p, F32 x, Mask m) {
@@ -225,6 +227,9 @@ QUIRE_INLINE __m256 low_half(__m256i x) { return _mm256_castsi256_ps(_mm256_slli
 QUIRE_INLINE F32 high_halves(Bytes x) { return {high_half(x.a), high_half(x.b)}; }
 QUIRE_INLINE F32 low_halves(Bytes x) { return {low_half(x.a), low_half(x.b)}; }
 QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes x, Bytes y) { return fma(low_halves(x), low_halves(y), fma(high_halves(x), high_halves(y), acc)); }
+#if QUIRE_HAS_AVX_VNNI
+QUIRE_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) { return _mm256_dpbusd_avx_epi32(acc, w, x); }
+#else
 // |w| <= 128 and |x| <= 127, so the 16-bit sums of two products stay below 2^15.
 QUIRE_INLINE __m256i dot_signed(__m256i acc, __m256i w, __m256i x) {
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
@@ -236,6 +241,7 @@ QUIRE_INLINE __m256i dot_half(__m256i acc, __m256i w, __m256i x) {
     const __m256i sum = _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_set1_epi8(1), x), _mm256_set1_epi16(128));
     return dot_signed(_mm256_add_epi32(acc, sum), _mm256_xor_si256(w, flip), x);
 }
+#endif
 QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) { return {dot_half(acc.a, w.a, x.a), dot_half(acc.b, w.b, x.b)}; }
 QUIRE_INLINE F32 load_s8(const i8* p) {
     const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -316,6 +322,37 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     high = {_mm256_shuffle_epi8(table.a, _mm256_and_si256(_mm256_srli_epi16(packed.a, 4), mask)),
             _mm256_shuffle_epi8(table.b, _mm256_and_si256(_mm256_srli_epi16(packed.b, 4), mask))};
 }
+// The low bytes of sixteen levels, and their high bytes.
+struct LevelTable { __m256i low, high; };
+QUIRE_INLINE LevelTable level_table(const u16* levels) {
+    u8 low[16], high[16];
+    for (int i = 0; i < 16; ++i) low[i] = static_cast<u8>(levels[i] & 255), high[i] = static_cast<u8>(levels[i] >> 8);
+    return {load_table(low).a, load_table(high).a};
+}
+QUIRE_INLINE __m256i level_pairs_half(const LevelTable& table, __m256i indices) {
+    // To an index with its upper bit a lookup says 0.
+    const __m256i low = _mm256_or_si256(indices, _mm256_set1_epi32(static_cast<int>(0x80008000u)));
+    const __m256i high = _mm256_or_si256(_mm256_slli_epi32(indices, 8), _mm256_set1_epi32(0x00800080));
+    return _mm256_or_si256(_mm256_shuffle_epi8(table.low, low), _mm256_shuffle_epi8(table.high, high));
+}
+QUIRE_INLINE I32 level_pairs(const LevelTable& table, I32 indices) {
+    return {level_pairs_half(table, indices.a), level_pairs_half(table, indices.b)};
+}
+QUIRE_INLINE I32 load_u8(const u8* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {_mm256_cvtepu8_epi32(x), _mm256_cvtepu8_epi32(_mm_srli_si128(x, 8))};
+}
+QUIRE_INLINE I32 load_u8(const u8* p, Mask m) {
+    u8 lanes[16] = {};
+    copy_lanes(lanes, p, m);
+    return load_u8(lanes);
+}
+template <int N> QUIRE_INLINE F32 swap_lanes(F32 x) {
+    if constexpr (N == 8) return {x.b, x.a};
+    if constexpr (N == 4) return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    constexpr int order = N == 2 ? 0x4e : 0xb1;
+    return {_mm256_permute_ps(x.a, order), _mm256_permute_ps(x.b, order)};
+}
 QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
     for (int r = 0; r < num_rows; ++r) {
         i32 words[16];
@@ -337,6 +374,9 @@ QUIRE_INLINE float max_lanes(F32 x) {
 }
 QUIRE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 QUIRE_INLINE void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+// Keep what comes before in the order of the source: otherwise GCC interleaves more rows than there are registers.
+template <class T> QUIRE_INLINE void in_order(const T*& x, F32& acc) { asm("" : "+r"(x), "+x"(acc.a), "+x"(acc.b)); }
+QUIRE_INLINE void in_order(Bytes& x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 
 }  // namespace
 }  // namespace quire::QUIRE_ISA

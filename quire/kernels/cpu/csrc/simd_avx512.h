@@ -18,6 +18,7 @@ struct Mask { __mmask16 v; };
 
 QUIRE_INLINE F32 load(const float* p) { return {_mm512_loadu_ps(p)}; }
 QUIRE_INLINE void store(float* p, F32 a) { _mm512_storeu_ps(p, a.v); }
+QUIRE_INLINE Mask mask_of(u32 m) { return {static_cast<__mmask16>(m)}; }
 QUIRE_INLINE Mask first_lanes(int n) { return {static_cast<__mmask16>(n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u)}; }
 QUIRE_INLINE F32 load(const float* p, Mask m) { return {_mm512_maskz_loadu_ps(m.v, p)}; }
 QUIRE_INLINE void store(float* p, F32 a, Mask m) { _mm512_mask_storeu_ps(p, m.v, a.v); }
@@ -245,6 +246,19 @@ QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& h
     const __m512i mask = _mm512_set1_epi8(15);
     low.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(packed.v, mask));
     high.v = _mm512_shuffle_epi8(table.v, _mm512_and_si512(_mm512_srli_epi16(packed.v, 4), mask));
+}
+struct LevelTable { __m512i of; };
+QUIRE_INLINE LevelTable level_table(const u16* levels) {
+    return {_mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(levels)))};
+}
+// vpermw reads five bits of an index, and both halves of the table are the same.
+QUIRE_INLINE I32 level_pairs(const LevelTable& table, I32 indices) { return {_mm512_permutexvar_epi16(indices.v, table.of)}; }
+QUIRE_INLINE I32 load_u8(const u8* p) { return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))}; }
+QUIRE_INLINE I32 load_u8(const u8* p, Mask m) { return {_mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(m.v, p))}; }
+template <int N> QUIRE_INLINE F32 swap_lanes(F32 x) {
+    if constexpr (N == 8) return {_mm512_shuffle_f32x4(x.v, x.v, 0x4e)};
+    if constexpr (N == 4) return {_mm512_shuffle_f32x4(x.v, x.v, 0xb1)};
+    return {_mm512_permute_ps(x.v, N == 2 ? 0x4e : 0xb1)};
 }
 // The first half of a transposition: fours[i + w], 128-bit lane l, is word 4l + w of rows i .. i + 3.
 template <int N>

@@ -96,6 +96,12 @@ constexpr SimdOperation simd_operations[] = {
                     put(out, static_cast<u32>(compress_store(chosen, lanes_of(b), floats(a))))),
     QUIRE_OPERATION("dot_bf16", 64, 64, 64, 64, put(out, dot_bf16(floats(a), load_bytes(b), load_bytes(c)))),
     QUIRE_OPERATION("dot_u8s8", 64, 64, 4, 64, put(out, dot_u8s8(ints(a), load_bytes(b), set1_bytes(*static_cast<const u32*>(c))))),
+    QUIRE_UNARY("swap_lanes_1", swap_lanes<1>(floats(a))),
+    QUIRE_UNARY("swap_lanes_2", swap_lanes<2>(floats(a))),
+    QUIRE_UNARY("swap_lanes_4", swap_lanes<4>(floats(a))),
+    QUIRE_UNARY("swap_lanes_8", swap_lanes<8>(floats(a))),
+    QUIRE_OPERATION("load_u8", 16, 64, 0, 64, put(out, load_u8(static_cast<const u8*>(a), lanes_of(b)))),
+    QUIRE_OPERATION("level_pairs", 64, 32, 0, 64, put(out, level_pairs(level_table(halves(b)), ints(a)))),
     QUIRE_OPERATION("unpack_nibbles", 64, 16, 0, 128, Bytes low; Bytes high;
                     unpack_nibbles(load_bytes(a), load_table(static_cast<const u8*>(b)), low, high);
                     store_bytes(out, low); store_bytes(static_cast<u8*>(out) + 64, high)),

@@ -24,6 +24,7 @@ QUIRE_INLINE bool has(Mask m, int i) { return m.v >> i & 1; }
 
 QUIRE_INLINE F32 load(const float* p) { F32 r; memcpy(r.v, p, 64); return r; }
 QUIRE_INLINE void store(float* p, F32 a) { memcpy(p, a.v, 64); }
+QUIRE_INLINE Mask mask_of(u32 m) { return {m}; }
 QUIRE_INLINE Mask first_lanes(int n) { return {n >= 16 ? 0xffffu : (1u << (n < 0 ? 0 : n)) - 1u}; }
 QUIRE_INLINE F32 load(const float* p, Mask m) { F32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
 QUIRE_INLINE void store(float* p, F32 a, Mask m) { QUIRE_EACH if (has(m, i)) p[i] = a.v[i]; }
@@ -33,7 +34,13 @@ QUIRE_INLINE F32 operator+(F32 a, F32 b) { QUIRE_EACH a.v[i] += b.v[i]; return a
 QUIRE_INLINE F32 operator-(F32 a, F32 b) { QUIRE_EACH a.v[i] -= b.v[i]; return a; }
 QUIRE_INLINE F32 operator*(F32 a, F32 b) { QUIRE_EACH a.v[i] *= b.v[i]; return a; }
 QUIRE_INLINE F32 operator/(F32 a, F32 b) { QUIRE_EACH a.v[i] /= b.v[i]; return a; }
-QUIRE_INLINE F32 fma(F32 a, F32 b, F32 c) { QUIRE_EACH c.v[i] += a.v[i] * b.v[i]; return c; }
+// Fused where that is one instruction: always on ARM, whose levels all give the same bits.
+#if defined(__FP_FAST_FMAF) || defined(__aarch64__)
+QUIRE_INLINE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#else
+QUIRE_INLINE float multiply_add(float a, float b, float c) { return c + a * b; }
+#endif
+QUIRE_INLINE F32 fma(F32 a, F32 b, F32 c) { QUIRE_EACH c.v[i] = multiply_add(a.v[i], b.v[i], c.v[i]); return c; }
 // As the machines do it: the second operand where either is NaN.
 QUIRE_INLINE F32 max(F32 a, F32 b) { QUIRE_EACH b.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return b; }
 QUIRE_INLINE F32 min(F32 a, F32 b) { QUIRE_EACH b.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return b; }
@@ -183,8 +190,8 @@ QUIRE_INLINE F32 dot_bf16(F32 acc, Bytes a, Bytes b) {
     u32 x[16], y[16];
     memcpy(x, a.v, 64);
     memcpy(y, b.v, 64);
-    QUIRE_EACH acc.v[i] += f32_of(x[i] & 0xffff0000u) * f32_of(y[i] & 0xffff0000u);
-    QUIRE_EACH acc.v[i] += f32_of(x[i] << 16) * f32_of(y[i] << 16);
+    QUIRE_EACH acc.v[i] = multiply_add(f32_of(x[i] & 0xffff0000u), f32_of(y[i] & 0xffff0000u), acc.v[i]);
+    QUIRE_EACH acc.v[i] = multiply_add(f32_of(x[i] << 16), f32_of(y[i] << 16), acc.v[i]);
     return acc;
 }
 QUIRE_INLINE I32 dot_u8s8(I32 acc, Bytes w, Bytes x) {
@@ -249,6 +256,15 @@ QUIRE_INLINE Bytes load_table(const u8* table) { Bytes r; for (int i = 0; i < 64
 QUIRE_INLINE void unpack_nibbles(Bytes packed, Bytes table, Bytes& low, Bytes& high) {
     for (int i = 0; i < 64; ++i) low.v[i] = table.v[packed.v[i] & 15], high.v[i] = table.v[packed.v[i] >> 4];
 }
+struct LevelTable { const u16* levels; };
+QUIRE_INLINE LevelTable level_table(const u16* levels) { return {levels}; }
+QUIRE_INLINE I32 level_pairs(LevelTable table, I32 indices) {
+    QUIRE_EACH indices.v[i] = wrapped(table.levels[indices.v[i] & 15] | static_cast<u32>(table.levels[indices.v[i] >> 16 & 15]) << 16);
+    return indices;
+}
+QUIRE_INLINE I32 load_u8(const u8* p) { I32 r; QUIRE_EACH r.v[i] = p[i]; return r; }
+QUIRE_INLINE I32 load_u8(const u8* p, Mask m) { I32 r = {}; QUIRE_EACH if (has(m, i)) r.v[i] = p[i]; return r; }
+template <int N> QUIRE_INLINE F32 swap_lanes(F32 x) { F32 r; QUIRE_EACH r.v[i] = x.v[i ^ N]; return r; }
 QUIRE_INLINE void store_columns(u32* to, i64 stride, const I32 (&rows)[16], int num_rows, int num_words) {
     for (int r = 0; r < num_rows; ++r) {
         i32 words[16];

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_latent.h"
+#include "step_entry.h"
 
 namespace quire {
 
@@ -18,137 +18,17 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
-struct Stepper : StepLatent {
-    // The rank with a token's row of the embedding writes it for all.
-    void embed_sharded() {
-        const Weight& embed = plan.embed_->weight;
-        each(in.batch.num_tokens, [&](i64 row) {
-            const i64 token = in.token_ids[row] - plan.group_.first_output;
-            if (token < 0 || token >= embed.n) return;
-            kernels.linear->unpack_row(embed, static_cast<i32>(token), extra(row));
-            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(extra(row), plan.hidden_, plan.embed_scale_, 0.0f);
-        });
-        for (i64 row = 0; worker.rank == 0 && row < in.batch.num_tokens; ++row) {
-            const i64 token = in.token_ids[row] - plan.group_.first_output;
-            if (token >= 0 && token < embed.n) wrote(extra(row), 1, hidden_stride(), plan.hidden_);
-        }
-        rank_barrier();
-        each(in.batch.num_tokens, [&](i64 row) {
-            memcpy(x(row), extra(row), sizeof(float) * plan.hidden_);
-            finish_embedding(row);
-        });
-    }
-
-    void finish_embedding(i64 row) const {
-        if (plan.position_embed_) {
-            kernels.linear->unpack_row(plan.position_embed_->weight, static_cast<i32>(in.positions[row]), own_row());
-            kernels.elementwise->add_scaled(x(row), own_row(), 1.0f, plan.hidden_);
-        }
-        if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, x(row), x(row));
-    }
-
-    void embed() {
-        if (plan.is_sharded()) return embed_sharded();
-        each(in.batch.num_tokens, [&](i64 row) {
-            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), x(row));
-            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, plan.embed_scale_, 0.0f);
-            finish_embedding(row);
-        });
-    }
-
-    float* beside(i64 row) const { return plan.beside_ + row * row_stride(plan.beside_size_); }
-
-    // Rows of a draft head: see Entry.
-    void enter() {
-        const i64 hidden = plan.hidden_;
-        const bool is_joined = plan.entry_ == Entry::joined, is_wide = in.feature_size != plan.hidden_;
-        each(in.batch.num_tokens, [&](i64 row) {
-            float* to = beside(row);
-            kernels.linear->unpack_row(plan.embed_->weight, static_cast<i32>(in.token_ids[row]), to);
-            if (plan.embed_scale_ != 1.0f) kernels.elementwise->scale_and_cap(to, plan.hidden_, plan.embed_scale_, 0.0f);
-            if (plan.embed_norm.is_present) kernels.elementwise->norm(plan.embed_norm.job, to, to);
-            const float* features = in.features + row * in.feature_size;
-            if (is_joined && plan.feature_norm.is_present)
-                kernels.elementwise->norm(plan.feature_norm.job, features, to + hidden);
-            else if (is_joined)
-                memcpy(to + hidden, features, sizeof(float) * hidden);
-            else if (!is_wide)
-                memcpy(x(row), features, sizeof(float) * hidden);
-        });
-        if (!is_joined && !is_wide) return;
-        if (is_joined)
-            pack_all(plan.fuse_site_, plan.beside_, row_stride(plan.beside_size_));
-        else
-            pack_all(plan.fuse_site_, in.features, in.feature_size);
-        const Packed input = packed(plan.fuse_site_, 0, num_rows);
-        const LinearJob fuse = job(*plan.fuse_, input, Finish::store, plan.x_, hidden_stride());
-        run(&fuse, 1);
-    }
-
-    void enter_or_embed() {
-        if (!plan.is_first_stage_) return;  // the rows come from the previous stage
-        if (plan.entry_ == Entry::token)
-            embed();
-        else
-            enter();
-        if (plan.per_layer_embed_) make_per_layer_inputs();
-    }
-
-    // See PerLayerInputs: the inputs of all layers lie side by side.
-    void make_per_layer_inputs() {
-        const Weight& embed = plan.per_layer_embed_->weight;
-        const i32 width = plan.per_layer_projection_->weight.n, size = plan.per_layer_size_;
-        pack_all(plan.per_layer_site_, plan.x_, hidden_stride());
-        const Packed input = packed(plan.per_layer_site_, 0, num_rows);
-        const LinearJob project = job(*plan.per_layer_projection_, input, Finish::store, plan.per_layer_, row_stride(width));
-        run(&project, 1);
-        each(num_rows, [&](i64 row) {
-            float *const to = plan.per_layer_ + row * row_stride(width), *const own = own_row();
-            const i64 token = in.token_ids[row];
-            kernels.linear->unpack_row(embed, token < embed.n ? static_cast<i32>(token) : 0, own);
-            kernels.elementwise->scale_and_cap(own, width, plan.per_layer_embed_scale_, 0.0f);
-            kernels.elementwise->scale_and_cap(to, width, plan.per_layer_projection_scale_, 0.0f);
-            for (i32 at = 0; at < width; at += size) kernels.elementwise->norm(plan.per_layer_norm.job, to + at, to + at);
-            kernels.elementwise->add_scaled(to, own, 1.0f, width);
-            kernels.elementwise->scale_and_cap(to, width, plan.per_layer_sum_scale_, 0.0f);
-        });
-    }
-
-    // See PerLayerGate. has_wanted: only rows that are wanted are left.
-    void add_per_layer(const PlanLayer& l, bool has_wanted) {
-        static const Norm none;
-        const i64 size = plan.per_layer_size_, stride = row_stride(plan.per_layer_projection_->weight.n);
-        norm_and_pack(l.per_layer_site, none, waiting_mlp(l), l.residual_scale, false, -1);
-        const Packed input = packed(l.per_layer_site, 0, num_rows);
-        const LinearJob gate = job(*l.per_layer_gate, input, Finish::store, plan.gated_, row_stride(size));
-        run(&gate, 1);
-        each(num_rows, [&](i64 row) {
-            const i64 token = has_wanted ? in.wanted_rows[row] : row;
-            kernels.elementwise->activate(l.activation, plan.gated_ + row * row_stride(size), plan.per_layer_ + token * stride + l.index * size, size);
-        });
-        pack_all(l.per_layer_up_site, plan.gated_, row_stride(size));
-        run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm);
-    }
-
-    // The input of the first attention of an EAGLE-3 head: the normed embedding, concatenated with the normed features.
-    void pack_beside(const PlanLayer& l) {
-        const i64 hidden = plan.hidden_;
-        each(num_rows, [&](i64 row) {
-            norm_row(l.attn_in, row, beside(row) + hidden);
-            if (plan.is_residual_normed_) memcpy(x(row), beside(row) + hidden, sizeof(float) * hidden);
-        });
-        pack_all(l.attn_site, plan.beside_, row_stride(plan.beside_size_));
-    }
-
+struct Stepper : StepEntry {
     // Prefetch the cache lines that a new token is written to, of some heads, as there are many.
     void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
-        const i64 width = element_bytes(l.kv.format), run = RUN * l.head_dim * width, slot = in.slots[row];
+        const KvFormat key = key_format(l.kv.format), value = value_format(l.kv.format);
+        const i64 run = RUN * static_cast<i64>(l.head_dim), slot = slots_of(l)[row];
         for (i32 head = first_head; head < first_head + num_heads; ++head) {
-            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, static_cast<i32>(slot % l.kv.block_size)) * width;
-            for (i64 line = 0; line < run; line += 64) {
-                __builtin_prefetch(static_cast<const u8*>(l.kv.keys) + at + line, 1, 2);
-                __builtin_prefetch(static_cast<const u8*>(l.kv.values) + at + line, 1, 2);
-            }
+            const i64 at = run_element(l.kv, slot / l.kv.block_size, head, static_cast<i32>(slot % l.kv.block_size));
+            const u8* const keys = static_cast<const u8*>(l.kv.keys) + bytes_of(key, at);
+            const u8* const values = static_cast<const u8*>(l.kv.values) + bytes_of(value, at);
+            for (i64 line = 0; line < bytes_of(key, run); line += 64) __builtin_prefetch(keys + line, 1, 2);
+            for (i64 line = 0; line < bytes_of(value, run); line += 64) __builtin_prefetch(values + line, 1, 2);
         }
     }
 
@@ -157,8 +37,10 @@ struct Stepper : StepLatent {
         const i64 width = row_stride(qkv_size(l));
         if (!l.k) return ask(l, has_few);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
-        const LinearJob jobs[3] = {job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width),
-                                   job(*l.q, q, Finish::store, plan.qkv_, width)};
+        const LoraSums sums(lora, attention_modules(l, has_few));
+        const LinearJob jobs[3] = {adapted(job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), sums[0]),
+                                   adapted(job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width), sums[1]),
+                                   adapted(job(*l.q, q, Finish::store, plan.qkv_, width), sums[2])};
         run(jobs, has_few ? 2 : 3);
         if (has_few) ask(l, true);
     }
@@ -168,7 +50,8 @@ struct Stepper : StepLatent {
         if (has_few) pack_wanted_rows(l);
         if (num_rows == 0) return;
         const Packed input = packed(l.attn_site, l.q_form, num_rows);
-        const LinearJob job_of_q = job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l)));
+        const LoraSums sums(lora, {l.index, {LoraModule::q}});
+        const LinearJob job_of_q = adapted(job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l))), sums[0]);
         run(&job_of_q, 1);
     }
 
@@ -178,14 +61,14 @@ struct Stepper : StepLatent {
         float* const input = is_beside ? plan.beside_ : plan.normed_;
         const i64 input_stride = is_beside ? row_stride(plan.beside_size_) : hidden_stride();
         keep_wanted_rows(input, input, is_beside ? plan.normed_ : free_rows(), input_stride);
-        if (num_rows > 0) pack_all(l.attn_site, input, input_stride);
+        if (num_rows > 0) pack_all(l.attn_site, input, input_stride, {l.index, {LoraModule::q}});
     }
 
     void rotate_and_store(const PlanLayer& l, bool has_few) {
         const i32 q_size = l.num_heads * l.head_dim, kv_size = l.num_kv_heads * l.head_dim;
         const bool is_whole = l.q_norm.is_present && l.is_qk_norm_whole;
         if (l.clip > 0.0f) clip_heads(l);
-        if (is_whole && plan.is_sharded()) {
+        if (is_whole && plan.shards_heads()) {
             norm_whole_heads(l);
         } else if (is_whole) {
             each(in.batch.num_tokens, [&](i64 row) {
@@ -200,7 +83,7 @@ struct Stepper : StepLatent {
         each(static_cast<i64>(l.k ? in.batch.num_tokens : num_rows) * parts, [&](i64 item) {
             const i64 row = item / parts;
             const i32 part = static_cast<i32>(item % parts);
-            if (l.k && in.batch.num_tokens <= MAX_FETCHED_TOKENS) fetch_cache(l, row, part * kv_heads, kv_heads);
+            if (l.k && in.batch.num_tokens <= MAX_FETCHED_TOKENS && !plan.has_context()) fetch_cache(l, row, part * kv_heads, kv_heads);
             float* q = plan.qkv_ + row * row_stride(qkv_size(l)) + part * heads * l.head_dim;
             float* key = plan.qkv_ + row * row_stride(qkv_size(l)) + q_size + part * kv_heads * l.head_dim;
             if (row < num_rows) {
@@ -211,8 +94,9 @@ struct Stepper : StepLatent {
             if (!l.k) return;
             if (l.v_norm.is_present) kernels.elementwise->turn_heads(&l.v_norm.job, key + kv_size, kv_heads, l.head_dim, nullptr, nullptr, 0);
             turn_heads(l, {&l.k_norm, !is_whole, l.first_kv_head + part * kv_heads}, key, kv_heads, in.positions[row]);
-            kernels.attention->store(l.kv, in.slots[row], part * kv_heads, kv_heads, key, key + kv_size);
+            store(l, row, part * kv_heads, kv_heads, key, key + kv_size);
         });
+        if (l.k) finish_stores(l);
     }
 
     // Norm q and k of all ranks' heads together; each rank takes its own of the result.
@@ -297,7 +181,13 @@ struct Stepper : StepLatent {
         a.out = plan.attended_ + l.first_head * l.head_dim;
         a.out_stride = row_stride(l.total_heads * l.head_dim);
         a.scratch = plan.attention_scratch_.data;
-        kernels.attention->attend(worker, a, batch);
+        if (plan.has_context()) {
+            attend_shared(a, l, batch);
+            return rank_barrier();
+        }
+        Batch own = batch;
+        if (l.is_windowed) own.block_tables = in.window_tables;
+        kernels.attention->attend(worker, a, own);
         wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
         rank_barrier();
     }
@@ -305,7 +195,7 @@ struct Stepper : StepLatent {
     // Rows as wide as x_ that are unused at the last attention; private to a rank.
     float* free_rows() const { return plan.is_sharded() ? plan.spare_ : plan.extra_; }
 
-    // No later block mixes rows: the wanted rows of x_, and of `beside`, move to the front (of `target`) and continue without the
+    // No later block mixes rows: the wanted rows of x_, and of `beside` if there are any, move to the front (of `target`) and continue without the
     // others.
     void keep_wanted_rows(const float* beside, float* target, float* free, i64 width) {
         if (worker.rank == 0) {
@@ -313,21 +203,38 @@ struct Stepper : StepLatent {
                 for (i32 i = 0; i < in.num_wanted_rows; ++i) memcpy(between + i * size, values + in.wanted_rows[i] * size, sizeof(float) * size);
                 if (to != between) memcpy(to, between, sizeof(float) * size * in.num_wanted_rows);
             };
-            gather(plan.x_, plan.x_, free_rows(), hidden_stride());
-            gather(beside, target, free, width);
+            if (!is_home) gather(plan.x_, plan.x_, free_rows(), hidden_stride());
+            if (beside != nullptr) gather(beside, target, free, width);
         }
         num_rows = in.num_wanted_rows;
+        if (lora.lora != nullptr) lora.lora = &plan.lora_.wanted;
         barrier(worker);
     }
 
-    void attention(const PlanLayer& l, bool is_last) {
+    // See Plan::copy_queries.
+    void copy_queries(const PlanLayer& l) {
+        const i64 count = static_cast<i64>(plan.query_rows_.size()), size = static_cast<i64>(l.num_heads) * l.head_dim;
+        float* to = plan.queries_out_;
+        for (const auto& layer : plan.layers_) {
+            if (layer.get() == &l) break;
+            to += count * layer->num_heads * layer->head_dim;
+        }
+        each(count, [&](i64 i) { memcpy(to + i * size, plan.qkv_ + plan.query_rows_[i] * row_stride(qkv_size(l)), sizeof(float) * size); });
+    }
+
+    // Whether the last layer has queries only of the rows that are wanted.
+    bool has_few(const PlanLayer& l, bool is_last) const { return is_last && plan.has_last_ask_ && l.latent.rank == 0; }
+
+    // Attention up to its last linear layer, whose input is packed. num_rows may be 0 afterwards.
+    void attend_heads(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.total_heads * l.head_dim);
-        const bool is_latent = l.latent.rank > 0, has_few = is_last && plan.has_last_ask_ && !is_latent;
+        const bool is_latent = l.latent.rank > 0, has_few = this->has_few(l, is_last);
         if (is_latent) {
             project_latent(l, [&](float* heads, i64 position) { scale_queries(l, heads, l.num_heads, position); });
         } else {
             project(l, has_few);
             rotate_and_store(l, has_few);
+            if (!plan.query_rows_.empty()) copy_queries(l);
         }
         if (num_rows == 0) return;
         attend(l, has_few ? plan.last_ask_ : in.batch);
@@ -336,13 +243,49 @@ struct Stepper : StepLatent {
             if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
+        const LoraModules read = {l.index, {LoraModule::o}};
         if (is_latent) {
             leave_latent(l, attended + static_cast<i64>(l.first_head) * l.head_dim, width);
-            pack_all(l.o_site, plan.answer_, row_stride(plan.answer_size_));
+            pack_all(l.o_site, plan.answer_, row_stride(plan.answer_size_), read);
         } else {
-            pack_all(l.o_site, attended, width);
+            pack_all(l.o_site, attended, width, read);
         }
-        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l));
+    }
+
+    void attention(const PlanLayer& l, bool is_last) {
+        attend_heads(l, is_last);
+        if (num_rows == 0) return;
+        const LoraSums sums(lora, {l.index, {LoraModule::o}});
+        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l), sums[0]);
+    }
+
+    // Attention of the rows of this rank's sequences, into home_out_. Of a Stepper of plan.home_input_.
+    void attend_at_home(const PlanLayer& l, bool is_last) {
+        each(num_rows, [&](i64 row) { norm_row(l.attn_in, plan.divided_.rows[row], plan.normed_ + row * hidden_stride()); });
+        pack_all(l.attn_site, plan.normed_, hidden_stride());
+        attend_heads(l, is_last);
+        if (num_rows == 0) return;
+        const Packed input = packed(l.o_site, l.o_form, num_rows);
+        const LinearJob last = job(*l.o, input, Finish::store, plan.home_out_, hidden_stride());
+        run(&last, 1);
+    }
+
+    // Attention data parallelism: every rank computes the attention of its own sequences, whose results then wait in extra_.
+    void attention_of_homes(const PlanLayer& l, const PlanLayer* before, bool is_last) {
+        const Norm* const waiting = before != nullptr ? waiting_last(*before) : nullptr;
+        each(num_rows, [&](i64 row) {
+            if (waiting != nullptr) add_result(*waiting, before->residual_scale, row, before->output_scale);
+            keep_input(l.index, row);
+        });
+        if (before == nullptr || waiting != nullptr) rank_barrier();  // until then other ranks read extra_
+        Stepper own = {plan, plan.home_input_, kernels, worker, plan.home_input_.batch.num_tokens, {lora.state, nullptr}, true};
+        if (own.num_rows > 0) own.attend_at_home(l, is_last);
+        const bool has_wanted = is_last && !in.keeps_all;
+        const std::vector<i32>& places = has_wanted ? plan.divided_.wanted_places : plan.divided_.rows;
+        each(own.num_rows, [&](i64 row) { memcpy(extra(places[row]), plan.home_out_ + row * hidden_stride(), sizeof(float) * plan.hidden_); });
+        for (i64 row = 0; worker.rank == 0 && row < own.num_rows; ++row) wrote(extra(places[row]), 1, 0, plan.hidden_);
+        if (has_wanted) keep_wanted_rows(nullptr, nullptr, nullptr, 0);
+        rank_barrier();
     }
 
     // Whether the activation can be written as the input of the last layer of the block: no group scale must be computed first.
@@ -358,14 +301,17 @@ struct Stepper : StepLatent {
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
         const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
         LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner);
+        const LoraSums sums(lora, mlp_modules(l));
+        first.low_rank = sums[l.gate ? 0 : 1];
         first.second = is_joint ? &l.up->weight : nullptr;
+        first.second_low_rank = is_joint ? sums[1] : nullptr;
         first.activation = l.activation;
         first.limit = l.gate_limit;
         first.slope = l.gate_slope;
         first.positive = l.positive;
         first.negative = l.negative;
         Packed result = packed(l.down_site, l.down_form, num_rows);
-        if (is_packed_at_once(l, is_joint)) {
+        if (is_packed_at_once(l, is_joint) && !lora.is_adapted(l.index, LoraModule::down)) {
             // Not in place of the rows that the layer reads.
             result.data = reinterpret_cast<u32*>(plan.inner_);
             first.packed = &result;
@@ -374,26 +320,27 @@ struct Stepper : StepLatent {
         }
         run(&first, 1);
         if (l.gate && !is_joint) {
-            const LinearJob second = job(*l.up, up_input, Finish::multiply, own, inner);
+            const LinearJob second = adapted(job(*l.up, up_input, Finish::multiply, own, inner), sums[1]);
             run(&second, 1);
         }
         wrote(own, num_rows, inner, l.up->weight.n);
         rank_barrier();
-        pack_all(l.down_site, plan.inner_, inner);
+        pack_all(l.down_site, plan.inner_, inner, {l.index, {LoraModule::down}});
         return result;
     }
 
     void feed_forward(const PlanLayer& l) {
         if (l.is_parallel)
-            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale);
+            norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale, mlp_modules(l));
         else
-            norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr, -1);
+            norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr || lora.has_rows(), -1, 1.0f, mlp_modules(l));
         if (l.router) {
             mixture(l);
             return;
         }
         const Packed input = activate(l);
-        run_to_residual(l, *l.down, input, waiting_mlp(l));
+        const LoraSums sums(lora, {l.index, {LoraModule::down}});
+        run_to_residual(l, *l.down, input, waiting_mlp(l), sums[0]);
     }
 
     void layers() {
@@ -402,13 +349,16 @@ struct Stepper : StepLatent {
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
             const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
-            if (plan.is_sharded() && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(i) + 1);
+            if (plan.group_.barrier != nullptr && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
+            else if (!plan.has_homes())
+                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, lora.has_rows(), l.index,
+                              before ? before->output_scale : 1.0f, attention_modules(l, has_few(l, i + 1 == count)));
+            if (plan.has_homes())
+                attention_of_homes(l, before, i + 1 == count);
             else
-                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, false, l.index,
-                              before ? before->output_scale : 1.0f);
-            attention(l, i + 1 == count);
+                attention(l, i + 1 == count);
             if (num_rows == 0) return;
             feed_forward(l);
             if (l.per_layer_gate) add_per_layer(l, i + 1 == count && !in.keeps_all);
@@ -418,20 +368,29 @@ struct Stepper : StepLatent {
         if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
     }
 
+    // All layers over the rows of the step; a rank that divides rows with others may have none.
+    void all_layers() {
+        if (plan.divides_rows() && in.batch.num_tokens == 0)
+            return follow_layers(in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers));
+        enter_or_embed();
+        layers();
+    }
+
     // Hidden states after the final norm of `count` rows of x_.
     void hidden_states(const i32* rows, i32 count, float* out) {
         each(count, [&](i64 i) { norm_row(plan.final_norm, rows[i], out + i * plan.hidden_); });
     }
 
-    // Norm and pack `count` rows of x_ for the head; rows null: the first ones.
-    Packed pack_for_head(const i32* rows, i32 count) {
+    // Norm and pack `count` rows of x_ for the head; rows null: the first ones. read: see pack_all.
+    Packed pack_for_head(const i32* rows, i32 count, const LoraModules& read = {}) {
         num_rows = count;
         const auto norm_to = [&](i64 i, float* to) { norm_row(plan.final_norm, rows == nullptr ? i : rows[i], to); };
-        if (count == 1)
+        const bool is_own = count == 1 && lora.num_items(read) == 0;
+        if (is_own)
             norm_to(0, own_row());
         else
             each(count, [&](i64 i) { norm_to(i, plan.normed_ + i * hidden_stride()); });
-        pack_all(plan.head_site_, count == 1 ? own_row() : plan.normed_, hidden_stride());
+        pack_all(plan.head_site_, is_own ? own_row() : plan.normed_, hidden_stride(), read);
         return packed(plan.head_site_, 0, count);
     }
 
@@ -450,9 +409,12 @@ struct Stepper : StepLatent {
 
     // Logits of `count` rows.
     void logits(const i32* rows, i32 count, float* out) {
-        const Packed input = pack_for_head(rows, count);
+        if (lora.lora != nullptr) lora.lora = &plan.lora_.logit;
+        const LoraModules read = {plan.num_layers(), {LoraModule::head}};
+        const Packed input = pack_for_head(rows, count, read);
         float* const own = plan.is_sharded() ? plan.shared_logits_ + plan.group_.first_output : out;
-        const LinearJob head = job(*plan.head_, input, Finish::store, own, plan.vocab_);
+        const LoraSums sums(lora, read);
+        const LinearJob head = adapted(job(*plan.head_, input, Finish::store, own, plan.vocab_), sums[0]);
         run(&head, 1);
         if (plan.is_sharded()) wrote(own, count, plan.vocab_, plan.head_->weight.n);
         if (plan.has_plain_logits()) return;
@@ -468,6 +430,9 @@ struct Call {
     const i32* rows;
     i32 count;
     float* out;
+    const LoraState* lora_state;
+    const LoraRows* lora = nullptr;  // null: no row has an adapter
+    const StepInput* given = nullptr;  // the whole step, of which `input` may be a rank's part
     int num_threads = 0;  // the actual number, possibly fewer than requested
 };
 
@@ -475,11 +440,14 @@ void step_body(void* argument, Worker& worker) {
     Call& call = *static_cast<Call*>(argument);
     if (worker.rank == 0) call.num_threads = worker.size;
     const StepInput& in = *call.input;
-    Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens};
-    stepper.enter_or_embed();
-    stepper.layers();
+    Stepper stepper = {*call.plan, in, *call.plan->kernels_used, worker, in.batch.num_tokens, {*call.lora_state, call.lora}};
+    stepper.all_layers();
+    if (call.plan->divides_rows()) {
+        stepper.gather_rows(*call.given);
+        if (!call.plan->gives_results()) return;
+    }
     if (in.num_logit_rows == 0 || call.plan->is_aborted()) return;
-    const i32* rows = in.keeps_all ? in.wanted_rows : nullptr;
+    const i32* rows = in.keeps_all ? call.given->wanted_rows : nullptr;
     if (in.best != nullptr)
         stepper.best(rows, in.num_logit_rows);
     else
@@ -488,19 +456,20 @@ void step_body(void* argument, Worker& worker) {
 
 void logits_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
-    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count};
+    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count, {*call.lora_state, call.lora}};
     stepper.logits(call.rows, call.count, call.out);
 }
 
 void hidden_body(void* argument, Worker& worker) {
     const Call& call = *static_cast<Call*>(argument);
-    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count};
+    Stepper stepper = {*call.plan, *call.input, *call.plan->kernels_used, worker, call.count, {*call.lora_state, nullptr}};
     stepper.hidden_states(call.rows, call.count, call.out);
 }
 
 }  // namespace
 
-void Plan::step(const StepInput& input) {
+void Plan::check_step(const StepInput& input) const {
+    if (input.window_slots == nullptr && has_windows()) throw std::invalid_argument("a step of windowed layers needs their block tables");
     if (input.layers != nullptr && input.num_layers < 1) throw std::invalid_argument("a step runs one layer at least");
     for (i32 i = 0; input.layers != nullptr && i < input.num_layers; ++i)
         if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))
@@ -508,14 +477,38 @@ void Plan::step(const StepInput& input) {
     if (input.best != nullptr && !has_plain_logits()) throw std::invalid_argument("the best tokens of a plan with scaled logits are found in these");
     if (is_stage_ != (input.rows != nullptr)) throw std::invalid_argument("a pipeline stage, and nothing else, computes in rows of the caller");
     if (!is_last_stage_ && (!input.keeps_all || input.num_wanted_rows > 0)) throw std::invalid_argument("the last stage alone has wanted rows");
+    if (has_context() && input.batch.num_drafts != nullptr) throw std::invalid_argument("ranks that share the tokens of sequences have no draft trees");
+}
+
+void Plan::step(const StepInput& given) {
+    check_step(given);
     const std::lock_guard<std::mutex> lock(guard_);
-    find_last_ask(input);
-    reserve(input.batch.num_tokens, input.batch);
-    if (is_stage_) x_ = input.rows;
+    given_ = given;
+    const StepInput input = divides_rows() ? divided_.take(given, group_.rank, group_.size) : given;
+    const i32 num_results = !divides_rows() || group_.rank != 0 ? 0 : given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
+    if (has_homes()) home_input_ = divided_.take_home(input, group_.rank, group_.num_local_blocks, block_size());
+    const StepInput& attended = has_homes() ? home_input_ : input;
+    find_last_ask(attended);
+    if (has_context()) prepare_context(input.batch);
+    reserve(std::max(input.batch.num_tokens, num_results), attended.batch);
+    if (is_stage_) x_ = computes_in_place() ? input.rows : own_x_;
+    begin_lora(input);
     if (is_sharded()) reserve_shared(input.batch.num_tokens, input.num_logit_rows);
+    if (divides_rows()) reserve_divided();
     if (input.best != nullptr) begin_best(input.num_logit_rows);
-    Call call = {this, &input, nullptr, 0, nullptr};
+    for (const i32 row : query_rows_)
+        if (row < 0 || row >= input.batch.num_tokens) throw std::invalid_argument("there is no row " + std::to_string(row) + " whose queries are copied");
+    Call call = {this, &input, nullptr, 0, nullptr, &lora_, lora_.all.is_empty() ? nullptr : &lora_.all, &given};
     run_team(num_threads, step_body, &call);
+    query_rows_.clear();
+    if (divides_rows()) {
+        set_location(group_.barrier, group_.rank, 0);
+        if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
+        if (!gives_results()) {
+            if (input.best != nullptr && is_screening_) screening_.end();
+            return;
+        }
+    }
     if (is_sharded()) {
         if (input.best != nullptr) share_best(input, call.num_threads);
         meet_ranks();
@@ -531,69 +524,25 @@ void Plan::step(const StepInput& input) {
     if (input.best != nullptr && is_screening_) screening_.end();
 }
 
-void Plan::share_best(const StepInput& input, int num_threads_used) {
-    for (i32 row = 0; row < input.num_logit_rows; ++row) {
-        const i64 first = static_cast<i64>(row) * num_threads_used, place = static_cast<i64>(row) * group_.size + group_.rank;
-        const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, num_threads_used, rank_best_values_[place]);
-        rank_best_indices_[place] = found < 0 ? -1 : found + group_.first_output;
-    }
-    group_.wrote(rank_best_values_ + group_.rank, input.num_logit_rows, group_.size, 1);
-    group_.wrote(reinterpret_cast<float*>(rank_best_indices_) + group_.rank, input.num_logit_rows, group_.size, 1);
-    if (is_screening_) screening_.end();
-}
-
-void Plan::meet_ranks() {
-    set_location(group_.barrier, group_.rank, 0);
-    group_.meet();
-    if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
-}
-
-void Plan::take_results(i32 num_rows, float* logits, i32* best) {
-    if (group_.rank != 0) return;
-    if (best == nullptr) {
-        if (num_rows > 0) memcpy(logits, shared_logits_, sizeof(float) * num_rows * vocab_);
-        return;
-    }
-    for (i32 row = 0; row < num_rows; ++row) {
-        const i64 first = static_cast<i64>(row) * group_.size;
-        float value = 0.0f;
-        const i32 found = best_of(rank_best_values_ + first, rank_best_indices_ + first, group_.size, value);
-        best[row] = std::isfinite(value) ? found : -1;
-    }
-}
-
-void Plan::begin_best(i32 num_rows) {
-    const size_t places = static_cast<size_t>(num_rows) * num_threads;
-    best_values_.assign(places, -__builtin_inff());
-    best_indices_.assign(places, -1);
-    is_screening_ = screens && screen_ != nullptr && num_rows > 0 && num_rows <= MAX_SCREENED_ROWS && screening_.is_wanted();
-    num_screened += is_screening_;
-    if (is_screening_) screening_.begin(*kernels_used, *head_, *screen_, num_rows, num_threads);
-}
-
 void Plan::logits(const i32* rows, i32 count, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
+    if (is_stage_ && is_sharded()) meet_ranks();  // its first rank may still copy the results of the last step
     if (is_sharded()) reserve_shared(0, count);
+    begin_lora_logits(rows, count);
     const StepInput none;
-    Call call = {this, &none, rows, count, out};
+    Call call = {this, &none, rows, count, out, &lora_, lora_.logit.is_empty() ? nullptr : &lora_.logit};
     run_team(std::min(num_threads, row_threads_), logits_body, &call);
     if (!is_sharded()) return;
     meet_ranks();
     take_results(count, out, nullptr);
 }
 
-void Plan::move_tokens(const i64* from, const i64* to, i32 count) {
-    const std::lock_guard<std::mutex> lock(guard_);
-    for (const std::shared_ptr<PlanLayer>& layer : layers_)
-        for (i32 i = 0; layer->k && i < count; ++i) kernels_used->attention->move(layer->kv, from[i], to[i]);
-}
-
 void Plan::hidden_states(const i32* rows, i32 count, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (count > capacity_) throw std::invalid_argument("more rows than the last step had");
     const StepInput none;
-    Call call = {this, &none, rows, count, out};
+    Call call = {this, &none, rows, count, out, &lora_};
     run_team(num_threads, hidden_body, &call);
 }
 

@@ -5,19 +5,28 @@
 #include <algorithm>
 #include <cmath>
 
-#include "step_rows.h"
+#include "step_context.h"
 
 namespace quire {
 
-struct StepExperts : StepRows {
+struct StepExperts : StepContext {
+    // The modules that read the input of the block after attention.
+    static LoraModules mlp_modules(const PlanLayer& l) {
+        if (l.router) return l.shared_up ? LoraModules{l.index, {LoraModule::shared_gate, LoraModule::shared_up}} : LoraModules{};
+        return {l.index, {LoraModule::gate, LoraModule::up}};
+    }
+
     // Sort the (row, choice) pairs by expert, rows in order: expert e has places [expert_start_[e], expert_start_[e + 1]).
     void group_by_expert(const PlanLayer& l) const {
         const i32 num_experts = static_cast<i32>(l.experts.size()), pairs = num_rows * l.top_k;
         i32* start = plan.expert_start_;
         memset(start, 0, sizeof(i32) * (num_experts + 1));
-        for (i32 i = 0; i < pairs; ++i) ++start[plan.chosen_[i] + 1];
+        for (i32 i = 0; i < pairs; ++i)
+            if (plan.chosen_[i] >= 0) ++start[plan.chosen_[i] + 1];
         for (i32 e = 0; e < num_experts; ++e) start[e + 1] += start[e];
         for (i32 i = 0; i < pairs; ++i) {
+            plan.pair_of_[i] = -1;
+            if (plan.chosen_[i] < 0) continue;  // left out, see lossy_routing.h
             const i32 place = start[plan.chosen_[i]]++;
             plan.pair_row_[place] = i / l.top_k;
             plan.pair_of_[i] = place;
@@ -25,34 +34,83 @@ struct StepExperts : StepRows {
         }
         memmove(start + 1, start, sizeof(i32) * num_experts);
         start[0] = 0;
+        for (i32 e = 0; e < num_experts; ++e) plan.expert_tokens_[l.index][e] += start[e + 1] - start[e];
+        if (plan.lossy_.bias_rate > 0.0f) adapt_bias(l);
+        find_own_places(l);
     }
 
-    i32 expert_at(const PlanLayer& l, i64 place) const {
-        const i32 *begin = plan.expert_start_, *end = begin + l.experts.size() + 1;
-        return static_cast<i32>(std::upper_bound(begin, end, static_cast<i32>(place)) - begin) - 1;
+    // Lower the selection scores of experts with more tokens than the mean, and raise the others'.
+    void adapt_bias(const PlanLayer& l) const {
+        const LossyRouting& lossy = plan.lossy_;
+        const i32 num_experts = static_cast<i32>(l.experts.size());
+        std::vector<float>& corrections = plan.corrections_[l.index];
+        const float mean = static_cast<float>(plan.expert_start_[num_experts]) / static_cast<float>(num_experts);
+        for (i32 e = 0; e < num_experts; ++e) {
+            const float base = l.routing.correction.empty() ? 0.0f : l.routing.correction[e];
+            const float count = static_cast<float>(plan.expert_start_[e + 1] - plan.expert_start_[e]);
+            const float step = count > mean ? -lossy.bias_rate : count < mean ? lossy.bias_rate : 0.0f;
+            corrections[e] = base + std::clamp(corrections[e] - base + step, -lossy.bias_limit, lossy.bias_limit);
+        }
     }
 
-    Packed expert_input(const InputForm& form, i32 expert) const {
-        const i64 first = plan.expert_start_[expert], words = steps_of(form.kind, form.k), groups = groups_of(form.k, form.group);
-        return packed_at(form, plan.expert_start_[expert + 1] - static_cast<i32>(first), first * words, first * groups);
+    // How the layer's experts are chosen in this step.
+    RouteJob route_job(const PlanLayer& l) const {
+        RouteJob job = l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);
+        if (plan.lossy_.bias_rate > 0.0f) job.correction = plan.corrections_[l.index].data();
+        return job;
     }
 
-    // Pack row values(place) of every pair into its expert's input, then run one linear layer per expert.
+    // List what this rank computes: all places of its experts. Those of an expert that several ranks hold are divided among these,
+    // by the choices and positions of the step only, so that all ranks divide alike.
+    void find_own_places(const PlanLayer& l) const {
+        plan.num_own_experts_ = plan.num_own_places_ = 0;
+        for (i32 e = 0; e < static_cast<i32>(l.experts.size()); ++e) {
+            i32 first = plan.expert_start_[e], last = plan.expert_start_[e + 1];
+            if (!l.expert_copies.empty()) {
+                const i32 copy = l.own_copies[e];
+                if (copy < 0) continue;
+                const i64 copies = l.expert_copies[e], count = last - first;
+                // The remainder goes to other copies at other positions: single tokens take turns.
+                const i64 turn = count > 0 ? in.positions[plan.pair_row_[first]] % copies : 0;
+                last = first + static_cast<i32>(copy + 1 == copies ? count : (count * (copy + 1) + turn) / copies);
+                first += static_cast<i32>(copy == 0 ? 0 : (count * copy + turn) / copies);
+            }
+            const i32 at = plan.num_own_experts_++;
+            plan.own_experts_[at] = e;
+            plan.own_first_[at] = first;
+            plan.own_count_[at] = last - first;
+            for (i32 place = first; place < last; ++place) plan.own_places_[plan.num_own_places_++] = place;
+        }
+    }
+
+    // The index of the rank's own expert that has a place.
+    i32 own_expert_at(i32 place) const {
+        const i32 *begin = plan.own_first_, *end = begin + plan.num_own_experts_;
+        return static_cast<i32>(std::upper_bound(begin, end, place) - begin) - 1;
+    }
+
+    // The input of the rank's own expert `at`.
+    Packed expert_input(const InputForm& form, i32 at) const {
+        const i64 first = plan.own_first_[at], words = steps_of(form.kind, form.k), groups = groups_of(form.k, form.group);
+        return packed_at(form, plan.own_count_[at], first * words, first * groups);
+    }
+
+    // Pack row values(place) of every pair of this rank into its expert's input, then run one linear layer per expert.
     template <class Values, class Make>
     void run_experts(const PlanLayer& l, const InputForm& form, Values values, Make make) {
-        each(static_cast<i64>(num_rows) * l.top_k, [&](i64 place) {
-            const i32 e = expert_at(l, place);
-            kernels.linear->pack_row(expert_input(form, e), static_cast<i32>(place) - plan.expert_start_[e], values(place), 0, form.k);
+        const i32 num_own = plan.num_own_experts_;
+        each(plan.num_own_places_, [&](i64 item) {
+            const i32 place = plan.own_places_[item], at = own_expert_at(place);
+            kernels.linear->pack_row(expert_input(form, at), place - plan.own_first_[at], values(place), 0, form.k);
         });
-        const i32 num_experts = static_cast<i32>(l.experts.size());
         if (worker.rank == 0) {
-            for (i32 e = 0; e < num_experts; ++e) {
-                plan.packs_[e] = expert_input(form, e);
-                plan.jobs_[e] = make(l.experts[e], plan.packs_[e], static_cast<i64>(plan.expert_start_[e]));
+            for (i32 at = 0; at < num_own; ++at) {
+                plan.packs_[at] = expert_input(form, at);
+                plan.jobs_[at] = make(l.experts[plan.own_experts_[at]], plan.packs_[at], static_cast<i64>(plan.own_first_[at]));
             }
         }
         barrier(worker);
-        run(plan.jobs_.data(), num_experts);
+        run(plan.jobs_.data(), num_own);
     }
 
     // The shared expert, into shared_out_, and the logits of its factors into shared_scales_.
@@ -66,19 +124,23 @@ struct StepExperts : StepRows {
         }
         const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
         const bool is_joint = l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
-        LinearJob gate = job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner);
+        const LoraSums sums(lora, mlp_modules(l));
+        LinearJob gate = adapted(job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner), sums[0]);
         gate.second = is_joint ? &l.shared_up->weight : nullptr;
+        gate.second_low_rank = is_joint ? sums[1] : nullptr;
         gate.activation = l.activation;
         run(&gate, 1);
         if (!is_joint) {
-            const LinearJob up = job(*l.shared_up, up_input, Finish::multiply, own, inner);
+            const LinearJob up = adapted(job(*l.shared_up, up_input, Finish::multiply, own, inner), sums[1]);
             run(&up, 1);
         }
         wrote(own, num_rows, inner, l.shared_up->weight.n);
         rank_barrier();
-        pack_all(l.shared_site, plan.inner_, inner);
+        const LoraModules read = {l.index, {LoraModule::shared_down}};
+        pack_all(l.shared_site, plan.inner_, inner, read);
         const Packed down_input = packed(l.shared_site, 0, num_rows);
-        const LinearJob down = job(*l.shared_down, down_input, Finish::store, plan.shared_out_ + l.first_output, hidden_stride());
+        const LoraSums down_sums(lora, read);
+        const LinearJob down = adapted(job(*l.shared_down, down_input, Finish::store, plan.shared_out_ + l.first_output, hidden_stride()), down_sums[0]);
         run(&down, 1);
         wrote(plan.shared_out_ + l.first_output, num_rows, hidden_stride(), l.shared_down->weight.n);
         rank_barrier();  // the experts also write to inner_
@@ -91,11 +153,14 @@ struct StepExperts : StepRows {
         const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
         run(&router, 1);
         if (l.shared_up) shared_expert(l);
-        const RouteJob route = l.routing.of(num_experts, l.top_k, l.is_renormalized);
+        const RouteJob route = route_job(l);
         each(num_rows, [&](i64 row) {
             kernels.elementwise->route(route, plan.route_logits_ + row * num_experts, plan.chosen_ + row * l.top_k, plan.route_weights_ + row * l.top_k);
         });
-        if (worker.rank == 0) group_by_expert(l);
+        if (worker.rank == 0) {
+            if (plan.lossy_.is_on()) ChoiceLimiter{route, plan.lossy_, num_rows, plan.route_logits_, plan.chosen_, plan.route_weights_, plan.routing_counts_[l.index]}.run();
+            group_by_expert(l);
+        }
         barrier(worker);
         run_experts(
             l, l.expert_site.forms[0], [&](i64 place) { return expert_row(l, place); },
@@ -108,14 +173,22 @@ struct StepExperts : StepRows {
                 return j;
             });
         const i64 pairs = static_cast<i64>(num_rows) * l.top_k;
-        wrote(plan.inner_ + l.first_inner, pairs, inner, l.experts[0].up->weight.n);
-        rank_barrier();
+        const bool is_sharded = l.expert_copies.empty();  // by outputs; otherwise a rank has whole experts, whose inner values it alone reads
+        if (is_sharded) {
+            wrote(plan.inner_ + l.first_inner, pairs, inner, l.experts[0].up->weight.n);
+            rank_barrier();
+        }
+        const i64 first_output = is_sharded ? l.first_output : 0;
         run_experts(
             l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
             [&](const Expert& expert, const Packed& input, i64 first) {
-                return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + l.first_output, hidden);
+                return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + first_output, hidden);
             });
-        wrote(plan.pair_out_ + l.first_output, pairs, hidden, l.experts[0].down->weight.n);
+        if (is_sharded) {
+            wrote(plan.pair_out_ + first_output, pairs, hidden, l.experts[0].down->weight.n);
+        } else {
+            for (i32 at = 0; at < plan.num_own_experts_; ++at) wrote(plan.pair_out_ + plan.own_first_[at] * hidden, plan.own_count_[at], hidden, plan.hidden_);
+        }
         rank_barrier();
         each(num_rows, [&](i64 row) { add_experts(l, row); });
     }
@@ -134,8 +207,10 @@ struct StepExperts : StepRows {
     void add_experts(const PlanLayer& l, i64 row) const {
         float* sum = own_row();
         memset(sum, 0, sizeof(float) * plan.hidden_);
-        for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at)
+        for (i64 at = row * l.top_k; at < (row + 1) * l.top_k; ++at) {
+            if (plan.pair_of_[at] < 0) continue;
             kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), l.weighs_inputs ? 1.0f : plan.route_weights_[at], plan.hidden_);
+        }
         if (l.shared_up) {
             const float factor = l.shared_scale ? 1.0f / (1.0f + std::exp(-plan.shared_scales_[row])) : 1.0f;
             kernels.elementwise->add_scaled(sum, plan.shared_out_ + row * hidden_stride(), factor, plan.hidden_);

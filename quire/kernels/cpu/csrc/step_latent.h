@@ -7,6 +7,14 @@
 namespace quire {
 
 struct StepLatent : StepExperts {
+    // The modules that read the input of an attention. has_few: queries are of other rows.
+    static LoraModules attention_modules(const PlanLayer& l, bool has_few) {
+        if (l.latent.rank > 0) return {l.index, {LoraModule::k, l.latent.q_a ? LoraModule::q_a : LoraModule::q}};
+        if (!l.k) return {l.index, {LoraModule::q}};
+        if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
+        return {l.index, {LoraModule::k, LoraModule::v, LoraModule::q}};
+    }
+
     // Multi-head latent attention: cached rows into latent_, and queries in the latent space into qkv_.
     // scale(heads, position) multiplies a row's queries by the factor of their position.
     template <class Scale>
@@ -16,17 +24,20 @@ struct StepLatent : StepExperts {
         const i64 row_width = row_stride(plan.latent_size_), width = row_stride(plan.question_size_), rank_width = row_stride(plan.question_rank_);
         const Packed k_input = packed(l.attn_site, l.k_form, num_rows);
         const Packed q_input = packed(l.attn_site, latent.q_a ? l.q_a_form : l.q_form, num_rows);
-        const LinearJob jobs[2] = {job(*l.k, k_input, Finish::store, plan.latent_, row_width),
-                                   latent.q_a ? job(*latent.q_a, q_input, Finish::store, plan.question_a_, rank_width) : job(*l.q, q_input, Finish::store, plan.question_, width)};
+        const LoraSums sums(lora, attention_modules(l, false));
+        const LinearJob query = latent.q_a ? job(*latent.q_a, q_input, Finish::store, plan.question_a_, rank_width) : job(*l.q, q_input, Finish::store, plan.question_, width);
+        const LinearJob jobs[2] = {adapted(job(*l.k, k_input, Finish::store, plan.latent_, row_width), sums[0]), adapted(query, sums[1])};
         run(jobs, 2);
         if (latent.q_a) {
             each(num_rows, [&](i64 row) {
                 float* const values = plan.question_a_ + row * rank_width;
                 kernels.elementwise->norm(latent.q_norm.job, values, values);
             });
-            pack_all(l.q_site, plan.question_a_, rank_width);
+            const LoraModules read = {l.index, {LoraModule::q}};
+            pack_all(l.q_site, plan.question_a_, rank_width, read);
             const Packed input = packed(l.q_site, 0, num_rows);
-            const LinearJob second = job(*l.q, input, Finish::store, plan.question_, width);
+            const LoraSums second_sums(lora, read);
+            const LinearJob second = adapted(job(*l.q, input, Finish::store, plan.question_, width), second_sums[0]);
             run(&second, 1);
         }
         each(num_rows, [&](i64 row) { store_latent(l, row); });
@@ -42,6 +53,7 @@ struct StepLatent : StepExperts {
             return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
         });
         each(num_rows, [&](i64 row) { scale(plan.qkv_ + row * q_width, in.positions[row]); });
+        finish_stores(l);
     }
 
     // Rotate the first values of heads of latent rows.
@@ -59,7 +71,7 @@ struct StepLatent : StepExperts {
         memcpy(cached, values + latent.rank, sizeof(float) * latent.rope);
         kernels.elementwise->norm(latent.kv_norm.job, values, cached + latent.rope);
         turn_latent(l, cached, 1, in.positions[row]);
-        kernels.attention->store(l.kv, in.slots[row], 0, 1, cached, cached);
+        store(l, row, 0, 1, cached, cached);
     }
 
     // Pack k values of every head of rows, from values on and `step` apart, and run a linear layer for each head.

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "plan.h"
+#include "step_lora.h"
 
 namespace quire {
 
@@ -25,6 +25,8 @@ struct StepRows {
     const Kernels& kernels;
     Worker& worker;
     i32 num_rows;  // rows of x_ that are computed: all tokens, and after the last attention perhaps only those with logits
+    StepLora lora;         // those of the rows that have an adapter
+    bool is_home = false;  // only the rows of this rank's sequences, of which it has all heads: no other rank takes part
 
     // Call body(item) for every item and wait for all.
     template <class Body>
@@ -35,6 +37,8 @@ struct StepRows {
     // Rows that one thread packs: those of a tile, whose words are adjacent, if there are enough tiles.
     i64 pack_grain(const Site& site) const { return num_rows > MAX_CUT_ROWS ? kernels.linear->tile_rows(site.forms[0].kind, num_rows) : 1; }
 
+    // Where the keys and values of each token of the step are stored.
+    const i64* slots_of(const PlanLayer& l) const { return l.is_windowed ? in.window_slots : in.slots; }
     i64 hidden_stride() const { return row_stride(plan.hidden_); }
     float* x(i64 row) const { return plan.x_ + row * hidden_stride(); }
     float* extra(i64 row) const { return plan.extra_ + row * hidden_stride(); }
@@ -42,14 +46,14 @@ struct StepRows {
 
     // Wait until all ranks have arrived; no effect with one rank. In an aborted group it returns at once: `layers` ends the step.
     void rank_barrier() {
-        if (plan.group_.barrier == nullptr) return;
+        if (!plan.is_sharded() || is_home) return;
         if (worker.rank == 0) plan.group_.meet();
         barrier(worker);
     }
 
     // Record the shared rows that this rank has written since the last barrier: `count` times `width` values, `stride` apart.
     void wrote(float* first, i64 count, i64 stride, i64 width) const {
-        if (worker.rank == 0) plan.group_.wrote(first, count, stride, width);
+        if (worker.rank == 0 && plan.is_sharded() && !is_home) plan.group_.wrote(first, count, stride, width);
     }
     static i64 qkv_size(const PlanLayer& l) { return static_cast<i64>(l.num_heads + 2 * l.num_kv_heads) * l.head_dim; }
 
@@ -86,15 +90,22 @@ struct StepRows {
             kernels.linear->pack_row(packed(site, static_cast<i32>(f), num_rows), static_cast<i32>(row), values, 0, site.forms[f].k);
     }
 
-    // Pack all rows, with a barrier. The words of a tile's rows are adjacent: few rows are divided by inputs, so that no two
-    // threads write to one line.
-    void pack_all(const Site& site, const float* values, i64 stride) {
-        if (num_rows == 1) return pack(site, 0, values);
+    // Pack all rows, with a barrier, and compute the first products of the adapters of modules that read them. The words of a tile's
+    // rows are adjacent: few rows are divided by inputs, so that no two threads write to one line.
+    void pack_all(const Site& site, const float* values, i64 stride, const LoraModules& read = {}) {
+        const i64 num_products = lora.num_items(read);
+        const auto product = [&](i64 item) { lora.shrink(*kernels.linear, item, read, values, stride); };
+        if (num_rows == 1) {
+            if (num_products > 0) each(num_products, product);
+            return pack(site, 0, values);
+        }
         bool is_cut = num_rows <= MAX_CUT_ROWS;
         for (const InputForm& form : site.forms) is_cut = is_cut && (form.input_group == 0 || CUT_INPUTS % form.input_group == 0);
         if (!is_cut) {
             const i64 rows = pack_grain(site);
-            each((num_rows + rows - 1) / rows, [&](i64 tile) {
+            each(num_products + (num_rows + rows - 1) / rows, [&](i64 item) {
+                const i64 tile = item - num_products;
+                if (tile < 0) return product(item);
                 const i32 first = static_cast<i32>(tile * rows), count = num_rows - first < rows ? num_rows - first : static_cast<i32>(rows);
                 for (size_t f = 0; f < site.forms.size(); ++f)
                     kernels.linear->pack_rows(packed(site, static_cast<i32>(f), num_rows), first, count, values + first * stride, stride, 0, site.forms[f].k);
@@ -102,7 +113,9 @@ struct StepRows {
             return;
         }
         const i32 k = site.forms[0].k;
-        each(ceil_div(k, CUT_INPUTS), [&](i64 part) {
+        each(num_products + ceil_div(k, CUT_INPUTS), [&](i64 item) {
+            const i64 part = item - num_products;
+            if (part < 0) return product(item);
             const i32 begin = static_cast<i32>(part) * CUT_INPUTS, end = k - begin < CUT_INPUTS ? k : begin + CUT_INPUTS;
             for (size_t f = 0; f < site.forms.size(); ++f) {
                 const Packed input = packed(site, static_cast<i32>(f), num_rows);
@@ -112,8 +125,10 @@ struct StepRows {
     }
 
     // Norm every row into normed_, after the result of the block before has joined it, and pack it: what layer `kept` reads (none: -1).
-    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_; output_scale: of the residual after that.
-    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept, float output_scale = 1.0f) {
+    // One row is normed by every thread for itself, unless others read it from normed_. before: of a result that waits in extra_;
+    // output_scale: of the residual after that; read: see pack_all.
+    void norm_and_pack(const Site& site, const Norm& norm, const Norm* before, float scale, bool is_shared, i32 kept, float output_scale = 1.0f,
+                       const LoraModules& read = {}) {
         const bool is_own = num_rows == 1 && !is_shared, has_before = before != nullptr;
         if (!is_own || has_before) {
             each(num_rows, [&](i64 row) {
@@ -125,16 +140,16 @@ struct StepRows {
         }
         if (is_own && worker.rank == 0) keep_input(kept, 0);
         if (is_own) norm_row(norm, 0, own_row());
-        pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride());
+        pack_all(site, is_own ? own_row() : plan.normed_, hidden_stride(), read);
     }
 
     // Norm every row into normed_ and pack it, and let a result that waits in extra_ join the residual after that: blocks side by side.
-    void norm_and_pack_beside(const Site& site, const Norm& norm, const Norm& before, float scale) {
+    void norm_and_pack_beside(const Site& site, const Norm& norm, const Norm& before, float scale, const LoraModules& read) {
         each(num_rows, [&](i64 row) {
             norm_row(norm, row, plan.normed_ + row * hidden_stride());
             add_result(before, scale, row);
         });
-        pack_all(site, plan.normed_, hidden_stride());
+        pack_all(site, plan.normed_, hidden_stride(), read);
     }
 
     LinearJob job(const NativeWeight& weight, const Packed& input, Finish finish, float* out, i64 stride, float factor = 1.0f) const {
@@ -146,6 +161,12 @@ struct StepRows {
         j.out_stride = stride;
         j.factor = factor;
         j.is_near = plan.is_near;
+        return j;
+    }
+
+    // The same with what adapters add; null: nothing.
+    LinearJob adapted(LinearJob j, const LowRankSum* sum) const {
+        j.low_rank = sum;
         return j;
     }
 
@@ -184,10 +205,11 @@ struct StepRows {
             memcpy(to, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // A linear layer whose result is added to the residual, or goes to extra_ where it waits.
-    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting) {
-        const LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
+    // A linear layer whose result is added to the residual, or goes to extra_ where it waits. sum: what adapters add.
+    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting, const LowRankSum* sum) {
+        LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
                                                : job(weight, input, Finish::add, plan.x_, hidden_stride(), l.residual_scale);
+        j.low_rank = sum;
         run(&j, 1);
         if (waiting != nullptr) wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), weight.weight.n);
         rank_barrier();

@@ -1,5 +1,7 @@
 // The kernels of one instruction set, as pointers: chosen once when the library is loaded.
 #pragma once
+#include <vector>
+
 #include "attention.h"
 #include "elementwise.h"
 #include "quantize.h"
@@ -28,6 +30,8 @@ struct LinearTable {
     // The length and the error of a row that was packed as bytes from `values`; kind: the form in which the head reads it. See
     // argmax_prefilter.h.
     void (*measure_row)(const Packed& bytes, i32 row, const float* values, Format kind, float* size, float* error);
+    // Write a x of `count` rows x[i], f32, for the outputs of a panel of a dense weight without scales: 16 floats to out[i].
+    void (*shrink)(const Weight& a, i32 panel, i32 count, const float* const* x, float* const* out);
     // Take the best output of some panels into best_value[at], best_index[at] of a job of one row.
     void (*best_of_panels)(const Worker& worker, const LinearJob& job, const i32* panels, i32 count, i64 at);
 };
@@ -43,8 +47,10 @@ struct Kernels {
     const RecurrenceTable* recurrence;
 };
 
-// The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if it is no higher.
+// The best set that this machine and system can run, or the one that QUIRE_CPU_ISA names if they can run it.
 const Kernels& kernels();
+// The sets that they can run, from the lowest.
+std::vector<const Kernels*> supported_kernels();
 // A set by name, or null if the machine cannot run it.
 const Kernels* kernels_named(const char* name);
 
@@ -59,8 +65,17 @@ const Kernels* kernels_named(const char* name);
     extern const RecurrenceTable recurrence_table; \
     }
 QUIRE_DECLARE(portable)
+#if defined(__x86_64__)
 QUIRE_DECLARE(avx2)
+namespace avx_vnni {
+extern const LinearTable linear_table;
+extern const PeakTable peak_table;
+}
 QUIRE_DECLARE(avx512)
+#elif defined(__aarch64__)
+QUIRE_DECLARE(neon)
+QUIRE_DECLARE(neon_i8mm_bf16)
+#endif
 #undef QUIRE_DECLARE
 
 }  // namespace quire

@@ -3,12 +3,13 @@
 #include <omp.h>
 #include <sched.h>
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
+#include "machine.h"
 #include "pack.h"
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "thread_binding.h"
 
 namespace quire {
 
@@ -33,12 +34,6 @@ constexpr u64 MAX_COUNT = (u64{1} << COUNT_BITS) - 1;
 
 constexpr int SPINS_BEFORE_YIELD = 4000;
 
-void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#endif
-}
-
 }  // namespace
 
 void barrier(Worker& worker) {
@@ -58,7 +53,7 @@ void barrier(Worker& worker) {
     // A thread that shares its core with another process must not spin for long.
     for (int spins = 0; __atomic_load_n(&team.phase, __ATOMIC_ACQUIRE) == phase; ++spins) {
         if (spins < SPINS_BEFORE_YIELD)
-            pause();
+            pause_briefly();
         else
             sched_yield();
     }
@@ -135,13 +130,101 @@ u8* thread_scratch(i64 bytes) {
 namespace {
 
 void run_flushed(void (*body)(void*, Worker&), void* argument, Worker worker) {
-#if defined(__x86_64__)
-    const unsigned before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040);
-#endif
+    const u64 before = float_mode();
+    set_float_mode(before | FLUSH_DENORMALS);
     body(argument, worker);
-#if defined(__x86_64__)
-    _mm_setcsr(before);
+    set_float_mode(before);
+}
+
+}  // namespace
+
+#if defined(__linux__)
+namespace {
+
+struct Binding {
+    u64 number;
+    std::vector<cpu_set_t> cores;  // by rank
+};
+
+// Replaced as a whole: a team that runs meanwhile keeps the one that it has.
+std::shared_ptr<const Binding> current_binding;
+
+bool is_bound(const Binding* binding, int size) { return binding != nullptr && static_cast<int>(binding->cores.size()) == size; }
+
+bool bind_thread(const cpu_set_t& cores) { return sched_setaffinity(0, sizeof(cores), &cores) == 0; }
+
+// What a thread of the pool is bound to. before: its cores before the first binding.
+struct BoundThread {
+    u64 number = 0;
+    int rank = -1;
+    cpu_set_t before;
+};
+
+thread_local BoundThread bound_thread;
+
+// Threads of the pool stay bound. The caller's own thread gets its cores back after a run: threads that it starts would inherit them.
+void bind_worker(const Binding& binding, int rank) {
+    BoundThread& own = bound_thread;
+    if (rank != 0 && own.number == binding.number && own.rank == rank) return;
+    if (rank != 0 && own.number == 0 && sched_getaffinity(0, sizeof(own.before), &own.before) != 0) return;
+    if (bind_thread(binding.cores[static_cast<size_t>(rank)]) && rank != 0) own.number = binding.number, own.rank = rank;
+}
+
+// Give a thread of the pool its cores back, when teams are bound no more.
+void release_worker() {
+    BoundThread& own = bound_thread;
+    if (own.number != 0 && bind_thread(own.before)) own.number = 0;
+}
+
+}  // namespace
+
+bool bind_teams(const std::vector<std::vector<int>>& cores) {
+    static u64 number = 0;
+    auto binding = std::make_shared<Binding>();
+    binding->number = ++number;
+    cpu_set_t before;
+    if (sched_getaffinity(0, sizeof(before), &before) != 0) return false;
+    for (const std::vector<int>& of_rank : cores) {
+        cpu_set_t set;
+        CPU_ZERO(&set);
+        for (const int core : of_rank) {
+            if (core < 0 || core >= CPU_SETSIZE || !CPU_ISSET(core, &before)) return false;
+            CPU_SET(core, &set);
+        }
+        if (of_rank.empty()) return false;
+        binding->cores.push_back(set);
+    }
+    std::atomic_store(&current_binding, cores.empty() ? nullptr : std::shared_ptr<const Binding>(binding));
+    return true;
+}
+
+bool are_teams_bound(int num_threads) { return is_bound(std::atomic_load(&current_binding).get(), num_threads); }
+#else
+bool bind_teams(const std::vector<std::vector<int>>& cores) { return cores.empty(); }
+bool are_teams_bound(int) { return false; }
+#endif
+
+namespace {
+
+void run_parallel(int num_threads, void (*body)(void*, Worker&), void* argument, Team& team) {
+#if defined(__linux__)
+    const std::shared_ptr<const Binding> held = std::atomic_load(&current_binding);
+    const Binding* binding = is_bound(held.get(), num_threads) ? held.get() : nullptr;
+    cpu_set_t before;
+    if (binding != nullptr && sched_getaffinity(0, sizeof(before), &before) != 0) binding = nullptr;
+#endif
+#pragma omp parallel num_threads(num_threads)
+    {
+#pragma omp single
+        team.size = omp_get_num_threads();
+#if defined(__linux__)
+        if (binding != nullptr && team.size == num_threads) bind_worker(*binding, omp_get_thread_num());
+        if (held == nullptr) release_worker();
+#endif
+        run_flushed(body, argument, {omp_get_thread_num(), team.size, &team});
+    }
+#if defined(__linux__)
+    if (binding != nullptr) bind_thread(before);
 #endif
 }
 
@@ -155,12 +238,7 @@ void run_team(int num_threads, void (*body)(void*, Worker&), void* argument) {
         return;
     }
     team.shares.resize(num_threads);
-#pragma omp parallel num_threads(num_threads)
-    {
-#pragma omp single
-        team.size = omp_get_num_threads();
-        run_flushed(body, argument, {omp_get_thread_num(), team.size, &team});
-    }
+    run_parallel(num_threads, body, argument, team);
 }
 
 }  // namespace quire

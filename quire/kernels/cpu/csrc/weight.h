@@ -65,7 +65,7 @@ struct Weight {
     const Window* windows = nullptr;  // bf12: [N / 16]
     const float* block_scales = nullptr;
     i32 block = 0;
-    u8 table[16] = {};
+    u8 table[16] = {128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128, 128};  // of unused nibbles level 0
 };
 
 // The rows of an input in the layout of the kernels: tiles of `tile_rows` rows (the last has what is left, m - t * tile_rows), and
@@ -138,6 +138,21 @@ struct ScreenCopy {
     u8* lines;
 };
 
+// What a LoRA adapter adds to the outputs of a linear layer: b (a x). a [rank][in], b [out][rank]. Null: nothing.
+struct LowRankWeights {
+    const Weight *a = nullptr, *b = nullptr;
+};
+
+// The second products of the adapters of a linear layer's rows, which its epilogue adds. rows: of each row the weights of its adapter,
+// null: it has none; used: those of all rows, each once; index: of the layer in them. a x of row m is [rank] at shrunk + m * stride.
+struct LowRankSum {
+    const LowRankWeights* const* rows = nullptr;
+    const LowRankWeights* const* used = nullptr;
+    i32 num_used = 0, index = 0;
+    const float* shrunk = nullptr;
+    i64 stride = 0;
+};
+
 // One linear layer over packed rows. Best needs best_value, best_index of
 // [m][num_threads]. With `packed` the result of gate or activate goes there, the input of the layer that follows, and not to `out`: a
 // bf16 one of as many rows, whose inputs are not permuted.
@@ -157,6 +172,7 @@ struct LinearJob {
     float* best_value = nullptr;
     i32* best_index = nullptr;
     const ScreenRows* screen = nullptr;
+    const LowRankSum *low_rank = nullptr, *second_low_rank = nullptr;  // added to the results of `weight` and `second`; null: nothing
 };
 
 }  // namespace quire

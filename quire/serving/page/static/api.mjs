@@ -43,10 +43,16 @@ async function problemOf(response) {
 // Where the server has a path. This file is at ui/api.mjs, perhaps behind a prefix of a proxy.
 export const urlOf = (path) => new URL(path.replace(/^\/+/, ""), new URL("../", import.meta.url)).href;
 
+// A router serves several models; the page works with one of them.
+let model = null;
+export const chooseModel = (name) => { model = name; };
+export const withModel = (path) => (model === null ? path : `${path}${path.includes("?") ? "&" : "?"}model=${encodeURIComponent(model)}`);
+
 // Returns the response of a request that succeeded. Throws Problem, or the AbortError of its signal.
-export async function send(path, { body, signal, headers = {} } = {}) {
+// ownKey: a key for this request only, which nobody is asked for
+export async function send(path, { body, signal, headers = {}, ownKey = null } = {}) {
   for (let attempt = 0; ; attempt += 1) {
-    const key = storedKey();
+    const key = ownKey ?? storedKey();
     const isForm = body instanceof FormData; // its type, with the border in it, is the browser's to say
     const all = { ...headers, ...(key && { authorization: `Bearer ${key}` }), ...(body && !isForm && { "content-type": "application/json" }) };
     const options = { method: body ? "POST" : "GET", headers: all, signal, credentials: "omit", cache: "no-store" };
@@ -60,7 +66,7 @@ export async function send(path, { body, signal, headers = {} } = {}) {
     }
     if (response.ok) return response;
     const problem = await problemOf(response);
-    const mayAsk = response.status === 401 && askForKey !== null && attempt < 8;
+    const mayAsk = response.status === 401 && ownKey === null && askForKey !== null && attempt < 8;
     if (!mayAsk || !(await askForKey(key ? problem.message : null, key))) throw problem;
   }
 }

@@ -1,25 +1,30 @@
 // Batches: start one with a file of requests, see how far each is, cancel, fetch what came out.
 
 import { getJson, send } from "./api.mjs";
-import { button, h, newId, replace } from "./dom.mjs";
+import { ENDPOINTS, exampleOf } from "./batch_examples.mjs";
+import { button, copyButton, h, newId, replace } from "./dom.mjs";
+import { Poller } from "./poller.mjs";
 
 const AGAIN_MS = 2000;
 const NUM_SHOWN = 50;
-const ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"];
 const ENDED = new Set(["completed", "failed", "expired", "cancelled"]);
 const HEAD = ["Batch", "Route", "State", "Lines", "Started", ""];
 
 const when = (seconds) => new Date(seconds * 1000).toLocaleString();
 
+function save(blob, name) {
+  const url = URL.createObjectURL(blob);
+  h("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);
+}
+
 export class BatchesView {
   constructor(root, say) {
     this.say = say;
-    this.isShown = false;
-    this.timer = null;
-    this.stopper = null;
+    this.model = null;
+    this.poller = new Poller((signal) => this.update(signal), AGAIN_MS);
     this.rows = new Map(); // id -> {element, key}; a row is made anew only when it changed, so that the focus stays
     this.build(root);
-    document.addEventListener("visibilitychange", () => this.restart());
   }
 
   build(root) {
@@ -30,41 +35,53 @@ export class BatchesView {
       h("label", { for: this.file.id }, "File of requests"), this.file, h("label", { for: this.endpoint.id }, "Route"), this.endpoint, this.startButton);
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      this.start();
+      this.start(this.file.files[0]);
     });
     this.note = h("p", { class: "note", role: "status" });
+    this.endpoint.addEventListener("change", () => this.showExample());
     this.body = h("tbody");
     const table = h("table", {}, h("caption", {}, "Batches of this key, the newest first"), h("thead", {}, h("tr", {}, HEAD.map((name) => h("th", { scope: "col" }, name)))), this.body);
-    root.append(h("section", { class: "card wide" }, h("h2", {}, "New batch"), form, this.note), h("section", { class: "card wide" }, h("h2", {}, "Batches"), h("div", { class: "scroll" }, table)));
+    root.append(h("section", { class: "card wide" }, h("h2", {}, "New batch"), form, this.examples(), this.note), h("section", { class: "card wide" }, h("h2", {}, "Batches"), h("div", { class: "scroll" }, table)));
+  }
+
+  examples() {
+    this.example = h("pre", { tabindex: "0", "aria-label": "Lines of the example" });
+    this.exampleButton = button("Start the example", () => this.start(this.exampleFile()), { disabled: true });
+    const buttons = h("div", { class: "row" }, this.exampleButton, button("Download", () => save(this.exampleFile(), "example.jsonl"), { class: "quiet" }), copyButton(() => this.example.textContent));
+    return h("details", { class: "examples" }, h("summary", {}, "Example for this route"),
+      h("p", { class: "note" }, "Each line is one request. The answers are found by custom_id; they may come in another order."), h("div", { class: "code" }, this.example), buttons);
+  }
+
+  exampleFile() {
+    return new File([this.example.textContent], "example.jsonl", { type: "application/jsonl" });
+  }
+
+  showExample() {
+    this.example.textContent = this.model ? exampleOf(this.endpoint.value, this.model.name) : "";
+    this.exampleButton.disabled = this.model === null;
+  }
+
+  onModel(model) {
+    this.model = model;
+    this.showExample();
   }
 
   show(takesFocus) {
-    this.isShown = true;
     if (takesFocus) this.file.focus();
-    this.restart();
+    this.poller.show();
   }
 
   hide() {
-    this.isShown = false;
-    this.restart();
+    this.poller.hide();
   }
 
-  restart() {
-    clearTimeout(this.timer);
-    this.stopper?.abort();
-    this.stopper = null;
-    if (this.isShown && !document.hidden) this.update();
-  }
-
-  async update() {
-    const stopper = this.stopper = new AbortController();
+  async update(signal) {
     try {
-      this.list((await getJson(`/v1/batches?limit=${NUM_SHOWN}`, { signal: stopper.signal })).data);
+      this.list((await getJson(`/v1/batches?limit=${NUM_SHOWN}`, { signal })).data);
     } catch (problem) {
-      if (problem.name === "AbortError") return;
+      if (problem.name === "AbortError") throw problem;
       this.say(problem.text ?? String(problem.message));
     }
-    if (this.stopper === stopper) this.timer = setTimeout(() => this.update(), AGAIN_MS);
   }
 
   list(batches) {
@@ -93,9 +110,8 @@ export class BatchesView {
     return h("tr", { id: batch.id }, h("th", { scope: "row" }, batch.id.slice(0, 14)), h("td", {}, batch.endpoint), h("td", {}, batch.status.replaceAll("_", " "), errors), h("td", {}, progress, counts), h("td", {}, when(batch.created_at)), h("td", {}, actions));
   }
 
-  async start() {
-    const [file] = this.file.files;
-    this.startButton.disabled = true;
+  async start(file) {
+    this.startButton.disabled = this.exampleButton.disabled = true;
     this.note.textContent = `Uploading ${file.name} …`;
     try {
       const form = new FormData();
@@ -105,11 +121,11 @@ export class BatchesView {
       const batch = await (await send("/v1/batches", { body: { input_file_id: id, endpoint: this.endpoint.value, completion_window: "24h" } })).json();
       this.note.textContent = `Started ${batch.id}.`;
       this.file.value = "";
-      this.restart();
+      this.poller.restart();
     } catch (problem) {
       this.note.textContent = problem.text ?? String(problem.message);
     } finally {
-      this.startButton.disabled = false;
+      this.startButton.disabled = this.exampleButton.disabled = false;
     }
   }
 
@@ -122,15 +138,13 @@ export class BatchesView {
       this.note.textContent = problem.text ?? String(problem.message);
       pressed.disabled = false;
     }
-    this.restart();
+    this.poller.restart();
   }
 
   // The key goes into a header, which a plain link could not send.
   async download(id, name) {
     try {
-      const url = URL.createObjectURL(await (await send(`/v1/files/${id}/content`)).blob());
-      h("a", { href: url, download: name }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 60_000);
+      save(await (await send(`/v1/files/${id}/content`)).blob(), name);
     } catch (problem) {
       this.note.textContent = problem.text ?? String(problem.message);
     }

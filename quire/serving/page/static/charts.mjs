@@ -112,14 +112,60 @@ export function drawSteps(canvas, steps, cursor) {
   return shown;
 }
 
-// How cells of KV blocks are laid out in a canvas: {size, columns, rows}.
-export function layout(numCells, width, maxHeight) {
-  for (let size = 18; size > 2; size -= 1) {
-    const columns = Math.max(Math.floor(width / size), 1);
-    if (Math.ceil(numCells / columns) * size <= maxHeight) return { size, columns, rows: Math.ceil(numCells / columns) };
+// A map folds when at least this share of its cells is free, and then in places where so many rows in a row are.
+const FOLD_SHARE = 0.75;
+const FOLD_ROWS = 3;
+const FOLD_PX = 16;
+
+export function isMostlyEmpty(kv) {
+  const numCells = Math.ceil(kv.num_blocks / kv.blocks_per_cell);
+  const numHeld = kv.runs.reduce((total, [, length]) => total + length, 0);
+  return numHeld <= (1 - FOLD_SHARE) * numCells;
+}
+
+// Returns the rows of cells from top to bottom as bands {row, rows, y, tall, isFolded}.
+function bandsOf(kv, rows, columns, size, folds) {
+  const bands = [];
+  const add = (row, until, isFolded) => {
+    if (row >= until) return;
+    const last = bands.at(-1);
+    bands.push({ row, rows: until - row, y: last ? last.y + last.tall : 0, tall: isFolded ? FOLD_PX : (until - row) * size, isFolded });
+  };
+  let shown = 0; // all rows before it are in bands
+  let free = 0; // the first row after the last one that holds something
+  const end = (next) => {
+    if (next - free >= FOLD_ROWS && (next - free) * size > FOLD_PX) {
+      add(shown, free, false);
+      add(free, next, true);
+      shown = next;
+    }
+  };
+  for (const [first, length] of folds ? kv.runs : []) {
+    end(Math.floor(first / columns));
+    free = Math.floor((first + length - 1) / columns) + 1;
   }
-  const columns = Math.max(Math.floor(width / 2), 1);
-  return { size: 2, columns, rows: Math.ceil(numCells / columns) };
+  if (folds) end(rows);
+  add(shown, rows, false);
+  return bands;
+}
+
+// How cells of KV blocks are laid out in a canvas: {size, columns, rows, bands, tall}. The size of a cell is that of the whole
+// map, so that it does not change while blocks are taken.
+export function layout(kv, width, maxHeight, folds) {
+  const numCells = Math.ceil(kv.num_blocks / kv.blocks_per_cell);
+  let size = 18;
+  while (size > 2 && Math.ceil(numCells / Math.max(Math.floor(width / size), 1)) * size > maxHeight) size -= 1;
+  const columns = Math.max(Math.floor(width / size), 1);
+  const rows = Math.ceil(numCells / columns);
+  const bands = bandsOf(kv, rows, columns, size, folds);
+  return { size, columns, rows, bands, tall: bands.reduce((total, band) => total + band.tall, 0) };
+}
+
+// Returns the cell at a place of the map: its index, and how many cells stand there, more than one where the map folds.
+export function cellAt(grid, x, y) {
+  const band = grid.bands.find((one) => y < one.y + one.tall) ?? grid.bands.at(-1);
+  if (band.isFolded) return { index: band.row * grid.columns, count: band.rows * grid.columns };
+  return { index: (band.row + Math.floor((y - band.y) / grid.size)) * grid.columns + Math.floor(x / grid.size), count: 1 };
 }
 
 // Marks and colours come round with different periods, so that neighbours differ in both.
@@ -143,28 +189,49 @@ export function cell(context, x, y, size, number, count, colours) {
   else if (mark === 4) context.fillRect(x + 2, y + 2, 2.5, 2.5);
 }
 
-export function drawKv(canvas, kv, maxHeight) {
+function drawFold({ context, width }, { y, rows }, grid, numCells, perCell, colours) {
+  context.fillStyle = colours.dim;
+  context.textAlign = "center";
+  const count = Math.min(rows * grid.columns, numCells) * perCell;
+  context.fillText(`${count} free blocks, folded`, width / 2, y + FOLD_PX - 5);
+  context.textAlign = "left";
+  context.strokeStyle = colours.line;
+  context.setLineDash([4, 3]);
+  context.strokeRect(0.5, y + 1.5, width - 1, FOLD_PX - 4);
+  context.setLineDash([]);
+}
+
+export function drawKv(canvas, kv, maxHeight, folds) {
   const numCells = Math.ceil(kv.num_blocks / kv.blocks_per_cell);
-  const grid = layout(numCells, canvas.clientWidth, maxHeight);
-  const tall = `${grid.rows * grid.size}px`;
+  const grid = layout(kv, canvas.clientWidth, maxHeight, folds);
+  const tall = `${grid.tall}px`;
   if (canvas.style.height !== tall) canvas.style.height = tall;
   const colours = theme();
-  const { context } = open(canvas);
+  const box = open(canvas);
+  const { context } = box;
   const inner = grid.size > 4 ? grid.size - 1 : grid.size;
-  context.strokeStyle = context.fillStyle = colours.line;
-  context.lineWidth = 1;
-  if (grid.size <= 4) {
-    context.globalAlpha = 0.4;
-    context.fillRect(0, 0, grid.columns * grid.size, grid.rows * grid.size);
-    context.globalAlpha = 1;
-  }
-  const place = (index) => [(index % grid.columns) * grid.size, Math.floor(index / grid.columns) * grid.size];
-  for (let index = 0; index < numCells && grid.size > 4; index += 1) {
-    const [x, y] = place(index);
-    context.strokeRect(x + 0.5, y + 0.5, inner - 1, inner - 1);
+  const tops = new Map(); // of the rows that are shown
+  for (const band of grid.bands) {
+    if (band.isFolded) {
+      drawFold(box, band, grid, numCells - band.row * grid.columns, kv.blocks_per_cell, colours);
+      continue;
+    }
+    for (let row = 0; row < band.rows; row += 1) tops.set(band.row + row, band.y + row * grid.size);
+    context.strokeStyle = context.fillStyle = colours.line;
+    context.lineWidth = 1;
+    if (grid.size <= 4) {
+      context.globalAlpha = 0.4;
+      context.fillRect(0, band.y, grid.columns * grid.size, band.tall);
+      context.globalAlpha = 1;
+    }
+    for (let index = band.row * grid.columns; index < Math.min((band.row + band.rows) * grid.columns, numCells) && grid.size > 4; index += 1) {
+      context.strokeRect((index % grid.columns) * grid.size + 0.5, tops.get(Math.floor(index / grid.columns)) + 0.5, inner - 1, inner - 1);
+    }
   }
   for (const [first, length, number, count] of kv.runs) {
-    for (let index = first; index < first + length; index += 1) cell(context, ...place(index), grid.size, number, count, colours);
+    for (let index = first; index < first + length; index += 1) {
+      cell(context, (index % grid.columns) * grid.size, tops.get(Math.floor(index / grid.columns)), grid.size, number, count, colours);
+    }
   }
   return grid;
 }

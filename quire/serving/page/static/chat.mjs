@@ -1,59 +1,15 @@
-// The chat: a conversation, its stream, and what the model is told beside it.
+// The chat: a conversation, its settings, and the chats that the browser keeps.
 
-import { CUT, Problem, chunks, send } from "./api.mjs";
+import { PATH, apiMessages, newAnswer, stream } from "./chat_stream.mjs";
 import { button, h, newId, perFrame } from "./dom.mjs";
+import { ChatHistory } from "./history.mjs";
 import { MessageView, curlText } from "./messages.mjs";
-import { ParameterPanel, checkbox, sidePanel } from "./params.mjs";
+import { checkbox, sidePanel } from "./params.mjs";
+import { ChatSettings } from "./settings.mjs";
 import { legend } from "./tokens.mjs";
 
-const PATH = "/v1/chat/completions";
 const NUM_TOP = 5;
 const NEAR_END_PX = 80;
-
-// A message: role, content; of the model also reasoning, calls [{id, name, arguments, result}], tokens (with probabilities),
-// stats, problem (what went wrong), isDone.
-const newAnswer = () => ({ role: "assistant", content: "", reasoning: "", calls: [], tokens: [], stats: {}, problem: null, isDone: false, isAnswered: false });
-
-// Returns messages as the API takes them.
-export function apiMessages(system, messages) {
-  const found = system.trim() ? [{ role: "system", content: system }] : [];
-  for (const message of messages) {
-    if (message.role === "tool") found.push({ role: "tool", content: message.content, tool_call_id: message.callId });
-    else if (message.role === "user") found.push({ role: "user", content: message.content });
-    else if (message.calls.length) {
-      const calls = message.calls.map((call) => ({ id: call.id, type: "function", function: { name: call.name, arguments: call.arguments } }));
-      found.push({ role: "assistant", content: message.content, tool_calls: calls });
-    } else if (message.content) found.push({ role: "assistant", content: message.content });
-  }
-  return found;
-}
-
-// Adds one chunk of the stream to an answer; decoder joins the bytes of tokens to text.
-export function addChunk(answer, chunk, decoder) {
-  if (chunk.usage) {
-    answer.stats.numTokens = chunk.usage.completion_tokens;
-    answer.stats.numPrompt = chunk.usage.prompt_tokens;
-    answer.stats.numCached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
-  }
-  const choice = chunk.choices?.[0];
-  if (!choice) return false;
-  const { delta = {} } = choice;
-  answer.content += delta.content ?? "";
-  answer.reasoning += delta.reasoning_content ?? "";
-  for (const part of delta.tool_calls ?? []) {
-    const call = (answer.calls[part.index] ??= { id: "", name: "", arguments: "" });
-    call.id ||= part.id ?? "";
-    call.name += part.function?.name ?? "";
-    call.arguments += part.function?.arguments ?? "";
-  }
-  for (const entry of choice.logprobs?.content ?? []) {
-    const text = decoder.decode(new Uint8Array(entry.bytes ?? []), { stream: true });
-    const top = entry.top_logprobs.map((other) => ({ text: other.token, logprob: other.logprob, bytes: other.bytes }));
-    answer.tokens.push({ text, label: entry.token, logprob: entry.logprob, bytes: entry.bytes, top: top.map((other) => (other.text === entry.token ? { ...other, text: entry.token } : other)) });
-  }
-  if (choice.finish_reason) answer.stats.finish = choice.finish_reason;
-  return Boolean(delta.content || delta.reasoning_content || delta.tool_calls);
-}
 
 export class ChatView {
   constructor(root, say) {
@@ -64,11 +20,13 @@ export class ChatView {
     this.stopper = null;
     this.render = perFrame(() => this.renderNow());
     this.build(root);
+    this.restore();
+    addEventListener("pagehide", () => { if (this.stopper) this.keep(); });
   }
 
   build(root) {
     this.log = h("div", { class: "log", role: "log", "aria-live": "polite", "aria-busy": "false", "aria-label": "Conversation", tabindex: "0" });
-    this.empty = h("p", { class: "empty" }, "Say something to the model. What is written here stays in this tab.");
+    this.empty = h("p", { class: "empty" }, "Say something to the model. What is written here stays in this browser.");
     this.log.append(this.empty);
     this.input = h("textarea", { id: newId("chat"), rows: 3, placeholder: "Message", "aria-describedby": "chat-hint" });
     this.input.addEventListener("keydown", (event) => {
@@ -88,20 +46,37 @@ export class ChatView {
   }
 
   side() {
-    this.system = h("textarea", { id: newId("system"), rows: 3, placeholder: "none" });
-    this.tools = h("textarea", { id: newId("tools"), rows: 3, placeholder: '[{"type": "function", "function": {"name": …}}]', spellcheck: "false" });
-    this.toolsField = h("div", { class: "field" }, h("label", { for: this.tools.id }, "Tools (JSON)"), this.tools);
-    this.params = new ParameterPanel("what fits");
+    this.settings = new ChatSettings();
+    this.settings.system.addEventListener("change", () => this.keep());
     this.probabilities = checkbox("Token probabilities", { hint: "shade each token; point at one to see the others", onchange: () => this.switchTokens() });
     this.legend = h("div", { hidden: true }, legend());
-    return sidePanel("Settings", h("div", { class: "field" }, h("label", { for: this.system.id }, "System prompt"), this.system), this.probabilities.element, this.legend, this.params.element, this.toolsField);
+    this.history = new ChatHistory({ leave: () => this.keep(), open: (chat) => this.openChat(chat), say: this.say });
+    return sidePanel("Settings", this.history.element, this.settings.systemField, this.probabilities.element, this.legend, this.settings.element);
   }
 
   onModel(model) {
     this.model = model;
-    this.params.showDefaults(model.defaults);
-    this.toolsField.hidden = !model.has_tools;
+    this.settings.onModel(model);
     if (!model.has_chat) this.say("This model has no chat template: use Completion.");
+  }
+
+  // The chats that the browser keeps.
+
+  keep() {
+    this.history.keep(this.settings.system.value, this.messages);
+  }
+
+  restore() {
+    const chat = this.history.current();
+    if (chat) this.openChat(chat);
+  }
+
+  // Shows a kept chat; null for a new one.
+  openChat(chat) {
+    this.stop();
+    this.cut(0);
+    this.settings.system.value = chat?.system ?? this.settings.system.value;
+    for (const message of chat?.messages ?? []) this.add(message);
   }
 
   show(takesFocus) {
@@ -111,13 +86,14 @@ export class ChatView {
   hide() {}
 
   clear() {
-    this.stop();
-    this.cut(0);
+    this.keep();
+    this.openChat(null);
+    this.history.begin();
     this.input.focus();
   }
 
   save() {
-    const text = JSON.stringify({ model: this.model?.name, messages: apiMessages(this.system.value, this.messages) }, null, 2);
+    const text = JSON.stringify({ model: this.model?.name, messages: apiMessages(this.settings.system.value, this.messages) }, null, 2);
     const url = URL.createObjectURL(new Blob([text], { type: "application/json" }));
     h("a", { href: url, download: "chat.json" }).click();
     setTimeout(() => URL.revokeObjectURL(url), 1000);
@@ -195,21 +171,13 @@ export class ChatView {
   }
 
   body() {
-    const { max_tokens: limit, ...params } = this.params.values();
-    const body = { model: this.model.name, messages: apiMessages(this.system.value, this.messages), stream: true, stream_options: { include_usage: true }, ...params };
-    if (limit) body.max_completion_tokens = limit;
+    const body = { model: this.model.name, ...this.settings.values(), messages: apiMessages(this.settings.system.value, this.messages), stream: true, stream_options: { include_usage: true } };
     if (this.probabilities.input.checked) Object.assign(body, { logprobs: true, top_logprobs: Math.min(NUM_TOP, this.model.max_logprobs) });
-    if (this.tools.value.trim() && !this.toolsField.hidden) {
-      try {
-        body.tools = JSON.parse(this.tools.value);
-      } catch (error) {
-        throw new Error(`Tools are not valid JSON: ${error.message}`);
-      }
-    }
     return body;
   }
 
   async run() {
+    this.keep();
     let body;
     try {
       if (!this.model) throw new Error("The model is not there yet; try again in a moment.");
@@ -223,18 +191,11 @@ export class ChatView {
     const view = this.add(answer);
     const stopper = new AbortController();
     this.begin(stopper);
-    try {
-      await this.read(answer, body, stopper.signal);
-      this.say("");
-    } catch (error) {
-      answer.problem = stopper.signal.aborted ? "Stopped." : error instanceof Problem ? error.text : CUT;
-      this.say(answer.problem);
-      if (!stopper.signal.aborted && !(error instanceof Problem)) console.error(error);
-    }
-    answer.isDone = true;
+    this.say(await stream(answer, body, stopper.signal, this.render));
     view.update();
     view.showTools();
     if (this.stopper === stopper) this.begin(null);
+    if (this.messages.includes(answer)) this.keep(); // another chat may be shown by now
   }
 
   begin(stopper) {
@@ -245,24 +206,6 @@ export class ChatView {
     if (hadFocus && stopper === null) this.input.focus();
     this.log.setAttribute("aria-busy", String(stopper !== null));
     if (stopper !== null) this.say("Answering …");
-  }
-
-  async read(answer, body, signal) {
-    const decoder = new TextDecoder();
-    const began = performance.now();
-    let first = null;
-    let last = began;
-    const response = await send(PATH, { body, signal });
-    for await (const chunk of chunks(response)) {
-      if (addChunk(answer, chunk, decoder)) {
-        last = performance.now();
-        first ??= last;
-        if (answer.reasoning && answer.content && answer.reasoningMs === undefined) answer.reasoningMs = last - first;
-      }
-      if (first !== null) answer.stats.ttftMs = first - began;
-      if (answer.stats.numTokens > 1 && last > first) answer.stats.perSecond = ((answer.stats.numTokens - 1) / (last - first)) * 1000;
-      this.render();
-    }
   }
 
   renderNow() {

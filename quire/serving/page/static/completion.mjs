@@ -1,6 +1,6 @@
 // Completion: a text that can be edited, its tokens shaded by probability, and other ways it could have gone on.
 
-import { CUT, Problem, chunks, getJson, send } from "./api.mjs";
+import { CUT, Problem, chunks, getJson, send, withModel } from "./api.mjs";
 import { button, copyButton, h, newId, perFrame } from "./dom.mjs";
 import { curlText, statsText } from "./messages.mjs";
 import { ParameterPanel, checkbox, sidePanel } from "./params.mjs";
@@ -16,7 +16,7 @@ const idOf = (name) => Number(ID.exec(name)?.[1] ?? Number.NaN);
 const known = new Map();
 async function learn(ids) {
   const missing = ids.filter((id) => !known.has(id));
-  if (missing.length) for (const fact of await getJson(`/ui/tokens?ids=${missing.join(",")}`)) known.set(fact.id, fact);
+  if (missing.length) for (const fact of await getJson(withModel(`/ui/tokens?ids=${missing.join(",")}`))) known.set(fact.id, fact);
 }
 
 // Fills in the texts and bytes of a token and its rivals; true where there was something to fill in.
@@ -192,11 +192,12 @@ export class CompletionView {
   }
 
   begin(stopper) {
-    const hadFocus = document.activeElement === this.stopButton;
+    const [from, to] = stopper === null ? [this.stopButton, this.go] : [this.go, this.stopButton];
+    const hadFocus = document.activeElement === from;
     this.stopper = stopper;
     this.stopButton.hidden = stopper === null;
     this.go.disabled = stopper !== null;
-    if (hadFocus) this.go.focus();
+    if (hadFocus) to.focus(); // so that Escape reaches this view
     this.tokens.element.setAttribute("aria-busy", String(stopper !== null));
     if (stopper === null) return;
     this.problem.hidden = true;

@@ -1,9 +1,10 @@
 // The engine at work: its feed, and cards that show it. Each canvas has a table that says the same.
 
 import { Problem, events, send } from "./api.mjs";
-import { BAR_PX, cell, drawKv, drawLines, drawSteps, drawTimeline, open, stripes, theme, unitMs } from "./charts.mjs";
+import { BAR_PX, cell, cellAt, drawKv, drawLines, drawSteps, drawTimeline, isMostlyEmpty, open, stripes, theme, unitMs } from "./charts.mjs";
 import { button, h, newId, onCalmChange, perFrame, replace, wantsCalm } from "./dom.mjs";
 import { CACHED, EngineModel, WINDOW_S, joinSteps } from "./engine_model.mjs";
+import { RequestsPart } from "./requests.mjs";
 
 const AGAIN_MS = 2000;
 const TABLE_MS = 1000;
@@ -54,6 +55,18 @@ const line = (name, dash) => (context, colours) => {
   context.setLineDash([]);
 };
 
+const PARTS = [["overview", "Overview", "#engine"], ["requests", "Requests", "#engine/requests"], ["ranks", "Ranks", "#engine/ranks"], ["experts", "Experts", "#engine/experts"], ["tiers", "KV tiers", "#engine/tiers"], ["transfers", "KV transfers", "#engine/transfers"]];
+const NONE = {
+  ranks: "One process computes the model. With --tensor-parallel-size or --pipeline-parallel-size the processes that share it are shown here.",
+  experts: "The load of experts is not counted. With --enable-expert-parallel or --save-expert-load the experts of a mixture model are shown here.",
+  tiers: "KV blocks are kept in the pool of the engine only. With --kv-host-bytes or --kv-disk-dir the tiers are shown here.",
+  transfers: "This server computes prompts and outputs. With --role prefill or --role decode its KV transfers are shown here.",
+};
+const ROLES = {
+  prefill: "This is a prefill server: it computes prompts for decode servers, which pull the KV of them.",
+  decode: "This is a decode server: it pulls the KV of long prompts from prefill servers, and computes the outputs.",
+};
+
 export class EngineView {
   constructor(root, say) {
     this.say = say;
@@ -61,6 +74,7 @@ export class EngineView {
     this.stopper = null;
     this.isPaused = false;
     this.isShown = false;
+    this.part = "overview";
     this.cursor = null;
     this.perBar = 1;
     this.replica = 0;
@@ -82,13 +96,62 @@ export class EngineView {
     const figures = h("dl", { class: "figures" }, FIGURES.map(([name, label, , unit]) => h("div", {}, h("dt", {}, label), this.figures.get(name), h("dd", { class: "unit" }, unit))));
     this.cards = {};
     const cards = h("div", { class: "cards" }, this.stepCard(), this.kvCard(), this.queueCard(), this.rateCard(), this.ttftCard(), this.timelineCard());
-    this.rankTable = table("Processes that share the model", ["Rank", "Process", "State", "Memory", "Share", "Waited"]);
-    this.rankTable.element.id = "card-ranks";
-    this.rankTable.element.hidden = true;
-    this.tierTable = table("KV cache tiers: pages, since the engine's start", ["Tier", "Pages", "In use", "Limit", "Hit", "Saved", "Loaded", "Dropped", "Saving", "Loading"]);
-    this.tierTable.element.id = "card-tiers";
-    this.tierTable.element.hidden = true;
-    root.append(h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), figures, cards, this.tierTable.element, this.rankTable.element);
+    this.requests = new RequestsPart();
+    this.parts = {
+      overview: h("div", {}, figures, cards),
+      requests: this.requests.element,
+      ranks: this.rankPart(),
+      experts: this.expertPart(),
+      tiers: this.tierPart(),
+      transfers: this.transferPart(),
+    };
+    this.links = new Map(PARTS.map(([name, label, href]) => [name, h("a", { href }, label)]));
+    root.append(h("nav", { class: "tabs sub", "aria-label": "Views of the engine" }, [...this.links.values()]),
+      h("div", { class: "row engine-head" }, this.state, this.replicaPick, this.pause), ...Object.values(this.parts));
+  }
+
+  rankPart() {
+    this.rankTable = table("Since the engine's start", ["Rank", "Process", "State", "Memory", "Share of the weights", "Waited"]);
+    this.rankNote = h("p", { class: "note" }, NONE.ranks);
+    return h("section", { class: "card wide", id: "card-ranks", "aria-label": "Ranks" }, h("h2", {}, "Processes that share the model"), this.rankNote, this.rankTable.element);
+  }
+
+  expertPart() {
+    this.expertRankTable = table("Tokens of the experts of each rank, in all layers, since the engine's start", ["Rank", "Tokens", "Share"]);
+    this.expertTable = table("By layer; a token counts once for each of its experts", ["Layer", "Experts", "Tokens", "Busiest experts", "Max/mean of the ranks", "Last rebalancing", "Moved"]);
+    this.expertNote = h("p", { class: "note" }, NONE.experts);
+    return h("section", { class: "card wide", id: "card-experts", "aria-label": "Experts" }, h("h2", {}, "Load of the experts"), this.expertNote, this.expertRankTable.element, this.expertTable.element);
+  }
+
+  tierPart() {
+    this.tierTable = table("Counts of pages since the engine's start; a page is one full KV block", ["Tier", "Pages", "In use", "Limit", "Hit", "Saved", "Loaded", "Dropped", "Saving", "Loading"]);
+    this.tierNote = h("p", { class: "note" }, NONE.tiers);
+    return h("section", { class: "card wide", id: "card-tiers", "aria-label": "KV tiers" }, h("h2", {}, "KV cache tiers"), this.tierNote, this.tierTable.element);
+  }
+
+  transferPart() {
+    this.transferNote = h("p", { class: "note" }, NONE.transfers);
+    this.outcomeTable = table("Transfers by outcome, and prompts without one by the reason, since the engine's start", ["Outcome", "Count"]);
+    this.problemTable = table("The last failure of each prefill server", ["Prefill server", "Problem"]);
+    return h("section", { class: "card wide", id: "card-transfers", "aria-label": "KV transfers" }, h("h2", {}, "KV transfers between prefill and decode servers"), this.transferNote, this.outcomeTable.element, this.problemTable.element);
+  }
+
+  showParts() {
+    const { model } = this;
+    const fill = (shown, rows) => {
+      shown.element.hidden = !rows.length;
+      shown.show(rows);
+      return rows.length;
+    };
+    this.rankNote.hidden = fill(this.rankTable, model.rankRows()) > 0;
+    const experts = model.expertRows();
+    fill(this.expertRankTable, experts.ranks);
+    this.expertNote.hidden = fill(this.expertTable, experts.layers) > 0;
+    this.tierNote.hidden = fill(this.tierTable, model.tierRows()) > 0;
+    const { role, outcomes, problems } = model.transfers();
+    this.transferNote.textContent = ROLES[role] ?? NONE.transfers;
+    fill(this.outcomeTable, outcomes);
+    fill(this.problemTable, problems);
   }
 
   card(name, title, canvas, twin, { legend = [], note = null, wide = false, control = null } = {}) {
@@ -129,10 +192,13 @@ export class EngineView {
     this.kvCanvas = h("canvas", { class: "kv", role: "img", "aria-label": "KV blocks by owner; the table below says the same" });
     this.kvCanvas.addEventListener("pointermove", (event) => this.pointKv(event.offsetX, event.offsetY));
     this.kvNote = h("p", { class: "note" }, "No blocks yet.");
+    this.wantsAllKv = false;
+    this.kvFold = button("Show all blocks", () => this.toggleKv(), { class: "quiet", hidden: true });
     const twin = table("Blocks by request", ["Request", "State", "Blocks", "Of them shared", "Key"]);
     return this.card("kv", "KV blocks by owner", this.kvCanvas, twin, {
       wide: true,
       note: this.kvNote,
+      control: h("div", { class: "control" }, this.kvFold),
       legend: [
         ["a request's own", (context, colours) => cell(context, 0, 0, 15, 1, 1, colours)],
         ["shared prefix", (context, colours) => cell(context, 0, 0, 15, 1, 2, colours)],
@@ -177,11 +243,20 @@ export class EngineView {
 
   // The feed: open while the view is shown, slow while nobody can see it or motion is unwanted.
 
-  show() {
+  show(takesFocus, part) {
+    this.part = part in this.parts ? part : "overview";
+    for (const [name, link] of this.links) {
+      this.parts[name].hidden = name !== this.part;
+      if (name === this.part) link.setAttribute("aria-current", "page");
+      else link.removeAttribute("aria-current");
+    }
+    if (this.part === "requests") this.requests.load();
+    this.showTables();
+    this.draw();
+    if (this.isShown) return; // the feed is open
     this.isShown = true;
     this.clock = setInterval(() => { this.showTables(); this.draw(); }, TABLE_MS);
     this.restart();
-    this.draw();
   }
 
   hide() {
@@ -268,10 +343,13 @@ export class EngineView {
     const { shape } = model;
     const words = model.engine === "unknown" ? "Connecting …" : `Engine ${model.engine}, server ${model.phase}${shape ? ` · ${shape.model} · at most ${many(shape.max_num_seqs, "sequence")}, ${shape.max_num_batched_tokens} tokens a step` : ""}`;
     if (this.state.textContent !== words) this.state.textContent = words;
+    if (this.part !== "overview") return;
     for (const card of Object.values(cards)) for (const { draw } of card.swatches) draw();
     this.shownSteps = drawSteps(this.stepCanvas, joinSteps(model.steps, this.perBar), this.cursor);
     if (model.kv) {
-      this.grid = drawKv(this.kvCanvas, model.kv, this.kvCanvas.clientWidth < NARROW ? KV_TALL_NARROW : KV_TALL);
+      const tallest = this.kvCanvas.clientWidth < NARROW ? KV_TALL_NARROW : KV_TALL;
+      this.grid = drawKv(this.kvCanvas, model.kv, tallest, !this.wantsAllKv && isMostlyEmpty(model.kv));
+      this.kvFold.hidden = !this.wantsAllKv && !this.grid.bands.some((band) => band.isFolded);
       if (!this.isOnKv) this.kvNote.textContent = this.kvText();
     }
     const series = (buckets, name) => buckets.map((bucket, index) => [WINDOW_S - 1 - index, bucket[name]]);
@@ -292,10 +370,7 @@ export class EngineView {
   }
 
   showTables() {
-    this.rankTable.element.hidden = !this.model.ranks.length;
-    this.rankTable.show(this.model.rankRows());
-    this.tierTable.element.hidden = !this.model.tiers.length;
-    this.tierTable.show(this.model.tierRows());
+    this.showParts();
     if (!this.isShown || this.isPaused) return;
     const { model, cards } = this;
     const isOpen = (name) => cards[name].details.open;
@@ -349,13 +424,23 @@ export class EngineView {
     this.readStep(shown[Math.min(Math.max((at < 0 ? shown.length : at) + moves[event.key], 0), shown.length - 1)]);
   }
 
+  toggleKv() {
+    this.wantsAllKv = !this.wantsAllKv;
+    this.kvFold.textContent = this.wantsAllKv ? "Fold free rows" : "Show all blocks";
+    this.draw();
+  }
+
   pointKv(x, y) {
     const { kv } = this.model;
     if (!kv || !this.grid) return;
     this.isOnKv = true;
     clearTimeout(this.kvTimer);
     this.kvTimer = setTimeout(() => { this.isOnKv = false; }, TABLE_MS * 3);
-    const at = Math.floor(y / this.grid.size) * this.grid.columns + Math.floor(x / this.grid.size);
+    const { index: at, count } = cellAt(this.grid, x, y);
+    if (count > 1) {
+      this.kvNote.textContent = `Blocks ${at * kv.blocks_per_cell} to ${Math.min((at + count) * kv.blocks_per_cell, kv.num_blocks) - 1}: free.`;
+      return;
+    }
     const run = kv.runs.find(([first, length]) => at >= first && at < first + length);
     const held = !run ? "free" : run[2] === CACHED ? "cached, free to take" : run[3] > 1 ? `${this.model.label(run[2])} and ${run[3] - 1} more` : this.model.label(run[2]);
     this.kvNote.textContent = `Block ${at * kv.blocks_per_cell}: ${held}.`;

@@ -7,7 +7,8 @@ export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
 const RANK = ["rank", "pid", "state", "memory", "share", "wait"];
-const TIER = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading"];
+const TIER = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading", "outcomes", "problems"];
+const EXPERTS = ["layer", "count", "tokens", "busiest", "ranks", "imbalance", "before", "after", "moved", "failed"];
 const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason", "owner"];
 const named = (names, row) => Object.fromEntries(names.map((name, index) => [name, row[index]]));
 
@@ -50,6 +51,7 @@ export class EngineModel {
     this.queue = null;
     this.shape = null;
     this.ranks = []; // processes that share the model
+    this.experts = []; // of a mixture model, by layer
     this.tiers = []; // of the KV cache, on host and disk
     this.engine = "unknown";
     this.phase = "unknown";
@@ -70,12 +72,34 @@ export class EngineModel {
       [rank, pid || "–", state, memory ? `${(memory / 2 ** 20).toFixed(0)} MiB` : "–", `${(share * 100).toFixed(1)} %`, `${(wait / 1000).toFixed(2)} s`]);
   }
 
+  // The experts of a mixture model: {layers: rows of a table, ranks: rows with the tokens of each rank in all layers}.
+  expertRows() {
+    const layers = this.experts.map((row) => named(EXPERTS, row));
+    const ranks = [];
+    for (const { ranks: counts } of layers) counts.forEach((count, rank) => { ranks[rank] = (ranks[rank] ?? 0) + count; });
+    const total = ranks.reduce((sum, count) => sum + count, 0);
+    const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "–");
+    return {
+      layers: layers.map(({ layer, count, tokens, busiest, ranks: counts, imbalance, before, after, moved, failed }) =>
+        [layer, count, tokens, busiest.map(([expert, own]) => `${expert} (${percent(own, tokens)})`).join(", "), counts.length ? imbalance.toFixed(2) : "–",
+          before ? `${before.toFixed(2)} → ${after.toFixed(2)}` : "–", failed ? `${moved} (${failed} failed)` : moved]),
+      ranks: ranks.map((count, rank) => [rank, count, percent(count, total)]),
+    };
+  }
+
   // Rows of a table: tier, pages, memory in use, its limit, pages hit, saved, loaded and dropped, time of saving and loading.
   tierRows() {
     const size = (bytes) => `${(bytes / 2 ** 20).toFixed(0)} MiB`;
     const seconds = (milliseconds) => `${(milliseconds / 1000).toFixed(2)} s`;
     return this.tiers.map((row) => named(TIER, row)).map(({ tier, pages, bytes, limit, hits, saved, loaded, dropped, saving, loading }) =>
       [tier, pages, size(bytes), size(limit), hits, saved, loaded, dropped, seconds(saving), seconds(loading)]);
+  }
+
+  // The KV transfers between prefill and decode servers: {role, outcomes: rows, problems: rows}.
+  transfers() {
+    const peers = this.tiers.map((row) => named(TIER, row)).filter(({ tier }) => tier === "peer");
+    const rows = (name) => peers.flatMap((peer) => Object.entries(peer[name]));
+    return { role: this.shape?.role ?? "both", outcomes: rows("outcomes").sort((a, b) => b[1] - a[1]), problems: rows("problems") };
   }
 
   get lastStep() {
@@ -93,7 +117,7 @@ export class EngineModel {
     this.heardMs = performance.now();
     this.engine = frame.engine;
     this.phase = frame.phase;
-    for (const name of ["shape", "queue", "kv", "ranks", "tiers"]) if (frame[name]) this[name] = frame[name];
+    for (const name of ["shape", "queue", "kv", "ranks", "tiers", "experts"]) if (frame[name]) this[name] = frame[name];
     if (frame.queue) this.waited.push([frame.now_ms, frame.queue.classes.reduce((total, row) => total + row.num_requests, 0)]);
     while (this.waited.length > 1 && this.waited[1][0] < frame.now_ms - (WINDOW_S + 2) * 1000) this.waited.shift();
     for (const row of frame.requests ?? []) this.requests.set(row[0], named(REQUEST, row));

@@ -29,9 +29,9 @@ function pretty(text) {
   }
 }
 
-// actions: {edit(message, text), regenerate(message), answer(message)}; message: see chat.mjs
+// actions: {edit(message, text), regenerate(message), answer(message)}, each may be absent; message: see chat_stream.mjs
 export class MessageView {
-  constructor(message, actions, showsTokens) {
+  constructor(message, actions, showsTokens, name = NAMES[message.role]) {
     this.message = message;
     this.actions = actions;
     this.showsTokens = showsTokens;
@@ -42,7 +42,6 @@ export class MessageView {
     this.stats = h("span", { class: "stats dim" });
     this.tools = h("span", { class: "tools" });
     this.tokens = null;
-    const name = NAMES[message.role];
     this.element = h("article", { class: `msg ${message.role}`, "aria-label": name }, h("h3", { class: "who" }, name), this.reasoning, this.text, this.calls, this.problem, h("footer", {}, this.stats, this.tools));
     this.update();
     this.showTools();
@@ -88,7 +87,7 @@ export class MessageView {
 
   callCard(call) {
     const card = h("section", { class: "call", "aria-label": `Call of ${call.name}` }, h("h4", {}, "Calls ", h("code", {}, call.name)), h("pre", { tabindex: "0", "aria-label": "Arguments" }, pretty(call.arguments)));
-    if (!this.message.isDone || this.message.isAnswered) return card;
+    if (!this.message.isDone || this.message.isAnswered || !this.actions.answer) return card;
     const input = h("textarea", { id: newId("result"), rows: 2, spellcheck: "false", value: call.result ?? "" });
     input.addEventListener("input", () => { call.result = input.value; });
     const use = button("Send the result", () => this.actions.answer(this.message), { class: "primary" });
@@ -103,7 +102,7 @@ export class MessageView {
     if (message.content && (message.role !== "assistant" || message.isDone)) tools.push(copyButton(() => message.content));
     if (message.role === "user") tools.push(button("Edit", () => this.edit(), { class: "quiet" }));
     if (message.role === "assistant" && message.isDone) {
-      tools.push(button(message.problem ? "Try again" : "Regenerate", () => actions.regenerate(message), { class: "quiet" }));
+      if (actions.regenerate) tools.push(button(message.problem ? "Try again" : "Regenerate", () => actions.regenerate(message), { class: "quiet" }));
       if (message.curl) {
         const curl = copyButton(() => message.curl);
         curl.textContent = "curl";

@@ -121,7 +121,7 @@ def test_chat_prompts_are_text_of_the_wanted_length_and_text_is_counted(capsys, 
     path = tmp_path / "a.json"
     with SocketServer(answer) as server:
         options = ("--backend", "openai-chat", "--tokenizer", "demo", "--model", "m", "--output-json", path)
-        status, out, _ = run(capsys, server.port, "--num-prompts", 2, "--random-input-len", 9, *options)
+        status, out, _ = run(capsys, server.port, "--num-prompts", 2, "--input-len", 9, *options)
     figures = json.loads(path.read_text())
     assert (status, figures["total_input_tokens"], figures["token_count_source"]) == (0, 18, {"tokenizer": 2})
     assert figures["total_output_tokens"] == 6

@@ -73,6 +73,7 @@ def test_metrics_are_their_definitions(result):
         expected = {
             "ttft": first - record.sent_s,
             "ttft_first_event": record.first_choice_s - record.sent_s,
+            "ttft_visible": None if record.first_visible_s is None else record.first_visible_s - record.sent_s,
             "tpot": (last - first) / (number - 1) if number > 1 else None,
             "tpot_events": (record.last_choice_s - record.first_choice_s) / (number - 1) if number > 1 else None,
             "tpot_with_ttft": (last - record.sent_s) / number,

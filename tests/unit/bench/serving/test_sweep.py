@@ -74,14 +74,14 @@ def test_concurrency_is_a_closed_loop_also_of_a_trace():
 
 def test_result_is_written_as_table_json_and_page():
     result = run_sweep(Sweep.parse("concurrency:1,2,8"), Arrivals(), run_one)
-    assert result.describe().splitlines()[0].split()[:2] == ["concurrency", "tok/s/user"]
+    assert result.describe().splitlines()[0].split()[:2] == ["concurrency", "users"]
     assert len(result.describe().splitlines()) == 4
     figures = json.loads(result.to_json())
     assert [point["value"] for point in figures["points"]] == [1, 2, 8]
     assert len(figures["runs"]) == 3
     page = render_sweep(result)
     body = page[page.index("<main>") : page.index("</main>") + len("</main>")]
-    assert len(ElementTree.fromstring(body).findall(".//figure")) == 4
+    assert len(ElementTree.fromstring(body).findall(".//figure")) == 5
 
 
 @pytest.mark.parametrize("text", ["", "users:1,2", "rate:", "rate:0,1", "rate:2,1", "concurrency:1.5", "rate:1,x", "rate:inf"])

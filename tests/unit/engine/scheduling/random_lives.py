@@ -29,6 +29,27 @@ def random_config(rng):
     )
 
 
+def with_window(config, rng):
+    """Return a configuration with a window group, whose pool is as small as it may be, or a little larger."""
+    config = replace(config, window_tokens=rng.choice([1, 2, 3, 5, 8, 16]), num_window_blocks=1000)
+    least = min(config.peak_window_blocks, config.num_kv_blocks)
+    return replace(config, num_window_blocks=least + rng.choice([0, 0, 1, 3, 9]))
+
+
+def with_places(config, rng):
+    """Return a configuration whose blocks are at several places."""
+    num_places, chunk = rng.choice([2, 3, 4]), rng.choice([1, 1, 2, 3])
+    unit = num_places * chunk
+    num_blocks = -(-config.num_kv_blocks // unit) * unit
+    return replace(config, num_block_places=num_places, block_chunk=chunk, num_kv_blocks=num_blocks)
+
+
+def with_homes(config, rng):
+    """Return a configuration with homes of sequences."""
+    num_homes = rng.choice([2, 3, 4])
+    return replace(config, num_homes=num_homes, num_kv_blocks=num_homes * config.num_kv_blocks)
+
+
 def random_request(rng, name, prefixes):
     """Return a request; of three that follow one another, one is in the background."""
     tail = [rng.randrange(3) for _ in range(rng.choice([0, 1, 2, 5, 12]))]

@@ -20,7 +20,8 @@ from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling import Scheduler, SequenceUpdate, check_invariants
-from quire.engine.scheduling.admission import check_servable
+from quire.engine.scheduling.admission import check_servable, max_total_tokens
+from quire.engine.scheduling.eviction import EvictionRule
 
 VOCAB_SIZE = 40
 EOS = 0
@@ -67,12 +68,38 @@ def extend_chain(chain: list[int], token_ids, salt: str) -> None:
 
 def kv_root(request: Request, uses_short_rope: bool) -> str:
     """Return what the fake KV of a request starts from."""
-    return f"short rope {request.cache_salt}" if uses_short_rope else request.cache_salt
+    root = f"short rope {request.cache_salt}" if uses_short_rope else request.cache_salt
+    return f"adapter {request.adapter_key} {root}" if request.adapter_key else root
 
 
-def sample(request: Request, choice: int, chain: list[int]) -> int:
-    """Return the token after the prefix of `chain`: a function of the request, the choice and the prefix alone."""
-    return mix_seed(mix_seed(request.seed, choice) ^ chain[-1], len(chain)) % VOCAB_SIZE
+def sample(request: Request, choice: int, chain: list[int], evicted: tuple = ()) -> int:
+    """Return the token after the prefix of `chain`: a function of the request, the choice, the prefix and what was evicted."""
+    return mix_seed(mix_seed(request.seed, choice) ^ chain[-1] ^ (hash(evicted) if evicted else 0), len(chain)) % VOCAB_SIZE
+
+
+def score(values: list[int]) -> float:
+    """Return the fake score of a block: a function of its KV."""
+    return float(hash(tuple(values)) % 97)
+
+
+def evictions(request: Request, chain: list[int], block_size: int) -> tuple:
+    """Return the evictions (length, indices) of a request that runs alone, before the token after `chain`."""
+    rule = EvictionRule.of(request.params.kv_compression, len(request.prompt_token_ids), block_size)
+    values: list[int] = []
+    evicted: tuple = ()
+    num_dropped = 0
+    for position in range(len(chain) - 1 if rule is not None else 0):
+        values.append(hash((chain[position], evicted)) if evicted else chain[position])
+        if position + 1 != rule.next_len(position, num_dropped):
+            continue
+        count = rule.num_scored(position + 1, num_dropped)
+        scores = [score(values[index * block_size : (index + 1) * block_size]) for index in range(count)]
+        indices = rule.choose(position + 1, num_dropped, scores if rule.compression.needs_scores else None)
+        values = [value for place, value in enumerate(values) if place // block_size not in indices]
+        num_dropped += len(indices) * block_size
+        if indices:
+            evicted += ((position + 1, indices),)
+    return evicted
 
 
 def pool(request: Request, chain: list[int]) -> tuple[float, ...]:
@@ -91,16 +118,18 @@ def reference_run(request: Request, choice: int, config: SchedulerConfig):
     if request.pooling is not None:
         return [], "stop", None
     num_prompt, params = len(tokens), request.params
-    limit = min(config.max_model_len, config.num_kv_blocks * config.block_size + 1)
+    limit = min(config.max_model_len, config.num_sequence_blocks * config.block_size + 1)
     if params.max_tokens is not None:
         limit = min(limit, num_prompt + params.max_tokens)
+    if params.kv_compression is not None:  # which may go beyond the pool
+        limit = max_total_tokens(request, config)
     is_short = None
     while True:
         was_short, is_short = is_short, config.rope_switch_len is not None and len(tokens) <= config.rope_switch_len
         if is_short is not was_short:
             chain = []
         extend_chain(chain, tokens, kv_root(request, is_short))
-        token = sample(request, choice, chain)
+        token = sample(request, choice, chain, evictions(request, chain, config.block_size))
         tokens.append(token)
         output = tokens[num_prompt:]
         if is_stop_string(request, token):
@@ -123,7 +152,11 @@ class Row:
     num_computed: int
     chain: list[int] = field(default_factory=list)
     pooled: list[int] = field(default_factory=list)
+    window_table: dict[int, BlockId] = field(default_factory=dict)
     uses_short_rope: bool = False
+    values: list[int] = field(default_factory=list)  # what is in the cache, by place
+    evicted: tuple = ()
+    num_dropped: int = 0
 
     @property
     def root(self) -> str:
@@ -139,6 +172,8 @@ class FakeWorker:
         self.rope_switch_len = config.rope_switch_len
         self.num_blocks = config.num_kv_blocks
         self.kv = [[-1] * config.block_size for _ in range(config.num_kv_blocks)]
+        self.window_tokens = config.window_tokens
+        self.window_kv = [[-1] * config.block_size for _ in range(config.num_window_blocks)]
         self.pages: dict[int, list[int]] = {}  # the slots of the host tier
         self.rows: dict[SequenceId, Row] = {}
         self.next_step_id = 0
@@ -168,13 +203,17 @@ class FakeWorker:
             assert num_tokens >= 1
             assert row.num_computed + num_tokens <= len(row.tokens)
             assert not row.uses_short_rope or len(row.tokens) <= self.rope_switch_len
-            assert len(row.table) * self.block_size >= row.num_computed + num_tokens
+            assert len(row.table) * self.block_size >= row.num_computed - row.num_dropped + num_tokens
             extend_chain(row.chain, row.tokens, row.root)
+            self._check_evictions(row, num_tokens)
             self.check_row(row)
             for position in range(row.num_computed, row.num_computed + num_tokens):
-                block = row.table[position // self.block_size]
+                value = self._value(row, position)
+                block, offset = self._place(row, position)
                 assert holders[block] == 1, f"block {block} is written, but {holders[block]} sequences hold it"
-                self.kv[block][position % self.block_size] = row.chain[position]
+                self.kv[block][offset] = value
+                row.values[position - row.num_dropped :] = [value]
+                self.write_window(row, position, row.chain[position])
                 row.pooled.append(row.chain[position])
             if row.request.params.prompt_logprobs is not None:
                 last = min(row.num_computed + num_tokens, len(row.request.prompt_token_ids) - 1)
@@ -227,7 +266,33 @@ class FakeWorker:
             wishes,
             mask_pending=frozenset(late),
             mask_ready=tuple(mask_ready),
+            block_scores={key: self._score(self.rows[key], count) for key, count in (plan.scored_blocks or {}).items()},
         )
+
+    def _place(self, row: Row, position: int) -> tuple[BlockId, int]:
+        block, offset = divmod(position - row.num_dropped, self.block_size)
+        return row.table[block], offset
+
+    def _value(self, row: Row, position: int) -> int:
+        return hash((row.chain[position], row.evicted)) if row.evicted else row.chain[position]
+
+    def _score(self, row: Row, count: int) -> tuple[float, ...]:
+        size = self.block_size
+        return tuple(score(row.values[index * size : (index + 1) * size]) for index in range(count))
+
+    def _check_evictions(self, row: Row, num_tokens: int) -> None:
+        """Check that a step does not go beyond the length of an eviction."""
+        rule = EvictionRule.of(row.request.params.kv_compression, len(row.request.prompt_token_ids), self.block_size)
+        next_len = None if rule is None else rule.next_len(row.num_computed, row.num_dropped)
+        assert next_len is None or row.num_computed + num_tokens <= next_len
+
+    def _evict(self, plan: StepPlan) -> None:
+        for sequence_id, indices in (plan.evicted_blocks or {}).items():
+            row = self.rows[sequence_id]
+            row.evicted += ((row.num_computed, indices),)
+            row.table = [block for index, block in enumerate(row.table) if index not in indices]
+            row.values = [value for place, value in enumerate(row.values) if place // self.block_size not in indices]
+            row.num_dropped += len(indices) * self.block_size
 
     def _read_state(self, start, row: Row) -> None:
         if self.num_state_slots is None or start.num_computed_tokens == 0:
@@ -264,19 +329,50 @@ class FakeWorker:
         tokens, chain = list(row.tokens), list(row.chain)
         for offset in range(1, num_slots + 1):  # all slots are there, used or not
             position = row.num_computed + offset
-            block = row.table[position // self.block_size]
+            block, place = self._place(row, position)
             assert holders[block] == 1, f"a draft is written into block {block}, which {holders[block]} sequences hold"
             if offset <= num_accepted:
-                tokens.append(sample(row.request, row.choice, chain))
+                tokens.append(sample(row.request, row.choice, chain, row.evicted))
                 extend_chain(chain, tokens, row.root)
-            self.kv[block][position % self.block_size] = chain[position] if offset <= num_accepted else -self.rng.random()
+            value = -self.rng.random()
+            if offset <= num_accepted:
+                value = hash((chain[position], row.evicted)) if row.evicted else chain[position]
+                row.values[position - row.num_dropped :] = [value]
+            self.kv[block][place] = value
+            self.write_window(row, position, value)
         return num_drafts, num_accepted
 
     def check_row(self, row: Row) -> None:
         size = self.block_size
-        for position in range(row.num_computed):
-            found = self.kv[row.table[position // size]][position % size]
-            assert found == row.chain[position], f"{row.request.request_id}/{row.choice} reads wrong KV at {position}"
+        for place in range(row.num_computed - row.num_dropped):
+            found = self.kv[row.table[place // size]][place % size]
+            assert found == row.values[place], f"{row.request.request_id}/{row.choice} reads wrong KV at {place}"
+        if self.window_tokens is None:
+            return
+        # What the next token attends to, itself aside.
+        for position in range(max(0, row.num_computed - self.window_tokens + 1), row.num_computed):
+            found = self.window_kv[row.window_table[position // size]][position % size]
+            assert found == row.chain[position], f"{row.request.request_id}/{row.choice} reads wrong window KV at {position}"
+
+    def write_window(self, row: Row, position: int, value: float) -> None:
+        if self.window_tokens is not None:
+            self.window_kv[row.window_table[position // self.block_size]][position % self.block_size] = value
+
+    def _apply_windows(self, plan: StepPlan) -> None:
+        assert self.window_tokens is not None or not (plan.window_blocks or plan.window_copies)
+        assert not set(plan.window_blocks or {}) & {start.sequence_id for start in plan.starts}
+        runs = [(start.sequence_id, run) for start in plan.starts for run in start.window_blocks]
+        runs += [(key, run) for key, found in (plan.window_blocks or {}).items() for run in found]
+        for sequence_id, (first, window_ids) in runs:
+            for index, window_id in enumerate(window_ids, first):
+                self.rows[sequence_id].window_table[index] = window_id
+
+    def _copy_windows(self, plan: StepPlan) -> None:
+        targets = [target for _, target in plan.window_copies]
+        assert len(set(targets)) == len(targets)
+        at_once = [list(self.window_kv[source]) for source, _ in plan.window_copies]
+        for (_, target), values in zip(plan.window_copies, at_once, strict=True):
+            self.window_kv[target] = values
 
     def _sample(self, row: Row, count: int | None) -> tuple[int, ...]:
         first = len(row.tokens)
@@ -285,7 +381,7 @@ class FakeWorker:
         count = count or min(most, self.rng.randint(1, self.max_sampled))
         for _ in range(count):
             extend_chain(row.chain, row.tokens, row.root)
-            row.tokens.append(sample(row.request, row.choice, row.chain))
+            row.tokens.append(sample(row.request, row.choice, row.chain, row.evicted))
         return tuple(row.tokens[first:])
 
     def _apply(self, plan: StepPlan) -> None:
@@ -293,6 +389,7 @@ class FakeWorker:
             del self.rows[sequence_id]
         self._late = [sequence_id for sequence_id in self._late if sequence_id not in plan.ended]
         assert not set(self._late) & set(plan.num_scheduled_tokens), "a late sequence is planned"
+        self._evict(plan)
         known = set(self.rows)
         for start in plan.starts:
             assert start.sequence_id not in self.rows
@@ -309,7 +406,10 @@ class FakeWorker:
                 start.num_computed_tokens,
                 uses_short_rope=is_short,
             )
-            self._read_state(start, self.rows[start.sequence_id])
+            row = self.rows[start.sequence_id]
+            extend_chain(row.chain, row.tokens, row.root)
+            row.values = row.chain[: row.num_computed]
+            self._read_state(start, row)
         for sequence_id, block_ids in (plan.new_block_ids or {}).items():
             assert sequence_id in known
             assert sequence_id in plan.num_scheduled_tokens
@@ -319,11 +419,13 @@ class FakeWorker:
             assert sequence_id in plan.num_scheduled_tokens
             for index, block_id in replacements:
                 self.rows[sequence_id].table[index] = block_id
+        self._apply_windows(plan)
         for row in self.rows.values():
             assert len(set(row.table)) == len(row.table)
             assert all(0 <= block_id < self.num_blocks for block_id in row.table)
 
     def _copy(self, plan: StepPlan) -> None:
+        self._copy_windows(plan)
         targets = [target for _, target in plan.block_copies]
         assert len(set(targets)) == len(targets)
         at_once = [list(self.kv[source]) for source, _ in plan.block_copies]
@@ -451,6 +553,8 @@ class Driver:
         assert scheduler.num_running == scheduler.num_waiting == 0
         assert scheduler.kv.pool.num_free == self.config.num_kv_blocks
         assert scheduler.kv_usage == 0.0
+        windows = scheduler.kv.windows
+        assert windows is None or windows.pool.num_free == self.config.num_window_blocks
 
     def flush(self) -> None:
         """Run one more request, so that the worker hears of every end; it must then have no other row."""

@@ -244,11 +244,13 @@ def live(seed, num_events=120):
 lived = functools.cache(live)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     lived(seed)
 
 
+@pytest.mark.slow
 def test_random_events_reach_every_mechanism():
     seen = dict.fromkeys(("saved", "loaded", "not saved", "from disk", "preempted"), 0)
     for seed in range(50):
@@ -282,3 +284,13 @@ def test_slot_that_is_unpinned_twice_is_an_error():
     tier.unpin(slots)
     with pytest.raises(InvariantError, match="unpinned"):
         tier.unpin(slots)
+
+
+def test_pages_that_were_found_are_not_replaced_by_those_that_are_read_after_them():
+    tier = HostTier(4, 4, "all")
+    for key in range(4):
+        assert tier.save(BlockId(key), key)
+    tier.take_moves()
+    assert len(tier.match([0, 1, 9])) == 2  # the least recently used, and 9 comes from the disk
+    assert len(tier.reserve(2)) == 2
+    assert (len(tier.match([0, 1])), 2 in tier, 3 in tier) == (2, False, False)

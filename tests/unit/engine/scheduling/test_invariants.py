@@ -88,7 +88,7 @@ def break_status(scheduler):
 
 
 def break_links(scheduler):
-    block = scheduler.kv.pool._head.next
+    block = scheduler.kv.pool._ends[0][0].next
     block.next.prev = block.prev
 
 

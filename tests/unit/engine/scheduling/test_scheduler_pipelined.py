@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from ahead_fakes import FakeDevice, FakeStep
-from random_lives import fail_some, random_config, random_request, seeds
+from random_lives import fail_some, random_config, random_request, seeds, with_window
 from scheduling_fakes import Driver, make_config, make_request
 
 from quire.base.errors import ConfigError, InvariantError, RequestError
@@ -98,10 +98,11 @@ class PipelinedDriver(Driver):
         raise AssertionError(f"not finished after {max_steps} steps")
 
 
-def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False):
+def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False):
     """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted."""
     rng = random.Random(seed)
     config = replace(random_config(rng), num_pipeline_stages=num_stages)
+    config = with_window(config, rng) if has_window else config
     driver = PipelinedDriver(config, seed=seed, max_drafts=max_drafts)
     if late_share:
         lateness = random.Random(seed + 2)
@@ -137,6 +138,13 @@ def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=Fal
     assert driver.worker.max_rows <= 2 * config.max_num_seqs, "what the worker has batch slots for"
     flush(driver)
     return driver
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("seed", seeds(900, 40, 8))
+def test_every_output_is_that_of_an_isolated_run_with_a_window_group(seed, num_stages):
+    live(seed, 120, num_stages, max_drafts=(0, 4)[seed % 2], has_window=True)
 
 
 def flush(driver):
@@ -254,6 +262,7 @@ def test_outputs_equal_isolated_runs_when_sequences_are_late(seed, num_stages):
     live(seed, 80, num_stages, late_share=(0.1, 0.6)[seed % 2])
 
 
+@pytest.mark.slow
 def test_random_events_reach_every_mechanism():
     seen = dict.fromkeys(("overlapped", "starved", "preempted", "preempted in flight", "copied", "hit", "chunked", "error"), 0)
     for seed in range(15):

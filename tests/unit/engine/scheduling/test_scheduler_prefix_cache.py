@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from scheduling_fakes import Driver, make_config, make_request
 
@@ -27,6 +29,21 @@ def test_nothing_is_found_when_caching_is_off():
 
 def test_nothing_is_found_under_another_salt():
     assert cached_after(12, make_request("r", 12, salt="other")) == 0
+
+
+@pytest.mark.parametrize("salt", ["", "tenant", "adapter key "])
+def test_nothing_is_found_under_another_adapter(salt):
+    driver = Driver(make_config(block_size=4))
+    adapted = replace(make_request("adapted", 12, salt=salt, max_tokens=1), adapter_key="key")
+    for request, expected in (
+        (adapted, 0),
+        (make_request("base", 12, salt=salt, max_tokens=1), 0),
+        (replace(adapted, request_id=RequestId("again")), 8),
+        (replace(adapted, request_id=RequestId("other"), adapter_key="other"), 0),
+    ):
+        driver.add(request)
+        assert driver.step().starts[0].num_computed_tokens == expected
+        driver.run()
 
 
 def test_output_is_cached_too():

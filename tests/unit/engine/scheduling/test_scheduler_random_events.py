@@ -5,7 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from random_lives import fail_some, random_config, random_request, seeds
+from random_lives import fail_some, random_config, random_request, seeds, with_homes, with_places
 from scheduling_fakes import Driver, make_config, make_request
 
 from quire.base.errors import RequestError
@@ -14,10 +14,11 @@ from quire.contracts.step import StepResult
 from quire.engine.scheduling import invariants, kv_allocator
 
 
-def live(seed, num_events, late_share=0.0, **options):
+def live(seed, num_events, late_share=0.0, divide=None, **options):
     """Return a driver that has lived through num_events random events and then drained."""
     rng = random.Random(seed)
     config = replace(random_config(rng), **options)
+    config = config if divide is None else divide(config, rng)
     driver = Driver(config, max_sampled=rng.choice([1, 1, 1, 3]), seed=seed, max_drafts=(0, 1, 4, 9)[seed % 4])
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(3)]
     if late_share:
@@ -77,6 +78,19 @@ def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     ordinary_life(seed)
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("seed", seeds(0, 72, num_fast=24))
+def test_outputs_equal_isolated_runs_when_blocks_are_at_several_places(seed):
+    live(seed, num_events=80, divide=with_places)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("seed", seeds(0, 120, num_fast=24))
+def test_outputs_equal_isolated_runs_when_sequences_have_homes(seed):
+    live(seed, num_events=80, divide=with_homes)
+
+
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("num_state_checkpoints", [0, 2, 30])
 @pytest.mark.parametrize("seed", seeds(0, 36, num_fast=16))
 def test_sequences_start_from_their_own_states_when_events_are_random(seed, num_state_checkpoints):
@@ -96,6 +110,7 @@ def test_outputs_equal_isolated_runs_when_hashes_collide(seed, weak_hash):
     live(seed, num_events=80)
 
 
+@pytest.mark.slow
 def test_random_events_reach_every_mechanism():
     seen = {
         "preempted": 0,

@@ -223,6 +223,7 @@ def test_outputs_equal_isolated_runs_when_sequences_are_late(seed):
     live(seed, num_events=80, late_share=(0.1, 0.6)[seed % 2])
 
 
+@pytest.mark.slow
 def test_random_events_reach_every_mechanism():
     seen = dict.fromkeys(("ahead", "refused ahead", "preempted", "copied", "hit", "forked", "chunked", "surplus", "error"), 0)
     for seed in range(40):

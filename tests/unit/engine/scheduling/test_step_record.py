@@ -11,7 +11,11 @@ from quire.engine.scheduling.step_record import describe_plan
 def describe(spans, windows):
     sequences = {
         number: SimpleNamespace(
-            num_computed_tokens=start, num_prompt_tokens=start + 1, request=SimpleNamespace(request_id=number), choice=0
+            num_computed_tokens=start,
+            num_prompt_tokens=start + 1,
+            num_dropped_tokens=0,
+            request=SimpleNamespace(request_id=number),
+            choice=0,
         )
         for number, (start, _) in enumerate(spans)
     }

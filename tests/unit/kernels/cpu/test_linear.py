@@ -52,6 +52,7 @@ FORMATS = {
     "u4-row": ("u4", 0, ("column_scale",)),
     "u4-columns": ("u4", 32, (*QUANTIZED, "columns")),
 }
+LOWEST_LEVELS = (-128, *UNEVEN_LEVELS[1:])
 # Around the steps of the formats (2, 4, 8), a panel (16), a unit of work (64, 128 outputs) and groups.
 SHAPES = [(1, 1), (15, 7), (16, 8), (17, 31), (33, 129), (65, 258), (130, 132), (200, 300)]
 
@@ -156,7 +157,7 @@ def test_result_is_within_the_roundings_of_f64_when_inputs_are_widened_in_parts(
 
 
 @pytest.mark.parametrize("level", [0, 15])
-@pytest.mark.parametrize("levels", [LINEAR_LEVELS, tuple(range(16)), tuple(range(112, 128)), tuple(range(-128, -112))])
+@pytest.mark.parametrize("levels", [*(tuple(range(n, n + 16)) for n in (-128, -8, 0, 112)), UNEVEN_LEVELS, LOWEST_LEVELS])
 def test_sums_of_four_bit_codes_fit_when_all_codes_and_inputs_are_largest(isa, levels, level):
     k = 256
     layer = make_layer(native, "u4", 16, k, 128, options=("scales",), levels=levels)
@@ -168,6 +169,7 @@ def test_sums_of_four_bit_codes_fit_when_all_codes_and_inputs_are_largest(isa, l
     x = torch.tensor([127.0, -127.0])[:, None].repeat(1, k)
     want = torch.tensor([127.0, -127.0])[:, None].repeat(1, 16) * k * levels[level]
     assert torch.equal(run(layer, x, isa), want)
+    assert torch.equal(run(layer, x[1:], isa), want[1:])  # a tile of one row
 
 
 @pytest.mark.parametrize("levels", [LINEAR_LEVELS, tuple(range(16)), UNEVEN_LEVELS, (-3, 0, 100), (5,), (-128, 127)])

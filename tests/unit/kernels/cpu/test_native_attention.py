@@ -5,16 +5,21 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from quire.kernels.reference.kv_formats import LEVELS, THRESHOLDS, dequantize, quantize, rotate, unrotate
+
 native = pytest.importorskip("quire.kernels.cpu._native", reason="the native kernels are not built")
 if not hasattr(native, "attend"):
     pytest.skip("the native kernels were built without attention", allow_module_level=True)
 
 ISAS = native.supported_isas()
-DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8}
+DTYPES = {"bf16": torch.bfloat16, "f32": torch.float32, "i8": torch.int8, "r4": torch.uint8, "k8v4": torch.uint8}
+CODES = {"i8": ("int8", "int8"), "r4": ("rotated4", "rotated4"), "k8v4": ("int8", "rotated4")}
 
 # Of max |v|. f32: the rounding of sums of up to 512 products and of e^x. bf16: weights are rounded to 8 bits, each by at most a
 # part in 2^9, while their sum is not; the rest as f32. Keys, values and q are rounded in the reference too, so cost nothing.
 BUDGET = {False: 1e-5, True: 2.0**-9 + 2e-5}
+# A weight times a scale of a value is no longer at most 1: it is rounded by a part in 2^8 of itself.
+QUANTISED_BUDGET = 2.0**-8 + 2e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class Setup:
     magnitude: float = 1.0
 
     @property
+    def is_quantised(self):
+        return self.cache in CODES
+
+    @property
     def score_scale(self):
         return self.scale or self.head_dim**-0.5
 
@@ -51,9 +60,14 @@ class Cache:
         num_blocks = [-(-length // setup.block_size) for length in lengths]
         order = torch.randperm(sum(num_blocks) + 2, generator=generator)
         shape = (len(order), setup.kv_heads, setup.block_size)
-        stale = 77 if setup.cache == "i8" else torch.nan
-        self.keys, self.values = (torch.full((*shape, setup.head_dim), stale, dtype=DTYPES[setup.cache]) for _ in range(2))
-        self.key_scales, self.value_scales = (torch.full(shape, torch.nan) if setup.cache == "i8" else None for _ in range(2))
+        if setup.is_quantised:
+            sizes = [setup.head_dim // (2 if code == "rotated4" else 1) for code in CODES[setup.cache]]
+            self.keys, self.values = (torch.full((*shape, size), 77, dtype=torch.uint8) for size in sizes)
+            self.key_scales, self.value_scales = (torch.full(shape, torch.nan) for _ in range(2))
+        else:
+            kind = DTYPES[setup.cache]
+            self.keys, self.values = (torch.full((*shape, setup.head_dim), torch.nan, dtype=kind) for _ in range(2))
+            self.key_scales = self.value_scales = None
         # Entries past the context point at a block that no sequence owns, and that is full of NaN.
         self.tables = torch.full((len(lengths), max(num_blocks) + 1), int(order[-1]), dtype=torch.int32)
         self.k, self.v, self.slots = [], [], []
@@ -82,16 +96,40 @@ class Cache:
         """Return what the cache holds for a sequence, keys and values [L, K, D] f64, read by the documented layout."""
         s = self.setup
         runs = (-1, s.kv_heads, s.block_size // 16)
+        if s.is_quantised:
+            (keys, key_scales), (values, value_scales) = self.codes(index)
+            keys, values = (
+                dequantize(codes, scales.double(), code)
+                for codes, scales, code in zip((keys, values), (key_scales, value_scales), CODES[s.cache], strict=True)
+            )
+            return keys.double(), values.double()
         keys, values = self.keys.double(), self.values.double()
         if s.cache == "bf16":
             keys = keys.view(*runs, s.head_dim // 2, 16, 2).transpose(-2, -3).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
             values = values.view(*runs, 8, s.head_dim, 2).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
         else:
             keys = keys.view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(-1, s.kv_heads, s.block_size, s.head_dim)
-        if s.cache == "i8":
-            keys, values = keys * self.key_scales.double()[..., None], values * self.value_scales.double()[..., None]
         blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
         return keys[blocks, :, offsets], values[blocks, :, offsets]
+
+    def codes(self, index):
+        """Return the codes [L, K, D] and the scales [L, K] of a sequence, of keys and of values, by the documented layout."""
+        s = self.setup
+        shape, runs = (-1, s.kv_heads, s.block_size), (-1, s.kv_heads, s.block_size // 16)
+        key_code, value_code = CODES[s.cache]
+        keys, values = self.keys, self.values
+        if key_code == "rotated4":  # pairs of neighbours
+            keys = keys.view(*runs, s.head_dim // 2, 16).transpose(-1, -2).reshape(*shape, s.head_dim // 2)
+            keys = torch.stack((keys & 15, keys >> 4), -1).flatten(-2)
+        else:
+            keys = keys.view(torch.int8).view(*runs, s.head_dim, 16).transpose(-1, -2).reshape(*shape, s.head_dim)
+        # Values: the two halves of a vector.
+        values = torch.cat((values & 15, values >> 4), -1) if value_code == "rotated4" else values.view(torch.int8)
+        blocks, offsets = self.slots[index] // s.block_size, self.slots[index] % s.block_size
+        return tuple(
+            (codes[blocks, :, offsets], scales[blocks, :, offsets])
+            for codes, scales in ((keys, self.key_scales), (values, self.value_scales))
+        )
 
 
 def attend(cache, rows, q, *, sinks=None, num_threads=1, isa="", trees=(None, None)):
@@ -123,10 +161,12 @@ def reference(cache, rows, q, sinks=None):
     s = cache.setup
     group = s.num_heads // s.kv_heads
     kind = torch.bfloat16 if s.is_bf16 else torch.float32
-    queries = q.to(kind).double().view(len(q), s.num_heads, s.head_dim)
+    queries = q.view(len(q), s.num_heads, s.head_dim)
+    # Where keys are rotated, queries are, too, and rounded after that.
+    queries = unrotate(rotate(queries).to(kind).double()) if s.cache == "r4" else queries.to(kind).double()
     outs, start = [], 0
     for sequence, length, count in rows:
-        keys, values = (x[:length].to(kind).double() if s.cache != "i8" else x[:length] for x in cache.stored(sequence))
+        keys, values = (x[:length] if s.is_quantised else x[:length].to(kind).double() for x in cache.stored(sequence))
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", queries[start : start + count], keys) * s.score_scale
         if s.softcap:
@@ -162,6 +202,14 @@ SETUPS = {
     "f32": Setup(cache="f32", is_bf16=False),
     "i8": Setup(cache="i8", block_size=32),
     "i8-f32": Setup(cache="i8", is_bf16=False),
+    "r4": Setup(cache="r4"),
+    "r4-f32": Setup(cache="r4", is_bf16=False, block_size=32, has_sinks=True),
+    "k8v4": Setup(cache="k8v4", head_dim=64),
+    "k8v4-f32-dim18": Setup(cache="k8v4", is_bf16=False, head_dim=18),
+    "dim2-r4": Setup(cache="r4", head_dim=2),
+    "dim80-r4-window": Setup(head_dim=80, cache="r4", window=300, softcap=3.0),
+    "dim128-r4": Setup(head_dim=128, cache="r4", num_heads=8, kv_heads=1),
+    "dim576-k8v4": Setup(head_dim=576, cache="k8v4", num_heads=3, kv_heads=1),
     "bf16-cache-f32": Setup(is_bf16=False),
     "f32-cache-bf16": Setup(cache="f32"),
     "dim2": Setup(head_dim=2),
@@ -194,8 +242,14 @@ def test_attention_agrees_with_float64_when_decode_and_prefill_mix(name, isa):
     out = attend(cache, ROWS, q, sinks=sinks, isa=isa, num_threads=2)
     # Scores of hundreds move by 1e-5 of themselves in f32, and the weights with them.
     slack = 4e-3 if setup.magnitude > 10 else 0.0
-    budget = (BUDGET[setup.is_bf16] + slack) * max(cache.stored(row[0])[1].abs().max() for row in ROWS)
+    budget = budget_of(setup) + slack
+    budget *= max(cache.stored(row[0])[1].abs().max() for row in ROWS)
     assert (out.double() - expected).abs().max() <= budget
+
+
+def budget_of(setup):
+    """Return the error that attention may have, in parts of the largest value."""
+    return QUANTISED_BUDGET if setup.is_quantised and setup.is_bf16 else BUDGET[setup.is_bf16]
 
 
 EXTREME_SINKS = [0.0, -torch.inf, -1e30, -100.0, 1e30, 87.0, 12.5, -0.0]
@@ -210,7 +264,9 @@ def test_sinks_of_every_size_agree_with_float64(cache, window, softcap, isa):
     filled, sinks = Cache(setup, LENGTHS, isa=isa), torch.tensor(EXTREME_SINKS)
     q = queries_of(setup, ROWS)
     out = attend(filled, ROWS, q, sinks=sinks, isa=isa, num_threads=2).view(len(q), 8, 64)
-    budget = BUDGET[True] * max(filled.stored(row[0])[1].abs().max() for row in ROWS)
+    budget = (QUANTISED_BUDGET if setup.is_quantised else BUDGET[True]) * max(
+        filled.stored(row[0])[1].abs().max() for row in ROWS
+    )
     expected = reference(filled, ROWS, q, sinks).view(len(q), 8, 64)
     assert (out.double() - expected).abs().max() <= budget
     # Nothing of a sink: the bits of a head without one. All of it: nothing of the values.
@@ -275,17 +331,17 @@ def test_long_decode_is_the_same_bits_when_cut_over_threads(isa):
 
 @pytest.mark.covering
 @EACH_ISA
-@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "dim72-window", "group3-window1", "window256-f32"])
+@pytest.mark.parametrize("name", ["bf16", "f32", "i8", "r4", "k8v4", "dim72-window", "group3-window1", "window256-f32"])
 def test_nan_reaches_exactly_the_rows_that_see_it(name, isa):
     setup = SETUPS[name]
-    clean = Cache(setup, [600])
+    clean = Cache(setup, [600], isa=isa)
     rows = [(0, 600, 600)]
     q = queries_of(setup, rows)
     expected = attend(clean, rows, q, isa=isa)
     heads = setup.num_heads // setup.kv_heads * setup.head_dim  # those that read the kv head that is spoilt
     positions = torch.arange(600)
     for poisoned, tensor in ((0, "v"), (300, "k"), (331, "v"), (599, "k"), (599, "v"), (256, "v")):
-        cache = Cache(setup, [600])
+        cache = Cache(setup, [600], isa=isa)
         getattr(cache, tensor)[0][poisoned, : setup.head_dim] = torch.nan
         cache.store(0, isa)
         out = attend(cache, rows, q, isa=isa, num_threads=2)
@@ -305,9 +361,15 @@ def test_store_writes_only_its_token_when_others_of_the_run_are_filled(cache_for
     setup = Setup(head_dim=head_dim, block_size=block_size, cache=cache_format, kv_heads=3, num_heads=3)
     cache = Cache(setup, [150], isa=isa, num_threads=3)
     keys, values = cache.stored(0)
-    for stored, given in ((keys, cache.k[0]), (values, cache.v[0])):
+    codes = CODES.get(cache_format, (None, None))
+    for stored, given, code in ((keys, cache.k[0], codes[0]), (values, cache.v[0], codes[1])):
         given = given.view(stored.shape)
-        if cache_format == "i8":
+        if code == "rotated4":
+            # A level that lies as near as another may be chosen where sums are rounded in another order.
+            expected = dequantize(*quantize(given, code), code)
+            is_same = ((stored - expected).abs() <= 1e-5 * given.norm(dim=-1, keepdim=True)).all(-1)
+            assert is_same.float().mean() > 0.995
+        elif code == "int8":
             half_steps = given.abs().amax(-1, keepdim=True).double() / 127 * 0.5001
             assert ((stored - given.double()).abs() <= half_steps).all()
         else:
@@ -329,13 +391,47 @@ def test_store_writes_only_its_token_when_others_of_the_run_are_filled(cache_for
 
 
 @EACH_ISA
-def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(isa):
-    setup = Setup(cache="i8", kv_heads=1, num_heads=1, head_dim=18)
+def test_values_on_the_levels_of_the_reference_are_kept(isa):
+    cache = Cache(Setup(cache="r4", head_dim=128, kv_heads=1, num_heads=1), [16], isa=isa)
+    # Every level, as often as in a normal distribution, so that the root mean square is close to 1.
+    normal = 2**0.5 * torch.erfinv((torch.arange(128) + 0.5) / 64 - 1)
+    expected = torch.bucketize(normal, torch.tensor(THRESHOLDS))
+    assert expected.unique().tolist() == list(range(16))
+    for token in range(16):
+        cache.v[0][token] = unrotate(torch.tensor(LEVELS)[expected].roll(token)) * 3
+    cache.store(0, isa)
+    _, (codes, scales) = cache.codes(0)
+    assert codes[:, 0].tolist() == [expected.roll(token).tolist() for token in range(16)]
+    assert torch.allclose(scales, torch.tensor(3.0))
+    out = attend(cache, [(0, 1, 1)], torch.zeros(1, 128), isa=isa)
+    assert torch.allclose(out, cache.v[0][:1], rtol=2.0**-8, atol=1e-5)
+
+
+@pytest.mark.parametrize("cache_format", ["r4", "k8v4"])
+@EACH_ISA
+def test_moved_tokens_keep_their_codes_and_scales(cache_format, isa):
+    cache = Cache(Setup(cache=cache_format, head_dim=18), [60], isa=isa)
+    keys, values = cache.stored(0)
+    sources, targets = cache.slots[0][[3, 40, 17]].contiguous(), cache.slots[0][[50, 9, 18]].contiguous()
+    native.move_kv(cache.layer(), address(sources), address(targets), 3, isa)
+    moved_keys, moved_values = cache.stored(0)
+    assert torch.equal(moved_keys[[50, 9, 18]], keys[[3, 40, 17]])
+    assert torch.equal(moved_values[[50, 9, 18]], values[[3, 40, 17]])
+    others = [token for token in range(60) if token not in (50, 9, 18)]
+    assert torch.equal(moved_keys[others], keys[others])
+    assert torch.equal(moved_values[others], values[others])
+
+
+@EACH_ISA
+@pytest.mark.parametrize("cache_format", ["i8", "r4"])
+def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(cache_format, isa):
+    setup = Setup(cache=cache_format, kv_heads=1, num_heads=1, head_dim=18)
     cache = Cache(setup, [5], isa=isa)
     cache.k[0][0] = 0
     cache.k[0][1] = 1e-42
     cache.k[0][2, 17] = torch.nan
-    cache.k[0][3] = 3e38
+    cache.k[0][3] = 3e37
+    cache.k[0][4, 3] = torch.inf
     cache.store(0, isa)
     keys, _ = cache.stored(0)
     scales = cache.key_scales.view(-1)[cache.slots[0]]
@@ -344,7 +440,8 @@ def test_codes_are_sound_when_a_head_is_zero_tiny_or_not_finite(isa):
     assert keys[1].isfinite().all()
     assert keys[1].abs().max() < 1e-37
     assert keys[2].isnan().all()
-    assert (keys[3] / cache.k[0][3].double() - 1).abs().max() < 1e-6
+    assert (keys[3] / cache.k[0][3].double() - 1).abs().max() < (1e-6 if cache_format == "i8" else 0.3)
+    assert not scales[4].isfinite()
 
 
 @EACH_ISA
@@ -372,9 +469,18 @@ def test_attention_is_finite_when_values_are_denormal_or_scores_overflow(isa):
 
 
 def test_what_is_not_supported_is_refused_when_a_layer_or_job_is_made():
-    for bad in (("f16", 16, 1, 8), ("bf16", 24, 1, 8), ("bf16", 16, 1, 7), ("bf16", 16, 0, 8), ("i8", 16, 1, 8)):
+    for bad in (
+        ("f16", 16, 1, 8),
+        ("bf16", 24, 1, 8),
+        ("bf16", 16, 1, 7),
+        ("bf16", 16, 0, 8),
+        ("i8", 16, 1, 8),
+        ("r4", 16, 1, 8),
+    ):
         with pytest.raises(ValueError):
             native.KvLayer(*bad, 0, 0)
+    with pytest.raises(ValueError, match="at most 2048"):
+        native.KvLayer("k8v4", 16, 1, 4096, 1, 1, 1, 1)
     layer = native.KvLayer("bf16", 16, 2, 8, 0, 0)
     with pytest.raises(ValueError, match="multiple of kv_heads"):
         native.AttentionJob(layer, 3, 1.0)

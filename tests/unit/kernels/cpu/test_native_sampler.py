@@ -89,7 +89,7 @@ def test_tokens_equal_those_of_torch(monkeypatch, shape, vocab_size):
     assert sample(logits, rows) == expected
     drawn = [-1 if one.token_id is None else one.token_id for one in expected]
     for isa in ISAS:
-        found = sample_rows(native, logits, range(num_rows), [sampler._draw_options(row) for row in rows], isa)
+        found = sample_rows(native, logits, range(num_rows), [sampler.draw_options(row) for row in rows], isa)
         assert [token_id for token_id, _ in found] == drawn
 
 
@@ -130,7 +130,7 @@ def test_flat_nucleus_does_not_depend_on_where_the_kernel_looked_first(monkeypat
     monkeypatch.setattr(sampler, "load_native", lambda: None)
     expected = [one.token_id for one in sample(logits, rows)]
     for isa in ISAS:
-        found = sample_rows(native, logits, range(6), [sampler._draw_options(row) for row in rows], isa)
+        found = sample_rows(native, logits, range(6), [sampler.draw_options(row) for row in rows], isa)
         assert [token_id for token_id, _ in found] == expected
 
 

@@ -1,6 +1,7 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported.
 
 QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
+QUIRE_GPU_COMBINATIONS=all runs all slow combinations of parameters in the interpreter, too, which takes hours.
 """
 
 import functools
@@ -16,11 +17,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.covering import redundant_slow_combinations
+
 HAS_GPU = torch.cuda.is_available()
 needs_llguidance = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
 )
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
+ALL_COMBINATIONS = os.environ.get("QUIRE_GPU_COMBINATIONS") == "all"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
 
@@ -66,6 +70,15 @@ class Skipped(pytest.Module):
 def pytest_pycollect_makemodule(module_path, parent):
     is_there = REASON is None or (module_path.name in READ_OR_COMPILED and has_triton())
     return None if is_there else Skipped.from_parent(parent, path=module_path)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Run all slow combinations of parameters on a GPU; in the interpreter as many as have each value once."""
+    if HAS_GPU or ALL_COMBINATIONS:
+        return
+    redundant = set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
+    items[:] = [item for item in items if item not in redundant]
+    config.hook.pytest_deselected(items=list(redundant))
 
 
 def fail_where_skipped(report):

@@ -35,9 +35,10 @@ from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import gpu_executor
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, HostStep
+from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import compile_all
 from quire.worker.device.variants import (
     NotRecording,

@@ -11,6 +11,7 @@ import torch
 
 from quire.contracts.model_spec import AttentionSpec, GateClamp, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.reference.recurrent import Recurrence
 from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
@@ -26,8 +27,10 @@ from quire.kernels.triton.moe import ExpertBiases, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
+from quire.kernels.triton.recurrent import causal_conv_launch, recur_launch
+from quire.kernels.triton.rotated_codes import PACKED, width_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
-from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
@@ -35,6 +38,12 @@ BF16 = torch.bfloat16
 
 def meta(*shape, dtype=BF16):
     return torch.empty(shape, dtype=dtype, device=META)
+
+
+def kv_cache(num_heads, block_size, head_dim, kv_dtype):
+    """kv_dtype: u8 for codes of four bits; (i8, u8) for keys and values."""
+    dtypes = kv_dtype if isinstance(kv_dtype, tuple) else (kv_dtype, kv_dtype)
+    return [meta(4096, num_heads, block_size, width_of(dtype, head_dim), dtype=dtype) for dtype in dtypes]
 
 
 def attention_launches(
@@ -58,7 +67,7 @@ def attention_launches(
     tables = torch.zeros(num_sequences, 1024, dtype=torch.int64)
     step = AttentionMetadata(torch.zeros(starts[-1]), starts, [length] * num_sequences, tables, trees)
     q = meta(starts[-1], heads[0], head_dim, dtype=dtype)
-    cache = [meta(4096, heads[1], block_size, head_dim, dtype=kv_dtype)] * 2
+    cache = kv_cache(heads[1], block_size, head_dim, kv_dtype)
     if kv_dtype != dtype:
         cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
@@ -83,7 +92,7 @@ def add_parts(num_ranks, width, residual_scale=1.0):
 def heads_launch(num_tokens, kv_dtype=BF16):
     qkv = meta(num_tokens, (32 + 2 * 8) * 128)
     parts = (part.unflatten(1, (-1, 128)) for part in qkv.split([4096, 1024, 1024], 1))
-    cache = [meta(4096, 8, 64, 128, dtype=kv_dtype)] * 2
+    cache = kv_cache(8, 64, 128, kv_dtype)
     if kv_dtype != BF16:
         cache += [meta(4096, 8, 64, dtype=F32)] * 2
     norm = Norm(NormSpec("rms", 1e-6), meta(128))
@@ -205,11 +214,36 @@ def move_launch(kv_dtype=BF16):
     return move_tokens_launch(KvCache(*cache), meta(9, dtype=I64), meta(9, dtype=I64), meta(5, dtype=I32))
 
 
+def recur_of(heads, k_dim, v_dim, key_heads=None, decay=None, has_beta=False, has_rates=False):
+    count = 64
+    q, k = (meta(count, key_heads or heads, k_dim, dtype=F32) for _ in range(2))
+    v, out = (meta(count, heads, v_dim, dtype=F32) for _ in range(2))
+    beta = meta(count, heads, dtype=F32) if has_beta else None
+    rates = meta(heads, k_dim, v_dim, dtype=F32) if has_rates else None
+    inputs = Recurrence(q, k, v, meta(count, heads, *(decay or ()), dtype=F32), beta, rates)
+    pool, rows = meta(16, heads, k_dim, v_dim, dtype=F32), DeviceStateRows(*(meta(n, dtype=I32) for n in (4, count, count)))
+    return recur_launch(out, inputs, pool, meta(5, dtype=I32), rows)
+
+
+def conv_launch(channels, num_taps, has_bias, dtype=BF16):
+    x, out = (meta(64, channels, dtype=dtype) for _ in range(2))
+    bias = meta(channels, dtype=dtype) if has_bias else None
+    rows = DeviceStateRows(*(meta(n, dtype=I32) for n in (4, 64, 64)))
+    pool = meta(16, channels, num_taps - 1, dtype=dtype)
+    return causal_conv_launch(out, x, meta(channels, num_taps, dtype=dtype), bias, pool, meta(5, dtype=I32), rows)
+
+
 LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode": lambda: attention_launches()[1],
     "decode-plan": lambda: attention_launches()[0],
     "decode-merge": lambda: attention_launches()[2],
     "decode-fp8": lambda: attention_launches(kv_dtype=FP8)[1],
+    "decode-4-bit": lambda: attention_launches(kv_dtype=PACKED)[1],
+    "decode-k8v4": lambda: attention_launches(kv_dtype=(torch.int8, PACKED))[1],
+    "unrotate": lambda: attention_launches(kv_dtype=PACKED)[-1],
+    "verify-tree-4-bit": lambda: attention_launches(count=4, kv_dtype=PACKED, has_tree=True)[1],
+    "prefill-4-bit": lambda: attention_launches(count=1024, kv_dtype=PACKED)[0],
+    "prefill-k8v4": lambda: attention_launches(count=1024, kv_dtype=(torch.int8, PACKED))[0],
     "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
     "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],
     "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[1],
@@ -254,6 +288,13 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-sinks": lambda: attention_launches(count=1024, has_sinks=True)[0],
     "prefill-d96": lambda: attention_launches(count=1024, head_dim=96, heads=(32, 32))[0],
     "prefill-d192": lambda: attention_launches(count=1024, head_dim=192, heads=(16, 8))[0],
+    "recur-qwen3-next": lambda: recur_of(32, 128, 128, 16, has_beta=True),
+    "recur-kimi": lambda: recur_of(32, 128, 128, decay=(128,), has_beta=True),
+    "recur-mamba2": lambda: recur_of(128, 128, 64, 8),
+    "recur-mamba1": lambda: recur_of(1, 16, 8192, decay=(8192,), has_rates=True),
+    "conv-qwen3-next": lambda: conv_launch(8192, 4, False),
+    "conv-lfm2": lambda: conv_launch(2048, 3, False),
+    "conv-mamba2-f32": lambda: conv_launch(10240, 4, True, F32),
     "norm": lambda: norm_launch(4096),
     "parts-2": lambda: add_parts(2, 4096),
     "parts-8": lambda: add_parts(8, 8192, 0.5),
@@ -264,6 +305,9 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "heads-prefill": lambda: heads_launch(2048),
     "heads-fp8": lambda: heads_launch(8, FP8),
     "heads-int8": lambda: heads_launch(8, torch.int8),
+    "heads-4-bit": lambda: heads_launch(8, PACKED),
+    "heads-4-bit-1024": lambda: heads_launch(1024, PACKED),
+    "heads-k8v4": lambda: heads_launch(8, (torch.int8, PACKED)),
     "sample-scan": lambda: sampler_launch(0, has_cuts=False),
     "sample-scan-cut": lambda: sampler_launch(0, has_cuts=True),
     "sample-choose": lambda: sampler_launch(1, has_cuts=False),

@@ -20,9 +20,10 @@ from quire.model.token_runs import TreePlaces
 from quire.quant.float8 import Float8Weight
 from quire.quant.weight import QuantizedWeight
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import full_step
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.staging import Readback
 from quire.worker.device.variants import ServedModel, meta_decoder
 from quire.worker.step_executor import Moves

@@ -209,7 +209,7 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(model):
     _, by_prompt = plain_outputs(model, KINDS[:2])
     llm = drafting(model, "oracle tree", by_prompt)
     engine, decoder = llm.llm_engine, load_model(model, "float32")
-    stepper = engine._runner._executor
+    stepper = engine.runner.executor
     for index, request in enumerate(KINDS[:2]):
         engine.add_request(str(index), PROMPTS[index], request)
     num_moved = num_compared = 0
@@ -219,7 +219,7 @@ def test_cache_holds_after_every_step_what_a_fresh_prefill_would(model):
         stepper.flush()  # as the next step would begin
         for sequence in engine.scheduler.running:
             computed = sequence.token_ids[: sequence.num_computed_tokens]
-            expect_same_cache(stepper._pool, sequence.block_ids, prefilled(decoder, computed), len(computed))
+            expect_same_cache(stepper.kv_pool, sequence.block_ids, prefilled(decoder, computed), len(computed))
             num_compared += 1
     assert num_compared > 2
     assert num_moved > 0
@@ -232,7 +232,7 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     llm = drafting(model, "oracle tree", by_prompt)
     engine = llm.llm_engine
     engine.add_request("0", PROMPTS[0], KINDS[0])
-    while engine._runner._executor._moves is None:
+    while engine.runner.executor._moves is None:
         engine.step()
     (sequence,) = engine.scheduler.running
     computed, block_ids = sequence.token_ids[: sequence.num_computed_tokens], list(sequence.block_ids)
@@ -240,13 +240,13 @@ def test_accepted_drafts_are_moved_when_memory_ends_while_the_next_ones_are_draf
     def fail(wanted):
         raise torch.OutOfMemoryError("no memory is left")
 
-    monkeypatch.setattr(engine._runner._speculator._proposer, "propose", fail)
+    monkeypatch.setattr(engine.speculator.proposer, "propose", fail)
     (output,) = engine.step()
     assert output.outputs[0].finish_reason == "error"
-    stepper = engine._runner._executor
+    stepper = engine.runner.executor
     assert stepper._moves is not None
     stepper.flush()  # as the next step would begin
-    expect_same_cache(stepper._pool, block_ids, prefilled(load_model(model, "float32"), computed), len(computed))
+    expect_same_cache(stepper.kv_pool, block_ids, prefilled(load_model(model, "float32"), computed), len(computed))
     llm.close()
 
 
@@ -297,17 +297,15 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
     outputs = {(tuple(PROMPTS[0]), 0): [0] * 20}  # as nothing is computed
     llm = drafting(model, "oracle", outputs)
     engine, allowed = llm.llm_engine, []
-    monkeypatch.setattr(
-        engine._runner._executor._decoder, "forward", lambda ids, *_: torch.zeros(len(ids), 32, device=ids.device)
-    )
-    launch = engine._runner.launch
+    monkeypatch.setattr(engine.runner.executor.decoder, "forward", lambda ids, *_: torch.zeros(len(ids), 32, device=ids.device))
+    launch = engine.runner.launch
 
     def noted(plan):
         launched = launch(plan)
-        allowed.append((launched.allows_next, engine._runner._num_in_flight))
+        allowed.append((launched.allows_next, engine.runner._num_in_flight))
         return launched
 
-    monkeypatch.setattr(engine._runner, "launch", noted)
+    monkeypatch.setattr(engine.runner, "launch", noted)
     with noted_launches():
         llm.generate(PROMPTS[:1], KINDS[:1], use_tqdm=False)
     assert set(allowed) == {(False, 1)}

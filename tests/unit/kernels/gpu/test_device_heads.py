@@ -64,7 +64,7 @@ def drafting(model, folder, method, device=DEVICE, drafts=None, **options):
     if is_chain:
         config = {"draft_p_min": 0.0, **config}  # weights are random: what drafts with them is sure of nothing
     llm = LLM(str(model), device=device, speculative_config=config, **OPTIONS | options)
-    proposer, noted = llm.llm_engine._runner._speculator._proposer, {}
+    proposer, noted = llm.llm_engine.speculator.proposer, {}
     propose = proposer.propose
 
     def note(wanted):
@@ -256,7 +256,7 @@ def test_more_known_tokens_than_a_step_takes_are_taken_in_by_several(model, tmp_
     llm.generate(PROMPTS, [GREEDY] * 3, use_tqdm=False)
     llm.close()
     cut, again = drafting(model, tmp_path / "head", "eagle3")
-    chains = cut.llm_engine._runner._speculator._proposer._model
+    chains = cut.llm_engine.speculator.proposer._model
     monkeypatch.setattr(chains, "_sizes", chains._sizes._replace(max_num_batched_tokens=12))
     assert said(cut.generate(PROMPTS, [GREEDY] * 3, use_tqdm=False)) == expected
     assert again == noted
@@ -345,7 +345,7 @@ def test_what_drafts_is_counted_before_the_cache_is_made(model, other, tmp_path,
     assert drafter.block_bytes == block_bytes
     waiting = {"eagle3": 3 * 16 + 12, "draft_model": 0, "medusa": 3}[method]
     assert drafter.held_bytes == 2 * waiting * 32 * 4
-    assert [stepper._pool.num_blocks for stepper in drafter.executors] == [40] * (method != "medusa")
+    assert [stepper.kv_pool.num_blocks for stepper in drafter.executors] == [40] * (method != "medusa")
     llm.close()
 
 
@@ -355,9 +355,9 @@ def test_nothing_of_what_drafts_and_of_its_model_is_left_behind_an_end(model, ot
     folder = other if method == "draft_model" else HEADS[method](tmp_path / method)
     config = {"method": method, "model": str(folder), "num_speculative_tokens": 2, "adaptive": False}
     llm = LLM(str(model), device=DEVICE, speculative_config=config | {"draft_p_min": 0.0}, **OPTIONS)
-    proposer = llm.llm_engine._runner._speculator._proposer
+    proposer = llm.llm_engine.speculator.proposer
     drafter = proposer._drafter if method == "draft_model" else proposer._model
-    kept = [weakref.ref(part) for part in (llm.llm_engine._runner._executor._decoder, drafter._decoder, drafter._executor)]
+    kept = [weakref.ref(part) for part in (llm.llm_engine.runner.executor.decoder, drafter._decoder, drafter._executor)]
     del proposer, drafter
     llm.generate(PROMPTS[2:], [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)], use_tqdm=False)
     assert llm.llm_engine.stats.num_draft_tokens > 0

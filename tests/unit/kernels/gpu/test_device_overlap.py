@@ -40,7 +40,7 @@ def both(folder, prompts, params, **options):
 def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     calls = []
-    stepper = engine._runner._executor
+    stepper = engine.runner.executor
     launch, take = stepper.launch, stepper.read_sampled
 
     def note_launch(step, *rest):
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_steps_one_by_one_when_sequences_are_preempted(qwen)
 
 def test_logits_that_are_not_finite_end_one_request_when_its_next_step_is_on_its_way(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, enforce_eager=True, max_num_seqs=2, **OPTIONS))
-    decoder = engine._runner._executor._decoder
+    decoder = engine.runner.executor.decoder
     real = decoder.logits
 
     def poisoned(hidden, **options):
@@ -108,14 +108,14 @@ def test_logits_that_are_not_finite_end_one_request_when_its_next_step_is_on_its
     params = SamplingParams(temperature=0.0, max_tokens=3, **COMMON)
     engine.add_request("bad", [1, 2], params)
     engine.add_request("good", [4, 5, 6], params)
-    launch, plans = engine._runner.launch, []
+    launch, plans = engine.runner.launch, []
 
     def launch_poisoned(plan):
         plans.append(plan)
         monkeypatch.setattr(decoder, "logits", poisoned if len(plans) == 1 else real)
         return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "launch", launch_poisoned)
+    monkeypatch.setattr(engine.runner, "launch", launch_poisoned)
     outputs = []
     while engine.has_unfinished_requests():
         outputs += engine.step()
@@ -131,14 +131,14 @@ def test_no_third_step_is_launched_before_the_first_is_collected(qwen):
     params = SamplingParams(temperature=0.0, max_tokens=9, **COMMON)
     request = Request(request_id=RequestId("a"), prompt_token_ids=(5, 9), params=params, seed=0)
     start = SequenceStart(SequenceId(0), request, 0, (5, 9), 0, (0,))
-    runner = engine._runner
+    runner = engine.runner
     steps = [runner.launch(StepPlan(0, {SequenceId(0): 2}, (start,))), runner.launch(StepPlan(1, {SequenceId(0): 1}))]
     with pytest.raises(InvariantError, match="2 steps are not collected"):
         runner.launch(StepPlan(2, {SequenceId(0): 1}))
     results = [step.collect() for step in steps]
     results.append(runner.execute(StepPlan(2, {SequenceId(0): 1})))
     tokens = [result.sampled[SequenceId(0)][0] for result in results]
-    assert runner._batch.row(SequenceId(0)).token_ids == [5, 9, *tokens]
+    assert runner.batch.row(SequenceId(0)).token_ids == [5, 9, *tokens]
     engine.close()
 
 
@@ -159,7 +159,7 @@ def test_the_engine_goes_on_and_says_what_to_lower_when_the_driver_has_no_memory
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     released = []
     monkeypatch.setattr(gpu_executor, "release_unused", released.append)
-    stepper = engine._runner._executor
+    stepper = engine.runner.executor
     monkeypatch.setattr(stepper, "launch", failing_once(stepper, RuntimeError("Triton Error [CUDA]: out of memory")))
     ends = {}
     for name in ("first", "second"):
@@ -168,14 +168,14 @@ def test_the_engine_goes_on_and_says_what_to_lower_when_the_driver_has_no_memory
             ends |= {output.request_id: output for output in engine.step() if output.finished}
     assert [output.outputs[0].finish_reason for output in ends.values()] == ["error", "length"]
     assert "lower max_num_batched_tokens" in ends["first"].error
-    assert released == [engine._runner._executor._decoder.device]
+    assert released == [engine.runner.executor.decoder.device]
     engine.close()
 
 
 def test_the_engine_stops_and_can_be_closed_when_the_device_is_lost(qwen, monkeypatch):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     monkeypatch.setattr(gpu_executor, "is_lost", lambda device: True)
-    stepper = engine._runner._executor
+    stepper = engine.runner.executor
     error = RuntimeError("CUDA error: an illegal memory access was encountered")
     monkeypatch.setattr(stepper, "launch", failing_once(stepper, error))
     engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))

@@ -20,9 +20,10 @@ from quire.model.parameters import parameter_shapes
 from quire.sampling.processors import apply_token_masks, process_logits
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import SAMPLINGS, full_step
+from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.staging import Readback
 from quire.worker.device.variants import NotRecording
 

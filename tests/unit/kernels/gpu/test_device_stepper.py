@@ -15,9 +15,10 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.parameters import parameter_shapes
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
+from quire.worker.device.launched_step import Kept, StepSizes
 
 RMS = NormSpec("rms", 1e-6)
 LAYER = LayerSpec(AttentionSpec(2, 1, 16, 0.25, RopeSpec(16, 1e4)), MlpSpec(24, "silu"), attn_in=RMS, mlp_in=RMS)
@@ -37,19 +38,20 @@ class CountedGraphs(StepGraphs):
         super().run(key, step)
 
 
-def make_stepper(device, max_num_seqs, library=None):
+def make_stepper(device, max_num_seqs, library=None, adapters=None):
     generator = torch.Generator().manual_seed(3)
     parameters = {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in parameter_shapes(SPEC).items()}
     graphs = CountedGraphs()
     kv = KvSpec.of(SPEC, BLOCK_SIZE, "float32")
     decoder = DeviceDecoder(SPEC, parameters, 64, device)
-    stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64), graphs, library)
+    pool, sizes = DeviceKvPool(kv, NUM_BLOCKS, device), StepSizes(max_num_seqs, 32, 64)
+    stepper = GpuStepExecutor(decoder, pool, sizes, graphs, library, adapters)
     assert not parameters  # taken one by one
     return stepper, graphs
 
 
 def whole_pool(stepper):
-    cache = stepper._pool.caches[0]
+    cache = stepper.kv_pool.caches[0]
     return torch.stack((cache.k, cache.v))
 
 
@@ -85,7 +87,7 @@ def test_padding_changes_no_token_and_no_cached_value_when_a_step_is_padded(devi
     wide, graphs = make_stepper(device, 4)  # three sequences are padded to four
     exact, exact_graphs = make_stepper(device, 3)
     for stepper in (wide, exact):
-        for cache in stepper._pool.caches:
+        for cache in stepper.kv_pool.caches:
             cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)
     for line, ids in PROMPTS.items():
         assert sampled(wide, prompt(line, ids), tables(line)) == sampled(exact, prompt(line, ids), tables(line))
@@ -152,7 +154,7 @@ def test_logits_are_handed_out_when_the_host_samples(device):
 
 def test_full_steps_store_nothing_when_memory_is_measured(device):
     stepper, _ = make_stepper(device, 3)
-    for cache in stepper._pool.caches:
+    for cache in stepper.kv_pool.caches:
         cache.k.fill_(0.5), cache.v.fill_(0.5)
     stepper.run_full(7, 3, 64)
     stepper.record(stepper.grid.keys[0])

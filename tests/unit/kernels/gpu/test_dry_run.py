@@ -118,9 +118,9 @@ def test_what_drafts_has_more_tokens_in_a_step_than_a_sequence(tmp_path, planned
 def test_all_tokens_of_a_level_of_trees_have_logits(tmp_path, planned, monkeypatch):
     counts, logits = [], drafters.DeviceHead.logits
 
-    def count(head, hidden, *rest):
+    def count(head, hidden, **options):
         counts.append(len(hidden))
-        return logits(head, hidden, *rest)
+        return logits(head, hidden, **options)
 
     monkeypatch.setattr(drafters.DeviceHead, "logits", count)
     monkeypatch.setattr(drafters, "MAX_PENDING", 1)

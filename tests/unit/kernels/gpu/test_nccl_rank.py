@@ -12,8 +12,9 @@ from quire.model.device_shards import DeviceShard
 from quire.model.parameters import parameter_shapes
 from quire.parallel.communicator import CountingCommunicator
 from quire.parallel.torch_communicator import TorchCommunicator
-from quire.worker.device.gpu_executor import GpuStepExecutor, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import CudaGraphRecorder, StepGraphs
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.step_executor import StepTokens
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_triton_decoder import MODELS, RMS

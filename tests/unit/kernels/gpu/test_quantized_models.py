@@ -128,9 +128,9 @@ def test_weights_that_are_quantised_while_they_are_loaded_are_those_of_the_polic
     loaded = load_parameters(folder, spec)
     quantize = parameter_quantizer(loaded, spec, policy)
     dense = {
-        name: torch.stack([numbers(quantize.narrowed(name, expert)) for expert in tensor])
+        name: torch.stack([numbers(quantize.quantized(name, expert)) for expert in tensor])
         if tensor.ndim == 3
-        else numbers(quantize.narrowed(name, tensor))
+        else numbers(quantize.quantized(name, tensor))
         if tensor.ndim == 2
         else tensor
         for name, tensor in loaded.items()

@@ -25,9 +25,10 @@ from quire.model.token_runs import TreePlaces
 from quire.speculate.draft import Draft
 from quire.worker.device import gpu_executor as stepper_module
 from quire.worker.device.block_table_updates import BlockTableUpdates
-from quire.worker.device.gpu_executor import GpuStepExecutor, Kept, StepSizes
+from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import CudaGraphRecorder, GraphKey, PromptKey, StepGraphs
 from quire.worker.device.host_step import HostStep, fill
+from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.mixed_step import MixedSizes, fill_tiles, most_recorded_tokens, padded_sizes, short_runs
 
 RMS = NormSpec("rms", 1e-6)
@@ -81,7 +82,7 @@ class LogRecorder:
     def record(self, step):
         own = self.stepper
         lasting = [own._last_ids, own._result, own._hidden, own._logits, *self.more]
-        lasting += [part for cache in own._pool.caches for part in cache if part is not None]
+        lasting += [part for cache in own.kv_pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
         log, run = [], Launch.run
 
@@ -204,7 +205,7 @@ def test_recorded_steps_find_what_those_launched_one_by_one_find(
         assert tokens == wanted_tokens
         if wanted is not None:
             torch.testing.assert_close(hidden, wanted, **tolerance)
-    for own, other in zip(padded._pool.caches, exact._pool.caches, strict=True):
+    for own, other in zip(padded.kv_pool.caches, exact.kv_pool.caches, strict=True):
         torch.testing.assert_close(dequantised(own), dequantised(other), equal_nan=True, **tolerance)
     if isinstance(recorder, LogRecorder):
         assert recorder.num_recorded == padded._graphs.num_recorded == num_kinds
@@ -240,7 +241,7 @@ def test_recorded_trees_find_what_those_launched_one_by_one_find(device, monkeyp
     padded, exact = (make_stepper(device, LAYERS["plain"], own, sizes=sizes) for own in (recorder, None))
     found = []
     for stepper in (padded, exact):
-        for cache in stepper._pool.caches:
+        for cache in stepper.kv_pool.caches:
             for part in (cache.k, cache.v):
                 part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(part.numel())))
         blocks = [(line, 0, tuple(range(line * BLOCKS_PER_LINE, (line + 1) * BLOCKS_PER_LINE))) for line in range(3)]
@@ -267,7 +268,7 @@ def test_steps_with_prompts_are_launched_one_by_one_when_nothing_is_recorded_or_
     assert stepper.prompts.keys == []
     assert all(isinstance(key, GraphKey) for key in stepper.keys)
     graphs = StepGraphs(LogRecorder(monkeypatch))
-    library = GpuStepExecutor(stepper._decoder, stepper._pool, SIZES, graphs, Library())
+    library = GpuStepExecutor(stepper.decoder, stepper.kv_pool, SIZES, graphs, Library())
     assert library.prompts.keys == []
 
 
@@ -280,7 +281,7 @@ def test_what_takes_most_memory_is_recorded_first_and_stores_nothing(device, mon
     assert stepper.keys[0] == PromptKey(24, MAX_LEN, "any")
     decode = stepper._frames[stepper.grid.keys[0]].staged.host
     assert decode["context_lens"].tolist() == [1] * 3  # whatever the longest is, that takes no time
-    assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper._pool.caches)
+    assert all(bool(cache.k.isnan().all()) and bool(cache.v.isnan().all()) for cache in stepper.kv_pool.caches)
 
 
 @pytest.mark.slow
@@ -291,15 +292,15 @@ def test_samples_and_copies_of_recorded_steps_store_nothing_and_are_forgotten_wi
         stepper.record_samples()
         samples = stepper._graphs.num_recorded
         found_by(stepper, FEW_STEPS)  # the device holds another step's arrays now
-        for cache in stepper._pool.caches:
+        for cache in stepper.kv_pool.caches:
             cache.k.fill_(0.5), cache.v.fill_(0.5)
         stepper.record_copies(2)
     families = (stepper.prompts.keys, stepper.grid.keys)
     assert samples == len({keys[place] for keys in families for place in (0, len(keys) // 2, -1)})
-    assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper._pool.caches)
+    assert all(bool((cache.k == 0.5).all()) and bool((cache.v == 0.5).all()) for cache in stepper.kv_pool.caches)
     if isinstance(recorder, LogRecorder):
         assert recorder.num_recorded == stepper._graphs.num_recorded + 2
-    stepper.give_pool(stepper._pool)
+    stepper.give_pool(stepper.kv_pool)
     assert stepper._graphs.num_recorded == 0
 
 

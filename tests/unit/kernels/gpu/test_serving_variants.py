@@ -19,7 +19,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.parameters import parameter_shapes
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device import variants
-from quire.worker.device.gpu_executor import StepSizes
+from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.precompile import Order, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint

@@ -46,9 +46,9 @@ def test_a_step_of_another_kind_is_refused():
 
 
 def test_counts_of_changes_are_those_of_their_arrays():
-    changes = BlockTableUpdates([(0, 2, [4, 5]), (3, 0, [9])], [(1, 2)], Moves([7, 8], [6, 7], [0, 2]))
+    changes = BlockTableUpdates([(0, 2, [4, 5]), (3, 0, [9])], [(1, 2)], Moves([7, 8], [6, 7], [0, 2]), [(9, 1), (8, 2)])
     counts = ChangeCounts.of(changes)
-    assert counts == (3, 1, 2, 1)
+    assert counts == (3, 1, 2, 1, 2)
     assert change_parts(*counts) == changes.parts()
     assert ChangeCounts.of(BlockTableUpdates([])).is_empty
     assert not counts.is_empty

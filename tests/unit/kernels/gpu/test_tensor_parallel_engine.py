@@ -76,7 +76,20 @@ def tokens_of(llm, prompts, params):
 
 
 def executor_of(llm):
-    return llm.llm_engine._runner._executor
+    return llm.llm_engine.runner.executor
+
+
+def test_statistics_have_the_collectives_and_the_share_of_each_rank(qwen, threads):
+    llm = engine(qwen, 2, tensor_parallel_shares=(1, 1))
+    assert llm.llm_engine.stats.ranks[0].collectives == {}
+    tokens_of(llm, PROMPTS[:1], greedy(2))
+    first, second = llm.llm_engine.stats.ranks
+    assert (first.rank, second.rank, first.share, second.share) == (0, 1, 0.5, 0.5)
+    gathered = first.collectives["all_gather"]
+    assert gathered.num_calls > llm.llm_engine.stats.num_steps
+    assert gathered.num_bytes > 0
+    assert second.state == "ready"
+    llm.close()
 
 
 def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampling(qwen, threads):
@@ -187,3 +200,14 @@ def test_what_drafts_with_weights_drafts_on_ranks_what_it_drafts_on_the_cpu(
 def test_more_ranks_than_heads_are_refused(qwen):
     with pytest.raises(ConfigError, match="at most 4 for a model of 4 attention heads, got 8"):
         engine(qwen, 8)
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_when_all_ranks_have_slept(qwen, threads):
+    llm = engine(qwen, 2)
+    executor, expected = executor_of(llm), tokens_of(llm, PROMPTS[:1], greedy(2))
+    llm.sleep(1)
+    assert executor._sleeping.weights.num_bytes > 0
+    llm.wake_up()
+    assert tokens_of(llm, PROMPTS[:1], greedy(2)) == expected
+    llm.close()

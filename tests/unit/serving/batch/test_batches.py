@@ -187,6 +187,7 @@ def test_partial_output_is_kept_when_a_batch_is_cancelled():
     assert caught.value.status == 400
 
 
+@pytest.mark.slow
 def test_rest_of_a_batch_expires_when_its_window_ends():
     async def go():
         async def execute(record, body):

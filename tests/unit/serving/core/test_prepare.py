@@ -20,7 +20,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 
 def test_formats_come_from_the_template_unless_they_are_named():
-    assert make_served().parsers.tool_format is None
+    assert make_served().parsers.tool_format == "json"
     found = make_served(TOOL_TEMPLATE).parsers
     assert (found.tool_format, found.reasoning_format) == ("hermes", "qwen3")
     config = ServerConfig(tool_call_parser="mistral", reasoning_parser="none")

@@ -135,6 +135,7 @@ def test_watch_shows_who_holds_which_blocks(loop, client):
     assert reports[-1].num_blocks == 256
 
 
+@pytest.mark.slow
 def test_idle_engine_takes_next_to_no_processor_time(loop, client):
     async def scenario():
         await asyncio.sleep(0.1)
@@ -175,6 +176,7 @@ def test_readers_hear_at_once_and_the_next_request_succeeds_when_the_engine_is_k
     loop.run(scenario())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, kind, match",
     [
@@ -198,3 +200,28 @@ def test_the_servers_side_loads_no_torch():
 
     code = "import quire.serving.engine_client.client, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_requests_are_refused_while_the_engine_sleeps_and_tokens_are_the_same_afterwards(loop, client, level):
+    async def go():
+        states = []
+        client.on_state.append(states.append)
+        expected = await read(client.submit(request("before")))
+        running = client.submit(request("running", max_tokens=500))
+        await client.sleep(level)
+        assert (await read(running))[-1].choices[0].finish_reason == "abort"
+        with pytest.raises(ApiError, match="asleep: POST /wake_up") as refused:
+            client.submit(request("refused"))
+        assert refused.value.status == 503
+        assert client.sleep_level == level
+        await client.wake_up()
+        found = await read(client.submit(request("after")))
+        client.on_state.remove(states.append)
+        assert states == ["sleeping", "ready"]
+        return expected, found
+
+    expected, found = loop.run(go())
+    assert [token for delta in found for token in delta.choices[0].token_ids] == [
+        token for delta in expected for token in delta.choices[0].token_ids
+    ]

@@ -94,6 +94,7 @@ def test_answers_come_whole_and_in_order_when_many_ask(loop_factory):
     with_client(scenario, loop_factory=loop_factory)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("code", "shown", "in_full"),
     [
@@ -127,6 +128,7 @@ def test_every_reader_hears_why_at_once_and_the_next_request_succeeds_when_the_e
     with_client(scenario)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fault", ["stopped", "hanging", "without progress"])
 def test_watchdog_ends_an_engine_that_makes_no_progress(fault):
     async def scenario(client):
@@ -147,6 +149,7 @@ def test_watchdog_ends_an_engine_that_makes_no_progress(fault):
     with_client(scenario, watchdog_timeout_s=WATCHDOG_S)
 
 
+@pytest.mark.slow
 def test_blocked_event_loop_is_not_taken_for_a_dead_engine():
     async def scenario(client):
         pid = client.pid
@@ -327,6 +330,7 @@ def test_start_raises_when_the_process_cannot_be_made():
     asyncio.run(main())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("model, num_restarts, match", [("fail-config", 1, "is wrong"), ("fail-exit", 3, "exit status 7")])
 def test_supervisor_gives_up_when_restarts_do_not_help(model, num_restarts, match, tmp_path):
     async def scenario(client):
@@ -397,6 +401,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("code", [1, fake.HANG], ids=["running", "hanging"])
 def test_engine_ends_when_the_server_is_killed(code):
     import subprocess
@@ -446,9 +451,9 @@ def test_the_engines_log_has_one_object_a_line_when_the_server_logs_json(capfd):
     async def scenario(client):
         raise AssertionError
 
-    server = LinkOptions.of(ServerConfig(log_format="json"))
+    server = LinkOptions.of(ServerConfig(log_format="json"), "INFO")
     command = (sys.executable, "-c", RAISING)
     with pytest.raises(WorkerError):
-        with_client(scenario, command=command, log_format=server.log_format, log_level="INFO", max_restarts=0)
+        with_client(scenario, command=command, log_format=server.log_format, log_level=server.log_level, max_restarts=0)
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert "RuntimeError: cannot load" in lines[0]["exception"]

@@ -12,7 +12,23 @@ from quire.contracts.pooling_params import PoolingParams
 from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.engine_client.engine_loop import EngineLoop
 from quire.serving.engine_client.framing import FrameReader, FrameWriter
-from quire.serving.engine_client.messages import Abort, FromEngine, Heartbeat, KvReport, StepOutputs, Stop, Submit, Watch
+from quire.serving.engine_client.messages import (
+    Abort,
+    AskTimelines,
+    FromEngine,
+    Heartbeat,
+    KvReport,
+    LoadAdapter,
+    RebalanceExperts,
+    Sleep,
+    SleepState,
+    StepOutputs,
+    Stop,
+    Submit,
+    Timelines,
+    WakeUp,
+    Watch,
+)
 
 SESSION = b"session!"
 
@@ -236,7 +252,7 @@ def test_output_that_is_too_large_ends_its_request_alone(engine):
 
 
 def test_failing_step_ends_its_requests_and_the_loop_goes_on(engine, monkeypatch):
-    execute = engine._runner.execute
+    execute = engine.runner.execute
     plans = []
 
     def fail_once(plan):
@@ -245,7 +261,7 @@ def test_failing_step_ends_its_requests_and_the_loop_goes_on(engine, monkeypatch
             raise RuntimeError("broken kernel")
         return execute(plan)
 
-    monkeypatch.setattr(engine._runner, "execute", fail_once)
+    monkeypatch.setattr(engine.runner, "execute", fail_once)
     port = run(engine, [submit(engine, "a", [1, 2])], [], [], [submit(engine, "b", [1, 2])])
     assert port.deltas("a")[-1].choices[0].finish_reason == "error"
     assert "broken kernel" in port.deltas("a")[-1].error
@@ -295,3 +311,83 @@ def test_info_tells_the_engine(engine):
     assert info.kv_bytes_per_token == 2 * 2 * 2 * 8 * 4
     assert info.weight_bytes == pytest.approx(4 * info.num_active_parameters, rel=0.01)
     assert info.load_time_s == 1.5
+
+
+def test_timelines_are_in_the_last_delta_and_sent_when_they_are_asked_for(engine):
+    engine.records_timelines = True
+    try:
+        ask = AskTimelines(5, ["timed", "unknown"])
+        port = ScriptedPort([[submit(engine, "timed", [1, 2, 3], max_tokens=4)], [ask], [], [], [], [ask]])
+        EngineLoop(engine, port).run()
+    finally:
+        engine.records_timelines = False
+    first, second = [message for message in port.sent if isinstance(message, Timelines)]
+    assert (first.number, list(first.timelines), second.timelines) == (5, ["timed"], {})
+    assert [event.kind for event in first.timelines["timed"].events][:3] == ["queue", "admit", "prefill"]
+    *before, last = port.deltas("timed")
+    assert all(delta.metrics is None or delta.metrics.timeline is None for delta in before)
+    assert [event.kind for event in last.metrics.timeline.events] == ["queue", "admit", "prefill", "decode", "finish"]
+
+
+def test_end_of_an_aborted_request_is_sent_before_the_answer_about_timelines(engine):
+    engine.records_timelines = True
+    try:
+        commands = [Abort(["gone"]), AskTimelines(1, ["gone"])]
+        port = ScriptedPort([[submit(engine, "gone", [1, 2, 3], max_tokens=50)], commands])
+        EngineLoop(engine, port).run()
+    finally:
+        engine.records_timelines = False
+    kinds = [type(m) for m in port.sent if isinstance(m, Timelines) or (isinstance(m, StepOutputs) and m.deltas[0].finished)]
+    assert kinds == [StepOutputs, Timelines]
+
+
+def test_sleep_is_answered_when_the_engine_is_asleep_and_refused_for_other_levels(engine):
+    script = [[Sleep(0, 1)], [Sleep(1, 1), WakeUp(2)], [WakeUp(3)]]
+    port = ScriptedPort(script)
+    EngineLoop(engine, port).run()
+    states = [message for message in port.sent if isinstance(message, SleepState)]
+    assert states == [SleepState(0, 1), SleepState(1, 1), SleepState(2, None), SleepState(3, None)]
+    assert not engine.is_sleeping
+
+
+@pytest.mark.parametrize("refusal", [None, "role 'decode': other engines use this engine's KV cache"], ids=["can", "cannot"])
+def test_requests_go_on_when_a_sleep_is_only_checked(engine, monkeypatch, refusal):
+    monkeypatch.setattr(engine._held_runner, "_refusal", lambda level: refusal)
+    port = ScriptedPort([[submit(engine, "a", [1] * 8), Sleep(0, 2, is_check=True)]])
+    EngineLoop(engine, port).run()
+    (state,) = [message for message in port.sent if isinstance(message, SleepState)]
+    assert (state.level, state.is_refused, state.error is None) == (None, refusal is not None, refusal is None)
+    assert port.deltas("a")[-1].choices[0].finish_reason == "length"
+    assert not engine.is_sleeping
+
+
+def test_sleep_that_is_overtaken_by_wake_up_is_answered_with_an_error(engine):
+    port = ScriptedPort([[Sleep(0, 1), WakeUp(1)]])
+    EngineLoop(engine, port).run()
+    states = [message for message in port.sent if isinstance(message, SleepState)]
+    assert [(state.number, state.level, state.error is None) for state in states] == [(0, None, False), (1, None, True)]
+
+
+@pytest.mark.parametrize(
+    ("started", "error"),
+    [(None, "start it with enable_expert_parallel and enable_eplb"), (False, "are being moved already"), (True, None)],
+    ids=["without-eplb", "busy", "started"],
+)
+def test_rebalancing_of_experts_is_answered(engine, monkeypatch, started, error):
+    if started is not None:
+        monkeypatch.setattr(engine, "rebalance_experts", lambda: started)
+    port = ScriptedPort([[RebalanceExperts("experts-1")]])
+    EngineLoop(engine, port).run()
+    (delta,) = port.deltas("experts-1")
+    assert delta.finished
+    assert delta.is_refused == (error is not None)
+    assert delta.error is None if error is None else error in delta.error
+
+
+def test_an_adapter_is_refused_while_the_engine_is_asleep(engine):
+    load = LoadAdapter(request_id="lora-1", lora=("sql", 1, "/adapters/sql"))
+    port = ScriptedPort([[Sleep(0, 1)], [load], [WakeUp(1)]])
+    EngineLoop(engine, port).run()
+    (delta,) = port.deltas("lora-1")
+    assert (delta.finished, delta.is_refused) == (True, True)
+    assert "the engine is asleep (level 1)" in delta.error

@@ -98,7 +98,7 @@ def test_a_killed_replica_costs_its_own_requests_and_takes_requests_when_it_is_b
         states = []
         fleet.on_state.append(states.append)
         held = {f"r{n}": fleet.submit(request(f"r{n}", [fake.NO_PROGRESS, n], 100)) for n in range(6)}
-        own = {name for name in held if fleet._router.owner_of(name) == 1}
+        own = {name for name in held if fleet.replica_of(name) == 1}
         assert len(own) == 3
         os.kill(fleet.replicas[1].pid, signal.SIGKILL)
         for name in own:
@@ -114,7 +114,7 @@ def test_a_killed_replica_costs_its_own_requests_and_takes_requests_when_it_is_b
         assert fleet.info.max_num_seqs == 16
         assert set(states) == {"ready"}
         again = fleet.submit(request("again"))
-        assert fleet._router.owner_of("again") == 1  # the other one has three
+        assert fleet.replica_of("again") == 1  # the other one has three
         assert await read(again) == [1, 2, 3]
         assert [replica.num_unfinished for replica in fleet.replicas] == [3, 0]
         for name in held.keys() - own:
@@ -154,12 +154,12 @@ def test_a_repeated_prefix_goes_to_the_replica_that_has_it():
         homes = []
         for n, talk in enumerate(talks):
             subscription = fleet.submit(request(f"a{n}", talk))
-            homes.append(fleet._router.owner_of(f"a{n}"))
+            homes.append(fleet.replica_of(f"a{n}"))
             await read(subscription)
         assert sorted(homes) == [0, 0, 1, 1]
         for n, talk in enumerate(talks):
             subscription = fleet.submit(request(f"b{n}", [*talk, 1, 2]))
-            assert fleet._router.owner_of(f"b{n}") == homes[n]
+            assert fleet.replica_of(f"b{n}") == homes[n]
             await read(subscription)
 
     run(scenario)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.base.errors import RequestError
+from quire.contracts.kv_compression import KvCompression
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
@@ -58,10 +59,15 @@ def sampling_params(draw):
         "prompt_logprobs": st.integers(-1, 100),
         "skip_special_tokens": st.booleans(),
         "priority": st.integers(-(2**31), 2**31 - 1),
+        "kv_compression": st.builds(
+            KvCompression, method=st.sampled_from(["key_norm", "snapkv"]), compression_ratio=st.floats(0, 1, exclude_max=True)
+        ),
         "n": st.integers(1, 8),
         "best_of": st.integers(8, 16),
     }
     chosen = draw(st.sets(st.sampled_from(sorted(fields))))
+    if "kv_compression" in chosen:  # which needs one choice
+        chosen -= {"n", "best_of"}
     return SamplingParams(**{name: draw(fields[name]) for name in sorted(chosen)})
 
 

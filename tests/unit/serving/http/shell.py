@@ -12,7 +12,7 @@ from quire.serving.config import ServerConfig
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Endpoint, bind
 from quire.serving.http.app import ShellParts, make_app
-from quire.serving.http.lifecycle import _Server, listen
+from quire.serving.http.lifecycle import SignalFreeServer, listen
 from quire.serving.http.protocol import guarded_protocol
 
 
@@ -60,7 +60,7 @@ async def running(endpoints, **options):
     config = ServerConfig(port=0, **options)
     context = EveryPart(config)
     sock = listen(config)
-    server = _Server(
+    server = SignalFreeServer(
         uvicorn.Config(
             context.app(endpoints),
             http=guarded_protocol(config, context.metrics.rejected),

@@ -17,15 +17,15 @@ def old(request):
 
 
 async def stream(context, call):
-    bypass = DirectSink()
+    direct_sink = DirectSink()
 
     async def frames():
         for frame in FRAMES:
             yield frame
-            assert bypass.sink is not None
-            assert not bypass.sink.is_open  # what passes by the task is written as chunks
+            assert direct_sink.sink is not None
+            assert not direct_sink.sink.is_open  # what passes by the task is written as chunks
 
-    return Stream(frames(), ApiError.openai_event, bypass=bypass)
+    return Stream(frames(), ApiError.openai_event, direct_sink=direct_sink)
 
 
 async def download(context, call):

@@ -33,7 +33,8 @@ def test_every_schema_that_is_referred_to_is_there(described):
 
 def test_routes_that_stream_say_so_and_no_others(operations):
     found = {name for name, operation in operations.items() if "text/event-stream" in operation["responses"]["200"]["content"]}
-    assert found == {*STREAMING, "GET /ui/events"}
+    azure = {f"POST /openai/deployments/{{deployment}}/{path}" for path in ("chat/completions", "completions")}
+    assert found == {*STREAMING, *azure, "GET /ui/events"}
 
 
 def test_every_json_answer_has_a_schema(described, operations):

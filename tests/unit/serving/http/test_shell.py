@@ -413,17 +413,17 @@ def test_stream_ends_with_an_error_event_when_it_fails_later():
 
 def test_frames_are_in_order_when_some_pass_by_the_iteration():
     async def stream(context, call):
-        bypass = DirectSink()
+        direct_sink = DirectSink()
 
         async def frames():
-            assert bypass.sink is not None
-            assert not bypass.sink.is_open  # nothing has been sent yet
+            assert direct_sink.sink is not None
+            assert not direct_sink.sink.is_open  # nothing has been sent yet
             for number in range(0, 20, 2):
                 yield b"data: %d\n\n" % number
-                assert bypass.sink.is_open
-                bypass.sink.write(b"data: %d\n\n" % (number + 1))
+                assert direct_sink.sink.is_open
+                direct_sink.sink.write(b"data: %d\n\n" % (number + 1))
 
-        return Stream(frames(), ApiError.openai_event, bypass=bypass)
+        return Stream(frames(), ApiError.openai_event, direct_sink=direct_sink)
 
     answer = read_stream(stream)
     sent = [b"%x\r\n%b\r\n" % (len(frame), frame) for frame in (b"data: %d\n\n" % number for number in range(20))]
@@ -435,16 +435,16 @@ def test_frames_stop_passing_by_when_the_client_does_not_read():
         is_full = asyncio.Event()
 
         async def stream(context, call):
-            bypass = DirectSink()
+            direct_sink = DirectSink()
 
             async def frames():
                 yield b"data: 1\n\n"
-                while bypass.sink is not None and bypass.sink.is_open:
-                    bypass.sink.write(b"x" * 65536)
+                while direct_sink.sink is not None and direct_sink.sink.is_open:
+                    direct_sink.sink.write(b"x" * 65536)
                     await asyncio.sleep(0)
                 is_full.set()
 
-            return Stream(frames(), ApiError.openai_event, bypass=bypass)
+            return Stream(frames(), ApiError.openai_event, direct_sink=direct_sink)
 
         async with running([endpoint("/s", stream)]) as (port, _):
             _, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.contracts.expert_stats import ExpertStats
+from quire.contracts.tier_stats import TierStats
 from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
-from quire.serving.http.system import health, load
+from quire.serving.errors import ApiError, engine_unavailable, invalid
+from quire.serving.http.system import experts, health, load, rebalance
 from quire.serving.metrics.engine_metrics import EngineOccupancy
 from tests.unit.serving.http.shell import endpoint, exchange, running
 from tests.unit.serving.http.test_shell import parse
@@ -18,10 +21,11 @@ SHOWN = "RuntimeError: no block for '...' in <path>"
 KEYS = (ApiKey("a", hash_key("k")),)
 
 
-def ask(headers, state="restarting", error=ERROR, **options):
+def ask(headers, state="restarting", error=ERROR, tiers=(), **options):
     async def go():
         async with running([endpoint("/health", health, method="GET", is_open=True)], **options) as (port, context):
-            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error, replicas=(None,))
+            replicas = (SimpleNamespace(tiers=tiers),)
+            context.client = SimpleNamespace(state=state, heartbeat_age_s=1.0, last_error=error, replicas=replicas)
             return parse(await exchange(port, f"GET /health HTTP/1.1\r\nhost: localhost\r\n{headers}\r\n".encode()))
 
     status, _, body = asyncio.run(go())
@@ -55,8 +59,8 @@ def test_error_is_the_last_one_by_its_name_when_the_engine_has_recovered(error, 
 
 
 def test_health_lists_the_replicas_and_is_well_while_one_is_ready():
-    dead = SimpleNamespace(state="restarting", heartbeat_age_s=float("inf"), last_error=ERROR, num_restarts=2)
-    live = SimpleNamespace(state="ready", heartbeat_age_s=0.5, last_error=None, num_restarts=0)
+    dead = SimpleNamespace(state="restarting", heartbeat_age_s=float("inf"), last_error=ERROR, num_restarts=2, tiers=[])
+    live = SimpleNamespace(state="ready", heartbeat_age_s=0.5, last_error=None, num_restarts=0, tiers=[])
 
     async def go(keys):
         async with running([endpoint("/health", health, method="GET", is_open=True)], api_keys=keys) as (port, context):
@@ -71,6 +75,19 @@ def test_health_lists_the_replicas_and_is_well_while_one_is_ready():
     ]
     _, _, body = asyncio.run(go(KEYS))
     assert all("error" not in row for row in json.loads(body)["replicas"])
+
+
+@pytest.mark.parametrize(("headers", "is_told"), [("", False), ("authorization: Bearer k\r\n", True)])
+def test_health_of_decode_servers_counts_transfers_and_tells_problems_to_those_who_may_ask(headers, is_told):
+    problem = "mismatch: the engines differ in dtype: bfloat16 on the decode engine, float32 on the prefill engine"
+    sizes = {"num_pages": 0, "num_bytes": 0, "max_bytes": 1}
+    tiers = [
+        TierStats(tier="host", **sizes),
+        TierStats(tier="peer", **sizes, outcomes={"complete": 2, "mismatch": 1}, problems={"tcp://10.0.0.1:7000": problem}),
+    ]
+    _, body = ask(headers, state="ready", tiers=tiers, api_keys=KEYS)
+    assert body["transfers"] == {"complete": 2, "mismatch": 1}
+    assert body.get("transfer_problems") == ({"tcp://10.0.0.1:7000": problem} if is_told else None)
 
 
 def test_load_sums_the_replicas_and_lists_them():
@@ -98,3 +115,89 @@ def test_load_sums_the_replicas_and_lists_them():
         "block_size": 16,
         "max_num_seqs": 16,
     }
+
+
+def test_experts_are_listed_by_replica_and_layer():
+    stats = ExpertStats(layer=3, tokens=[4, 0, 2], rank_tokens=[4.0, 2.0], imbalance=4 / 3)
+
+    async def go():
+        async with running([endpoint("/debug/experts", experts, method="GET")]) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(experts=[stats]), SimpleNamespace(experts=[])))
+            return parse(await exchange(port, b"GET /debug/experts HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+
+    status, _, body = asyncio.run(go())
+    assert status == 200
+    (layer,) = json.loads(body)["replicas"][0]["layers"]
+    assert (layer["layer"], layer["tokens"], layer["rank_tokens"]) == (3, [4, 0, 2], [4.0, 2.0])
+    assert layer["imbalance"] == pytest.approx(4 / 3)
+    assert json.loads(body)["replicas"][1] == {"replica": 1, "layers": []}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 200),
+        (invalid("the experts are being moved already"), 400),
+        (engine_unavailable("the model is being loaded"), 503),
+    ],
+    ids=["begun", "refused", "loading"],
+)
+def test_experts_are_rebalanced_on_every_engine(error, status):
+    asked = []
+
+    async def rebalance_experts():
+        asked.append(1)
+        if error is not None:
+            raise error
+
+    async def go():
+        async with running([endpoint("/experts/rebalance", rebalance)]) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(rebalance_experts=rebalance_experts),) * 2)
+            head = b"POST /experts/rebalance HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+            return parse(await exchange(port, head))
+
+    found, _, body = asyncio.run(go())
+    assert found == status
+    assert len(asked) == 2
+    if error is None:
+        assert json.loads(body) == {"num_engines": 2, "refused": {}}
+
+
+def test_an_engine_that_refuses_to_rebalance_does_not_stop_the_others():
+    asked = []
+
+    async def accept():
+        asked.append(1)
+
+    async def refuse():
+        raise ApiError(400, "experts are being moved already")
+
+    async def go():
+        async with running([endpoint("/experts/rebalance", rebalance)]) as (port, context):
+            context.client = SimpleNamespace(replicas=[SimpleNamespace(rebalance_experts=one) for one in (refuse, accept)])
+            head = b"POST /experts/rebalance HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+            return parse(await exchange(port, head))
+
+    found, _, body = asyncio.run(go())
+    assert (found, len(asked)) == (200, 1)
+    assert json.loads(body) == {"num_engines": 1, "refused": {"0": "experts are being moved already"}}
+
+
+@pytest.mark.parametrize(("is_admin", "status"), [(False, 403), (True, 200)])
+def test_experts_are_rebalanced_for_admin_keys_only(is_admin, status):
+    asked = []
+
+    async def rebalance_experts():
+        asked.append(1)
+
+    async def go():
+        keys = (ApiKey("a", hash_key("k"), is_admin=is_admin),)
+        async with running([endpoint("/experts/rebalance", rebalance)], api_keys=keys) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(rebalance_experts=rebalance_experts),))
+            head = b"POST /experts/rebalance HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
+            return parse(await exchange(port, head + b"content-length: 0\r\n\r\n"))
+
+    found, _, body = asyncio.run(go())
+    assert (found, len(asked)) == (status, int(is_admin))
+    if not is_admin:
+        assert json.loads(body)["error"]["code"] == "admin_only"

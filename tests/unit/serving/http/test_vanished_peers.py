@@ -19,6 +19,7 @@ def quick_peer_timeouts(monkeypatch):
     monkeypatch.setattr(lifecycle, "PEER_OPTIONS", quick)
 
 
+@pytest.mark.slow
 def test_work_is_cancelled_when_clients_vanish_in_silence_and_in_a_stream():
     async def go():
         loop = asyncio.get_running_loop()

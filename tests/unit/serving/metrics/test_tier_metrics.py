@@ -35,3 +35,23 @@ def test_stats_of_tiers_are_samples_and_counts_are_added_after_a_restart():
     assert found["hit_pages_total", "host"] == 7
     assert found["saved_pages_total", "host"] == 7
     assert found["pages", "host"] == 1
+
+
+def test_transfers_are_counted_by_outcome_and_go_on_after_a_restart():
+    metrics = ServerMetrics(ServerConfig(), "demo")
+    sizes = {"num_pages": 0, "num_bytes": 0, "max_bytes": 1}
+    tiers = [TierStats(tier="peer", **sizes, loaded_bytes=900, load_s=0.25, outcomes={"complete": 2, "lost": 1})]
+    metrics.on_collect.append(TierMetrics(metrics.defined, lambda: tiers).write)
+    lines = metrics.render()[0].decode().splitlines()
+    assert count_of(lines, "kv_tier_loaded_bytes_total", 'tier="peer"') == 900
+    assert count_of(lines, "kv_tier_load_seconds_total", 'tier="peer"') == 0.25
+    assert count_of(lines, "kv_transfers_total", 'outcome="complete"') == 2
+    tiers[:] = [TierStats(tier="peer", **sizes, outcomes={"complete": 1, "short": 5})]
+    lines = metrics.render()[0].decode().splitlines()
+    assert [count_of(lines, "kv_transfers_total", f'outcome="{name}"') for name in ("complete", "lost", "short")] == [3, 1, 5]
+
+
+def count_of(lines, name, label):
+    found = [line for line in lines if line.startswith(f"quire:{name}{{") and label in line]
+    assert len(found) == 1
+    return float(found[0].rsplit(" ", 1)[1])

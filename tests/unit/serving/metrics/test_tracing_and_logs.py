@@ -3,19 +3,23 @@
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.outputs import RequestMetrics
+from quire.contracts.timeline import RequestTimeline, TimelineEvent
 from quire.serving.engine_client.engine_process import EngineLog
 from quire.serving.log_format import JsonFormatter, setup_log_format
+from quire.serving.metrics.otlp_exporter import OtlpExporter
 from quire.serving.metrics.request_record import RequestRecord, log_ended
-from quire.serving.metrics.tracing import RequestTracing
+from quire.serving.metrics.tracing import RequestTracing, TraceParent, parse_traceparent
 from tests.unit.serving.request_queue.virtual_engine import make_job
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -30,71 +34,21 @@ def make_record(**job):
 
 
 @pytest.fixture
-def traced():
-    sdk = pytest.importorskip(
-        "opentelemetry.sdk.trace.export.in_memory_span_exporter", reason="the extra otel is not installed"
-    )
-    exporter = sdk.InMemorySpanExporter()
-
-    def run(*records):
-        tracing = RequestTracing("http://127.0.0.1:4318", "demo", clock=lambda: 103.0, exporter=exporter)
-        for record in records:
-            tracing.record_ended(record)
-        tracing._provider.force_flush()
-        return exporter.get_finished_spans()
-
-    return run
-
-
-def test_span_has_times_and_counts_when_a_request_ends(traced):
-    (span,) = traced(make_record())
-    assert span.name == "text_completion demo"
-    assert (span.end_time - span.start_time) / 1e9 == pytest.approx(4.0)
-    assert span.attributes["gen_ai.usage.input_tokens"] == 10
-    assert span.attributes["gen_ai.usage.output_tokens"] == 5
-    assert span.attributes["gen_ai.response.finish_reasons"] == ("stop",)
-    assert span.attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(2.0)
-    assert span.attributes["gen_ai.latency.time_in_queue"] == pytest.approx(1.5)
-    offsets = {event.name: (event.timestamp - span.start_time) / 1e9 for event in span.events}
-    assert offsets == pytest.approx(
-        {"admitted": 0.5, "dispatched": 1, "first_step": 1.5, "first_token": 2, "last_token": 4}, abs=1e-6
-    )
-
-
-def test_span_continues_the_clients_trace_when_it_sends_a_traceparent(traced):
-    (span,) = traced(make_record(traceparent=PARENT))
-    assert format(span.context.trace_id, "032x") == PARENT.split("-")[1]
-    assert format(span.parent.span_id, "016x") == PARENT.split("-")[2]
-
-
-def test_no_span_is_made_when_the_client_does_not_sample(traced):
-    assert traced(make_record(traceparent=PARENT[:-1] + "0")) == ()
-
-
-@pytest.mark.parametrize("header", ["", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\x00" * 100])
-def test_span_begins_a_trace_when_the_traceparent_is_invalid(traced, header):
-    (span,) = traced(make_record(traceparent=header))
-    assert span.parent is None
-
-
-def test_error_status_is_set_when_a_request_failed(traced):
-    record = make_record()
-    record.error = "broken"
-    (span,) = traced(record)
-    assert not span.status.is_ok
-    assert span.status.description == "broken"
-
-
-def test_spans_arrive_over_http_when_an_endpoint_is_given():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
-    paths = []
+def collector():
+    """Yield (url, requests, statuses): what came as (path, headers, spans); the statuses that are answered next, else 200."""
+    requests, statuses = [], []
 
     class Collector(BaseHTTPRequestHandler):
         def do_POST(self):
-            self.rfile.read(int(self.headers["content-length"]))
-            paths.append(self.path)
-            self.send_response(200)
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            status = statuses.pop(0) if statuses else 200
+            (resource,) = body["resourceSpans"]
+            (scope,) = resource["scopeSpans"]
+            if status == 200:
+                requests.append((self.path, dict(self.headers), resource["resource"], scope["spans"]))
+            self.send_response(status)
             self.end_headers()
+            self.wfile.write(b"{}")
 
         def log_message(self, *_):
             return
@@ -103,26 +57,219 @@ def test_spans_arrive_over_http_when_an_endpoint_is_given():
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
-        tracing = RequestTracing(f"http://127.0.0.1:{server.server_port}", "demo")
-        tracing.record_ended(make_record())
-        tracing.close()
+        yield f"http://127.0.0.1:{server.server_port}", requests, statuses
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-    assert paths == ["/v1/traces"]
 
 
-def test_config_error_names_the_extra_when_it_is_not_installed(monkeypatch):
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(ConfigError, match=r"quire\[otel\]"):
-        RequestTracing("http://127.0.0.1:4318", "demo")
+@pytest.fixture
+def traced(collector):
+    url, requests, _ = collector
+
+    def run(*records):
+        tracing = RequestTracing(url, "demo", clock=lambda: 103.0)
+        for record in records:
+            tracing.record_ended(record)
+        tracing.close()
+        return [span for _, _, _, spans in requests for span in spans]
+
+    return run
 
 
-def test_config_error_is_raised_when_the_endpoint_is_no_url():
-    pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="the extra otel is not installed")
+def values_of(attributes):
+    """Return attributes in the JSON form of OTLP as a dict."""
+
+    def value_of(value):
+        ((kind, found),) = value.items()
+        if kind == "arrayValue":
+            return [value_of(one) for one in found["values"]]
+        return int(found) if kind == "intValue" else found
+
+    return {attribute["key"]: value_of(attribute["value"]) for attribute in attributes}
+
+
+def seconds_of(span):
+    return (int(span["endTimeUnixNano"]) - int(span["startTimeUnixNano"])) / 1e9
+
+
+def test_span_has_times_and_counts_when_a_request_ends(traced):
+    span, *_ = traced(make_record())
+    assert (span["name"], span["kind"]) == ("text_completion demo", 2)
+    assert seconds_of(span) == pytest.approx(4.0)
+    attributes = values_of(span["attributes"])
+    assert attributes["gen_ai.operation.name"] == "text_completion"
+    assert attributes["gen_ai.usage.input_tokens"] == 10
+    assert attributes["gen_ai.usage.output_tokens"] == 5
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == 4
+    assert attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert attributes["gen_ai.latency.time_to_first_token"] == pytest.approx(2.0)
+    assert attributes["gen_ai.latency.time_in_queue"] == pytest.approx(1.5)
+    start = int(span["startTimeUnixNano"])
+    offsets = {event["name"]: (int(event["timeUnixNano"]) - start) / 1e9 for event in span["events"]}
+    assert offsets == pytest.approx(
+        {"admitted": 0.5, "dispatched": 1, "first_step": 1.5, "first_token": 2, "last_token": 4}, abs=1e-6
+    )
+    assert abs(start / 1e9 + 4.0 - time.time()) < 60
+
+
+def test_phases_are_children_of_the_span(traced):
+    record = make_record()
+    record.engine.timeline = RequestTimeline(
+        [
+            TimelineEvent("queue", 0, 100.0, 100.5),
+            TimelineEvent("admit", 0, 100.5, 100.5),
+            TimelineEvent("prefill", 0, 100.5, 101.0, step_id=7, num_tokens=6, num_steps=1),
+            TimelineEvent("decode", 0, 101.0, 103.0, num_tokens=4, num_steps=3, num_drafts=2, num_accepted=1),
+            TimelineEvent("finish", 0, 103.0, 103.0),
+        ]
+    )
+    root, *children = traced(record)
+    assert {child["parentSpanId"] for child in children} == {root["spanId"]}
+    assert {child["traceId"] for child in children} == {root["traceId"]}
+    assert {child["name"]: seconds_of(child) for child in children} == pytest.approx(
+        {"quire.prepare": 0.5, "quire.server_queue": 0.5, "quire.engine_queue": 0.5, "quire.prefill": 0.5, "quire.decode": 2.0}
+    )
+    by_name = {child["name"]: child for child in children}
+    (chunk,) = by_name["quire.prefill"]["events"]
+    assert values_of(chunk["attributes"]) == {"quire.step": 7, "quire.tokens": 6, "quire.duration_s": 0.5}
+    decode = values_of(by_name["quire.decode"]["attributes"])
+    assert decode == {
+        "quire.choice": 0, "quire.tokens": 4, "quire.steps": 3, "quire.draft_tokens": 2, "quire.accepted_tokens": 1,
+    }  # fmt: skip
+
+
+def test_span_continues_the_clients_trace_when_it_sends_a_traceparent(traced):
+    span, *_ = traced(make_record(traceparent=PARENT))
+    assert (span["traceId"], span["parentSpanId"]) == tuple(PARENT.split("-")[1:3])
+
+
+def test_no_span_is_made_when_the_client_does_not_sample(traced):
+    assert traced(make_record(traceparent=PARENT[:-1] + "0")) == []
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    "header",
+    ["", "x", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "\x00" * 100, f"{PARENT}-more", f"ff{PARENT[2:]}", PARENT.upper()],
+)
+def test_span_begins_a_trace_when_the_traceparent_is_invalid(traced, header):
+    span, *_ = traced(make_record(traceparent=header))
+    assert "parentSpanId" not in span
+    assert span["traceId"] != PARENT.split("-")[1]
+
+
+def test_traceparent_of_a_later_version_may_have_more():
+    assert parse_traceparent(f"01{PARENT[2:]}-more") == TraceParent(*PARENT.split("-")[1:3], is_sampled=True)
+
+
+def test_error_status_is_set_when_a_request_failed(traced):
+    record = make_record()
+    record.error = "broken"
+    span, *_ = traced(record)
+    assert span["status"] == {"code": 2, "message": "broken"}
+
+
+def test_spans_go_to_the_collector_with_the_headers_and_the_resource_of_the_environment(collector, monkeypatch):
+    url, requests, _ = collector
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-token=a%20b, x-other=1")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test,service.name=ignored")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    tracing = RequestTracing(url, "demo")
+    tracing.record_ended(make_record())
+    tracing.close()
+    ((path, headers, resource, _),) = requests
+    headers = {name.lower(): value for name, value in headers.items()}
+    assert (path, headers["content-type"]) == ("/v1/traces", "application/json")
+    assert (headers["x-token"], headers["x-other"]) == ("a b", "1")
+    found = values_of(resource["attributes"])
+    assert (found["service.name"], found["deployment.environment"]) == ("mine", "test")
+    assert (tracing.exporter.num_sent, tracing.exporter.num_dropped) == (1, 0)
+
+
+def test_spans_are_sent_again_once_when_the_collector_is_busy(collector, monkeypatch):
+    monkeypatch.setattr("quire.serving.metrics.otlp_exporter._RETRY_DELAY_S", 0.01)
+    monkeypatch.setattr("quire.serving.metrics.otlp_exporter._BATCH_DELAY_S", 0.01)
+    url, requests, statuses = collector
+    statuses.append(503)
+    exporter = OtlpExporter(url)
+    exporter.offer(lambda: [{"name": "a"}])
+    deadline_s = time.monotonic() + 30
+    while not exporter.num_sent and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    exporter.close()
+    assert len(requests) == 1
+    assert (exporter.num_sent, exporter.num_dropped) == (1, 0)
+
+
+def test_spans_that_the_collector_does_not_take_are_counted_and_logged(collector, caplog):
+    url, requests, statuses = collector
+    statuses += [400, 400]
+    exporter = OtlpExporter(url)
+    with caplog.at_level(logging.WARNING, logger="quire"):
+        exporter.offer(lambda: [{"name": "a"}])
+        exporter.close()
+    assert (requests, exporter.num_sent, exporter.num_dropped) == ([], 0, 1)
+    assert "status 400" in caplog.text
+
+
+@pytest.mark.slow
+def test_exporter_goes_on_when_the_collector_speaks_no_http(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            for _ in range(2):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(bytes(12) + b"\r\n")  # as a server of gRPC does
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        exporter = OtlpExporter(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with caplog.at_level(logging.WARNING, logger="quire"):
+            for num_dropped in (1, 2):
+                exporter.offer(lambda: [{"name": "a"}])
+                deadline_s = time.monotonic() + 30
+                while exporter.num_dropped < num_dropped and time.monotonic() < deadline_s:
+                    time.sleep(0.01)
+                assert exporter.num_dropped == num_dropped
+        exporter.close()
+        thread.join(30)
+    assert "BadStatusLine" in caplog.text
+
+
+def test_requests_are_dropped_and_counted_when_the_queue_is_full():
+    blocked, entered = threading.Event(), threading.Event()
+
+    def wait():
+        entered.set()
+        blocked.wait(60)
+        return []
+
+    exporter = OtlpExporter("http://127.0.0.1:1", max_queued=2)
+    exporter.offer(wait)
+    assert entered.wait(60)
+    for _ in range(5):
+        exporter.offer(list)
+    assert exporter.num_dropped == 3
+    blocked.set()
+    exporter.close()
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "", "ftp://x"])
+def test_config_error_is_raised_when_the_endpoint_is_no_url(endpoint):
     with pytest.raises(ConfigError, match="http://"):
-        RequestTracing("collector:4318", "demo")
+        RequestTracing(endpoint, "demo")
+
+
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_RESOURCE_ATTRIBUTES"])
+def test_config_error_names_the_variable_and_not_the_secret(monkeypatch, variable):
+    monkeypatch.setenv(variable, "sk-secret")
+    with pytest.raises(ConfigError, match=variable) as error:
+        RequestTracing("http://127.0.0.1:4318", "demo")
+    assert "secret" not in str(error.value)
 
 
 def test_line_is_json_without_contents_when_a_request_ends(caplog):

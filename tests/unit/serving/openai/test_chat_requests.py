@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from quire.api.decode import decode_body
+from quire.api.decode import BodyError, decode_body
 from quire.base.errors import RequestError
+from quire.contracts.kv_compression import KvCompression
 from quire.serving.config import ServerConfig
 from quire.serving.core.prepare import salt_of
 from quire.serving.engine_client.messages import ChoiceDelta
@@ -102,7 +103,7 @@ def test_template_variables_reach_the_template():
 
 def test_tools_are_refused_when_the_model_has_no_format():
     with pytest.raises(RequestError, match="--tool-call-parser") as caught:
-        whole(say("Yes"), tools=[TOOL])
+        whole(say("Yes", served=make_served(config=ServerConfig(tool_call_parser="none"))), tools=[TOOL])
     assert caught.value.param == "tools"
 
 
@@ -181,6 +182,17 @@ def test_parameters_of_another_form_reach_the_engine():
     assert (params.allowed_token_ids, params.bad_words, params.max_tokens) == ((1, 2), ("no",), 9)
     whole(where := say("Hi"), max_tokens=9, max_completion_tokens=4)
     assert params_of(where).max_tokens == 4
+
+
+def test_kv_compression_reaches_the_engine_and_bad_fields_are_refused_by_name():
+    whole(where := say("Hi"), kv_compression={"method": "streaming", "budget_tokens": 64})
+    assert params_of(where).kv_compression == KvCompression(method="streaming", budget_tokens=64)
+    with pytest.raises(RequestError, match="method 'snapkv' needs budget_tokens or compression_ratio") as caught:
+        whole(say("Hi"), kv_compression={"method": "snapkv"})
+    assert caught.value.param == "kv_compression"
+    with pytest.raises(BodyError) as caught:
+        whole(say("Hi"), kv_compression={"method": "h2o"})
+    assert caught.value.param == "kv_compression.method"
 
 
 def test_checkpoint_recommends_what_is_absent():

@@ -62,6 +62,7 @@ def message_of(data):
     return choice["message"], choice["finish_reason"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_answer_is_of_the_schema_when_response_format_has_one(context, seed):
     wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}

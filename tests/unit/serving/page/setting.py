@@ -22,6 +22,7 @@ class Engine:
         self.watched = []
         self.ranks = []
         self.tiers = []
+        self.experts = []
 
     def watch(self, hz):
         self.watched.append(hz)

@@ -3,11 +3,14 @@
 import json
 import secrets
 
+import msgspec
+
+from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.tier_stats import TierStats
 from quire.serving.page.static_files import FOLDER
 from quire.serving.page.view import EngineView
-from quire.serving.page.wire import RankRow, RequestRow, StepRow, TierRow
+from quire.serving.page.wire import ExpertRow, RankRow, RequestRow, StepRow, TierRow
 from tests.unit.serving.page.setting import Setting, run, take
 
 
@@ -215,6 +218,31 @@ def test_ranks_are_told_when_they_change():
     run(scenario)
 
 
+def test_experts_are_told_when_their_load_changes():
+    async def scenario(s):
+        moved = {"imbalance": 1.25, "imbalance_before": 1.5, "imbalance_after": 1.04, "num_moved": 3, "num_failed_moves": 1}
+        s.engine.experts = [ExpertStats(layer=2, tokens=[5, 30, *[1] * 8], rank_tokens=[27.4, 15.6], **moved)]
+        frames = s.feed.frames(10, False)
+        told = (await take(frames))[2]["experts"]
+        busiest = [[1, 30], [0, 5], *([expert, 1] for expert in range(2, 8))]
+        assert told == [[2, 10, 43, busiest, [27, 16], 1.25, 1.5, 1.04, 3, 1]]
+        s.add_request("another")
+        s.feed.tick()
+        assert "experts" not in (await take(frames))[2]
+        s.engine.experts = []
+        s.feed.tick()
+        assert (await take(frames))[2]["experts"] == []
+        await frames.aclose()
+
+    run(scenario)
+
+
+def test_the_page_knows_the_columns_of_the_experts():
+    columns = ("layer", "count", "tokens", "busiest", "ranks", "imbalance", "before", "after", "moved", "failed")
+    assert f"const EXPERTS = {json.dumps(list(columns))};" in (FOLDER / "engine_model.mjs").read_text()
+    assert len(columns) == len(ExpertRow.__struct_fields__)
+
+
 def test_the_page_knows_the_columns_of_a_rank():
     columns = [f'"{name}"' for name in ("rank", "pid", "state", "memory", "share", "wait")]
     assert f"const RANK = [{', '.join(columns)}];" in (FOLDER / "engine_model.mjs").read_text()
@@ -226,7 +254,7 @@ def test_tiers_are_told_when_they_change():
         counts = {"num_hits": 5, "num_saved": 7, "num_loaded": 6, "num_dropped": 1, "save_s": 0.25, "load_s": 0.5}
         s.engine.tiers = [TierStats(tier="host", num_pages=3, num_bytes=300, max_bytes=1200, **counts)]
         frames = s.feed.frames(10, False)
-        assert (await take(frames))[2]["tiers"] == [["host", 3, 300, 1200, 5, 7, 6, 1, 250.0, 500.0]]
+        assert (await take(frames))[2]["tiers"] == [["host", 3, 300, 1200, 5, 7, 6, 1, 250.0, 500.0, {}, {}]]
         s.add_request("another")
         s.feed.tick()
         assert "tiers" not in (await take(frames))[2]
@@ -238,8 +266,23 @@ def test_tiers_are_told_when_they_change():
     run(scenario)
 
 
+def test_transfers_and_the_role_are_told():
+    async def scenario(s):
+        s.engine.info = msgspec.structs.replace(s.engine.info, role="decode")
+        outcomes, problems = {"complete": 4, "short": 2}, {"tcp://10.0.0.2:7000": "the engines differ in dtype"}
+        s.engine.tiers = [TierStats(tier="peer", num_pages=1, num_bytes=8, max_bytes=8, outcomes=outcomes, problems=problems)]
+        frames = s.feed.frames(10, False)
+        _, _, data = await take(frames)
+        assert data["shape"]["role"] == "decode"
+        assert data["tiers"][0][-2:] == [outcomes, problems]
+        await frames.aclose()
+
+    run(scenario)
+
+
 def test_the_page_knows_the_columns_of_a_tier():
     columns = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading"]
+    columns += ["outcomes", "problems"]
     shown = ", ".join(f'"{name}"' for name in columns)
     assert f"const TIER = [{shown}];" in (FOLDER / "engine_model.mjs").read_text()
     assert len(columns) == len(TierRow.__struct_fields__)

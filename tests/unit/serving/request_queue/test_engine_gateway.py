@@ -342,6 +342,7 @@ def test_second_request_of_the_same_id_is_an_error_when_the_first_is_open():
     with_bench(test)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("lengths", [(64, 64), (20, 100)], ids=["equal", "mixed"])
 def test_engine_does_not_starve_when_many_wait(lengths):
     async def run(bench, hold_back):

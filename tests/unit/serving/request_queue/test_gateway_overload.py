@@ -68,6 +68,7 @@ def simulate(test, max_queue_wait_s=5.0):
     return run_virtual(main)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [40, pytest.param(600, marks=pytest.mark.slow)])
 def test_goodput_holds_and_waits_are_bounded_when_five_times_too_much_comes(seconds):
     async def test(load):
@@ -93,6 +94,7 @@ def test_nothing_is_refused_when_the_load_is_below_capacity():
     simulate(test)
 
 
+@pytest.mark.slow
 def test_load_of_retries_is_bounded_and_spread_when_clients_obey():
     async def test(load):
         tasks = [load.loop.create_task(load.client(f"c{i}", 2)) for i in range(2000)]

@@ -124,6 +124,7 @@ def test_slow_reader_is_ended_and_counted_when_it_does_not_read(loop, server):
     loop.run(scenario())
 
 
+@pytest.mark.slow
 def test_all_fail_and_later_ones_are_served_when_the_engine_is_killed(loop, server):
     async def scenario():
         tasks = [asyncio.create_task(read(server.open(f"e{i}", 2000))) for i in range(30)]

@@ -116,7 +116,7 @@ class FakeEngine:
     def __init__(self, loop, max_num_seqs=8, step_s=0.01, prompt_token_s=0.0001, output_token_s=0.001, budget=512):
         self.loop, self.info = loop, make_info(max_num_seqs)
         self.state = "ready"
-        self.replicas = (self,)
+        self.replicas, self.tiers = (self,), []
         self.last_error = None
         self.on_step, self.on_state = [], []
         self.aborts, self.errors, self.submitted = [], [], []

@@ -72,7 +72,7 @@ def comparable(response):
 HEAD = (
     '"id":"resp_1","object":"response","created_at":1,"status":"STATUS","background":false,"completed_at":DONE,"error":null,'
     '"incomplete_details":null,"instructions":null,"max_output_tokens":null,"max_tool_calls":null,"model":"demo",'
-    '"output":OUTPUT,"parallel_tool_calls":true,"previous_response_id":null,"prompt_cache_key":null,'
+    '"output":OUTPUT,"parallel_tool_calls":true,"previous_response_id":null,"conversation":null,"prompt_cache_key":null,'
     '"reasoning":{"effort":null,"summary":null},"safety_identifier":null,"service_tier":"default","store":true,'
     '"temperature":1.0,"text":{"format":{"type":"text"}},"tool_choice":"auto","tools":[],"top_logprobs":0,"top_p":1.0,'
     '"truncation":"disabled","usage":USAGE,"user":null,"metadata":{}'

@@ -45,7 +45,7 @@ def test_count_needs_no_engine_and_changes_nothing_by_fields_of_an_answer():
         ({"input": ""}, 400, "input"),
         ({"tools": [{"type": "code_interpreter"}]}, 400, "tools[0].type"),
         ({"truncation": "auto"}, 400, "truncation"),
-        ({"conversation": "conv_1"}, 400, "conversation"),
+        ({"conversation": "conv_1"}, 404, "conversation"),
         ({"model": "other"}, 404, "model"),
         ({"previous_response_id": "resp_x"}, 404, "previous_response_id"),
     ],

@@ -71,7 +71,8 @@ IMAGE = {"type": "input_image", "image_url": "http://x"}
         ({"background": True, "store": False}, "invalid_value", "background"),
         ({"background": True, "stream": True}, "invalid_value", "stream"),
         ({"truncation": "auto"}, "unsupported_parameter", "truncation"),
-        ({"conversation": "conv_1"}, "unsupported_parameter", "conversation"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "invalid_value", "conversation"),
+        ({"conversation": {"name": "c"}}, "missing_required_parameter", "conversation.id"),
         ({"prompt": {"id": "x"}}, "unsupported_parameter", "prompt"),
         ({"include": ["thoughts"]}, "unsupported_value", "include[0]"),
         ({"stream_options": {}}, "invalid_value", "stream_options"),
@@ -146,7 +147,7 @@ def test_failed_store_fails_the_response():
         gateway = FakeGateway(script("Hi"))
         async with running_app(gateway, PLAIN) as app:
 
-            async def fail(owner, record):
+            async def fail(owner, record, conversation_id):
                 raise ApiError(503, "the disk is full", code="storage_full")
 
             store = app.responses.opened

@@ -12,6 +12,7 @@ import pytest
 from quire.base.errors import ConfigError
 from quire.serving.config import ApiKey, ServerConfig
 from quire.serving.errors import ApiError
+from quire.serving.responses import conversation_table
 from quire.serving.responses import store as store_module
 from quire.serving.responses.store import LIFETIME_S, ResponseStore, StoredResponse
 from tests.unit.serving.fakes import FakeGateway, make_served, text_script
@@ -186,6 +187,20 @@ def test_conversation_that_is_too_long_is_refused(monkeypatch):
         assert caught.value.status == 400
 
     monkeypatch.setattr(store_module, "MAX_CHAIN", 4)
+    asyncio.run(with_store(use))
+
+
+def test_conversation_with_too_many_bytes_is_refused(monkeypatch):
+    async def use(store):
+        for number in range(1, 4):
+            await store.put("ann", record(number, previous=number - 1 or None))
+        one = len(record(1).items) + len(record(1).body)
+        monkeypatch.setattr(conversation_table, "MAX_HISTORY_BYTES", 2 * one + one // 2)
+        assert len(await store.history("ann", "resp_2")) == 2
+        with pytest.raises(ApiError) as caught:
+            await store.history("ann", "resp_3")
+        assert (caught.value.status, caught.value.code) == (400, "conversation_full")
+
     asyncio.run(with_store(use))
 
 

@@ -87,6 +87,7 @@ def render(config, name, real_tokenizer):
     return tokenizer, prompt, whole[len(begin) :].removesuffix("<|im_end|>\n"), source
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("config", ["tokenizer_config.json", "tokenizer_config.0.6b.json"])
 @pytest.mark.parametrize("name", MESSAGES)
 def test_message_of_qwens_template_comes_back_at_every_cut_of_its_bytes_and_tokens(config, name, real_tokenizer):

@@ -213,6 +213,19 @@ def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(tmp_path, mo
     assert estimate(4096) == estimate(4096, max_num_batched_tokens=8192)
 
 
+def test_a_model_with_windows_has_one_group_on_a_device(tmp_path, monkeypatch):
+    """The kernels of a GPU have one block table: its cache keeps all tokens in all layers."""
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    windowed = replace(LAYER, attention=replace(LAYER.attention, window=512))
+    spec = replace(SPEC, layers=(windowed, LAYER) * 18)
+    shapes = {"embedding.weight": (150_000, 4096)}
+    plans = [estimate_memory(config(), torch.device("cuda"), each, shapes, 4096, tmp_path) for each in (spec, SPEC)]
+    assert plans[0] == plans[1]
+    assert plans[0].kv.window_tokens is None
+    assert (plans[0].num_window_blocks, plans[0].table_width) == (0, 4096 // plans[0].kv.block_size)
+
+
 def test_a_block_takes_more_where_drafts_keep_something_under_it():
     usage = DeviceUsage(141 * GIB, 2 * GIB, 16 * GIB, GIB)
     alone = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks
@@ -223,3 +236,15 @@ def test_a_block_takes_more_where_drafts_keep_something_under_it():
     assert plan_device_memory(*given).num_kv_blocks == alone
     with pytest.raises(ConfigError, match=f"asked for .* .{alone} blocks"):
         plan_device_memory(*given, draft_block_bytes=kv().bytes_per_block)
+
+
+def test_the_estimate_counts_adapters(tmp_path, monkeypatch):
+    monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    shapes = {"layers.0.q.weight": (4096, 4096), "layers.0.attn_in.weight": (4096,)}
+
+    def weight_bytes(**options):
+        return estimate_memory(config(**options), torch.device("cuda"), SPEC, shapes, 4096, tmp_path).weight_bytes
+
+    of_one_rank = 2 * (4096 + 4096 + 150_000 + 4096)  # of q and the head, in bfloat16
+    assert weight_bytes(enable_lora=True, max_loras=3, max_lora_rank=8) - weight_bytes() == 3 * 8 * of_one_rank

@@ -145,6 +145,16 @@ def test_fp8_keys_and_values_are_refused_on_the_cpu(machine):
         choose("auto", kv_cache_dtype="fp8")
 
 
+@pytest.mark.parametrize("name", ["turboquant_4bit", "k8v4"])
+def test_four_bit_keys_and_values_are_on_both_devices_but_layers_without_them_on_the_cpu_only(machine, name):
+    machine(0)
+    assert choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,)) is None
+    machine(1)
+    assert choose("auto", kv_cache_dtype=name) == torch.device("cuda", 0)
+    with pytest.raises(ConfigError, match="kv_cache_dtype_skip_layers .leave it out."):
+        choose("auto", kv_cache_dtype=name, kv_cache_dtype_skip_layers=(0,))
+
+
 def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
     machine(1)
     for wish in (None, False):
@@ -163,6 +173,7 @@ def test_steps_ahead_are_refused_on_the_cpu_alone(machine):
         {"gpu_memory_utilization": 1.2},
         {"attention_backend": "flash"},
         {"enforce_eager": 1},
+        {"nvtx_ranges": "yes"},
         {"async_scheduling": "yes"},
         {"block_size": 0},
     ],
@@ -208,3 +219,9 @@ def test_ranks_have_gpus_where_there_are_enough_and_share_the_interpreters_cpu(m
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "cuda:0")
     machine(0)
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "interpreter")
+
+
+def test_nvtx_ranges_are_refused_where_there_is_no_gpu():
+    with pytest.raises(ConfigError, match="nvtx_ranges"):
+        choose("cpu", nvtx_ranges=True)
+    assert choose("cpu") is None

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
+from quire.worker.device.faults import is_lost, is_out_of_memory, release_pinned, release_unused
 
 
 @pytest.mark.parametrize(
@@ -53,10 +53,14 @@ def test_a_device_whose_memory_has_ended_is_not_lost(monkeypatch):
     assert not is_lost(torch.device("cuda", 0))
 
 
-def test_unused_memory_is_given_back_on_a_gpu_alone(monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name", "release"),
+    [(torch.cuda, "empty_cache", release_unused), (torch.accelerator, "empty_host_cache", release_pinned)],
+)
+def test_unused_memory_is_given_back_on_a_gpu_alone(monkeypatch, module, name, release):
     calls = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
-    release_unused(torch.device("cpu"))
+    monkeypatch.setattr(module, name, lambda: calls.append(1), raising=False)
+    release(torch.device("cpu"))
     assert calls == []
-    release_unused(torch.device("cuda", 0))
+    release(torch.device("cuda", 0))
     assert calls == [1]

@@ -9,7 +9,7 @@ from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.speculate.draft import Draft
-from quire.worker.device.host_step import fill, fill_lines_of_decode, fill_places, fill_sampled, full_step, host_step
+from quire.worker.device.host_step import fill, fill_decode_slots, fill_places, fill_sampled, full_step, host_step
 from quire.worker.input_batch import InputBatch
 from quire.worker.step_executor import UNKNOWN
 
@@ -72,7 +72,7 @@ def test_padding_sees_and_stores_nothing(batch):
     step = arrays_of(batch, batch.build(StepPlan(1, {SequenceId(1): 1, SequenceId(2): 1})))
     assert step.is_decode
     wide = arrays(4, 4, 4)
-    fill_lines_of_decode(wide, step, padding_row=4)
+    fill_decode_slots(wide, step, padding_row=4)
     fill_places(wide, step)
     assert wide["context_lens"].tolist() == [3, 2, 0, 0]
     assert wide["slots"].tolist() == [10, 1, -1, -1]
@@ -81,7 +81,7 @@ def test_padding_sees_and_stores_nothing(batch):
     assert wide["logit_rows"].tolist() == [0, 1, 2, 3]
     assert wide["query_starts"].tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(InvariantError, match="cannot be padded"):
-        fill_lines_of_decode(arrays(1, 1, 1), step, padding_row=4)
+        fill_decode_slots(arrays(1, 1, 1), step, padding_row=4)
 
 
 def test_the_arrays_of_a_step_with_prompts_are_its_own(batch):

@@ -1,0 +1,1 @@
+"""quire under cluster managers: the Ray Serve application."""

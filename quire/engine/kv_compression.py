@@ -1,0 +1,59 @@
+"""Whether a model and an engine can compress the KV cache of a request."""
+
+from __future__ import annotations
+
+from quire.base.errors import RequestError
+from quire.contracts.config import EngineConfig
+from quire.contracts.kv_compression import KvCompression
+from quire.contracts.memory import ModelReport
+from quire.contracts.model_spec import ModelSpec
+
+_HOST_METHODS = ("ngram", "suffix")
+"""Speculative methods that read tokens only. All others have a KV cache with the block ids of the model's."""
+
+
+def compression_refusal(report: ModelReport, config: EngineConfig) -> str | None:
+    """Return why no request can have a KV compression; None: nothing is in the way."""
+    spec, speculative = report.spec, config.speculative_config
+    if report.device != "cpu":
+        return "on a GPU"
+    if config.parallel.world_size > 1:
+        return "with tensor-parallel or context-parallel ranks or pipeline stages"
+    if spec.implementation == "transformers":
+        return "with a model that the transformers library computes"
+    if speculative is not None and not set(speculative.methods) <= set(_HOST_METHODS):
+        return f"with drafts of method {speculative.method!r}, which have a KV cache of their own; ngram and suffix have none"
+    return _refusal_of_model(spec)
+
+
+def _refusal_of_model(spec: ModelSpec) -> str | None:
+    attentions = [layer.attention for layer in spec.layers]
+    if spec.has_recurrent_state or not spec.is_causal:
+        return "with a recurrent state, or with attention in both directions"
+    if any(one.window is not None for one in attentions):
+        return "with sliding windows, which limit the KV cache already"
+    if any(one.latent is not None for one in attentions):
+        return "with multi-head latent attention"
+    return None
+
+
+def score_refusal(report: ModelReport) -> str | None:
+    """Return why blocks cannot be scored, as all methods but streaming need; None: they can."""
+    if report.memory.kv.dtype == "turboquant_4bit":
+        return "kv_cache_dtype 'turboquant_4bit', whose keys are rotated"
+    if any(layer.attention.has_sinks for layer in report.spec.layers):
+        return "the attention sinks of this model"
+    return None
+
+
+def check_compression(compression: KvCompression | None, refusal: str | None, score_refusal: str | None) -> None:
+    """Raise RequestError for a compression that this engine cannot do; see the functions above."""
+    if compression is None:
+        return
+    if refusal is not None:
+        raise RequestError(f"kv_compression is not supported {refusal}: leave it out", "kv_compression")
+    if compression.needs_scores and score_refusal is not None:
+        raise RequestError(
+            f"kv_compression: method {compression.method!r} is not supported with {score_refusal}; 'streaming' is",
+            "kv_compression",
+        )

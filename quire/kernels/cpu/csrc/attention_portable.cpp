@@ -1,2 +1,0 @@
-#define QUIRE_ISA portable
-#include "attention.inl"

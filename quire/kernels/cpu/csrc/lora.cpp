@@ -1,0 +1,108 @@
+// The LoRA adapters of a plan, and the grouping of a step's rows by them.
+#include "lora.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "plan.h"
+
+namespace quire {
+
+void LoraAdapter::set(i32 layer, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
+    const bool is_head = module == static_cast<i32>(LoraModule::head);
+    if (module < 0 || module >= NUM_LORA_MODULES || layer < 0 || layer > num_layers || is_head != (layer == num_layers))
+        throw std::invalid_argument("there is no module " + std::to_string(module) + " of layer " + std::to_string(layer));
+    const Weight &first = a->weight, &second = b->weight;
+    const bool is_dense = first.format == Format::bf16 || first.format == Format::f16 || first.format == Format::f32;
+    if (first.n != second.k || !is_dense || first.format != second.format || first.columns != nullptr || second.columns != nullptr)
+        throw std::invalid_argument("the matrices of an adapter must be dense, [rank][in] and [out][rank], in one format");
+    rank = std::max(rank, first.n);
+    weights[static_cast<size_t>(layer) * NUM_LORA_MODULES + module] = {&first, &second};
+    matrices.push_back(std::move(a));
+    matrices.push_back(std::move(b));
+}
+
+void LoraRows::clear() {
+    tables.clear();
+    used.clear();
+    tiles.clear();
+}
+
+void LoraState::group(const std::vector<i32>& row_numbers, LoraRows& found) const {
+    found.clear();
+    std::vector<std::vector<i32>> rows_of(adapters.size());
+    for (size_t row = 0; row < row_numbers.size(); ++row) {
+        const i32 number = row_numbers[row];
+        const bool has_adapter = number >= 0 && adapters[number] != nullptr;
+        found.tables.push_back(has_adapter ? adapters[number]->weights.data() : nullptr);
+        if (!has_adapter) continue;
+        if (rows_of[number].empty()) found.used.push_back(found.tables.back());
+        rows_of[number].push_back(static_cast<i32>(row));
+    }
+    for (const std::vector<i32>& rows : rows_of) {
+        for (size_t at = 0; at < rows.size(); at += MAX_LORA_ROWS) {
+            LoraTile tile = {found.tables[rows[at]], static_cast<i32>(std::min<size_t>(MAX_LORA_ROWS, rows.size() - at)), {}};
+            std::copy_n(rows.begin() + at, tile.count, tile.rows);
+            found.tiles.push_back(tile);
+        }
+    }
+}
+
+void LoraState::reserve(i32 num_rows) {
+    i32 rank = 0;
+    for (const auto& adapter : adapters)
+        if (adapter) rank = std::max(rank, adapter->rank);
+    padded_rank = (rank + 15) / 16 * 16;
+    const i64 bytes = num_rows * stride() * static_cast<i64>(sizeof(float));
+    if (bytes <= shrunk.bytes) return;
+    shrunk = Memory(0);
+    shrunk = Memory(bytes);
+}
+
+void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
+    if (divides_rows() || is_stage_ || entry_ != Entry::token)
+        throw std::invalid_argument("a rank that divides rows, a stage or a draft head takes no adapters");
+    if (number < 0) throw std::invalid_argument("the number of an adapter is at least 0");
+    if (adapter && adapter->num_layers != num_layers()) throw std::invalid_argument("the adapter is for another number of layers");
+    if (adapter && adapter->rank == 0) throw std::invalid_argument("the adapter has no matrices");
+    const std::lock_guard<std::mutex> lock(guard_);
+    if (number >= static_cast<i32>(lora_.adapters.size())) lora_.adapters.resize(static_cast<size_t>(number) + 1);
+    lora_.adapters[number] = std::move(adapter);
+}
+
+void Plan::begin_lora(const StepInput& input) {
+    lora_.numbers.clear();
+    lora_.all.clear();
+    lora_.wanted.clear();
+    lora_.logit.clear();
+    if (input.row_adapters == nullptr) return;
+    lora_.numbers.assign(input.row_adapters, input.row_adapters + input.batch.num_tokens);
+    for (const i32 number : lora_.numbers)
+        if (number >= static_cast<i32>(lora_.adapters.size()) || (number >= 0 && lora_.adapters[number] == nullptr)) {
+            lora_.numbers.clear();
+            throw std::invalid_argument("adapter " + std::to_string(number) + " is not loaded");
+        }
+    lora_.group(lora_.numbers, lora_.all);
+    std::vector<i32> wanted;
+    for (i32 i = 0; i < input.num_wanted_rows; ++i) wanted.push_back(lora_.numbers[input.wanted_rows[i]]);
+    lora_.kept_numbers = input.keeps_all ? lora_.numbers : wanted;
+    if (!input.keeps_all) lora_.group(wanted, lora_.wanted);
+    wanted.resize(input.num_logit_rows);
+    lora_.group(wanted, lora_.logit);
+    const i32 head = LoraAdapter::index(num_layers(), LoraModule::head);
+    const bool has_head = std::any_of(lora_.all.used.begin(), lora_.all.used.end(), [&](const LowRankWeights* weights) { return weights[head].a != nullptr; });
+    if (has_head && input.best != nullptr) throw std::invalid_argument("the best tokens of a head with adapters are found in its logits");
+    if (!lora_.all.is_empty()) lora_.reserve(std::max(input.batch.num_tokens, input.num_logit_rows));
+}
+
+void Plan::begin_lora_logits(const i32* rows, i32 count) {
+    lora_.logit.clear();
+    if (lora_.numbers.empty()) return;
+    std::vector<i32> numbers;
+    for (i32 i = 0; i < count; ++i) numbers.push_back(rows[i] < static_cast<i32>(lora_.kept_numbers.size()) ? lora_.kept_numbers[rows[i]] : -1);
+    lora_.group(numbers, lora_.logit);
+    if (!lora_.logit.is_empty()) lora_.reserve(count);
+}
+
+}  // namespace quire

@@ -1,2 +1,0 @@
-#define QUIRE_ISA avx2
-#include "peak.inl"

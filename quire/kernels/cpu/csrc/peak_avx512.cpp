@@ -1,2 +1,0 @@
-#define QUIRE_ISA avx512
-#include "peak.inl"

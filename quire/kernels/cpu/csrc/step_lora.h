@@ -1,0 +1,89 @@
+// Adapters within a step. Their first products are computed next to the packing of a linear layer's inputs, from the same rows, and
+// the second ones in the layer's epilogue: a step with adapters has as many barriers as one without.
+#pragma once
+#include <initializer_list>
+
+#include "plan.h"
+
+namespace quire {
+
+// Up to MAX_LORA_OUTPUTS modules of a layer that read the same rows.
+struct LoraModules {
+    i32 layer = 0, count = 0;
+    LoraModule modules[MAX_LORA_OUTPUTS] = {};
+
+    LoraModules() = default;
+    LoraModules(i32 of_layer, std::initializer_list<LoraModule> all) : layer(of_layer) {
+        for (const LoraModule module : all) modules[count++] = module;
+    }
+    i32 index(i32 i) const { return LoraAdapter::index(layer, modules[i]); }
+};
+
+// One thread's view of the adapters of the rows that are computed.
+struct StepLora {
+    const LoraState& state;
+    const LoraRows* lora;  // null: no row has an adapter
+
+    bool has_rows() const { return lora != nullptr && !lora->is_empty(); }
+
+    // Whether an adapter of the rows has weights of a module.
+    bool is_adapted(i32 layer, LoraModule module) const {
+        for (size_t i = 0; has_rows() && i < lora->used.size(); ++i)
+            if (lora->used[i][LoraAdapter::index(layer, module)].a != nullptr) return true;
+        return false;
+    }
+
+    // The number of items of `shrink`.
+    i64 num_items(const LoraModules& read) const {
+        bool is_any = false;
+        for (i32 i = 0; i < read.count; ++i) is_any = is_any || is_adapted(read.layer, read.modules[i]);
+        return is_any ? static_cast<i64>(lora->tiles.size()) * read.count * (state.padded_rank / 16) : 0;
+    }
+
+    // Compute an item of the first products of modules, from rows at `values`, `stride` apart: sixteen outputs of one module for a tile.
+    // Every sum is that of one row, in the same order: it does not depend on other rows.
+    void shrink(const LinearTable& table, i64 item, const LoraModules& read, const float* values, i64 stride) const {
+        const i64 num_panels = state.padded_rank / 16, module = item / num_panels % read.count;
+        const i32 panel = static_cast<i32>(item % num_panels);
+        const LoraTile& tile = lora->tiles[item / num_panels / read.count];
+        const Weight* const a = tile.weights[read.index(static_cast<i32>(module))].a;
+        if (a == nullptr || panel * 16 >= a->n) return;
+        const float* x[MAX_LORA_ROWS];
+        float* out[MAX_LORA_ROWS];
+        for (i32 i = 0; i < tile.count; ++i) {
+            x[i] = values + tile.rows[i] * stride;
+            out[i] = results(tile.rows[i], module) + panel * 16;
+        }
+        table.shrink(*a, panel, tile.count, x, out);
+    }
+
+    // What the epilogue of the i-th of some modules adds, after `shrink`.
+    LowRankSum sum(const LoraModules& read, i32 i) const {
+        LowRankSum found;
+        if (!is_adapted(read.layer, read.modules[i])) return found;
+        found.rows = lora->tables.data();
+        found.used = lora->used.data();
+        found.num_used = static_cast<i32>(lora->used.size());
+        found.index = read.index(i);
+        found.shrunk = results(0, i);
+        found.stride = state.stride();
+        return found;
+    }
+
+private:
+    float* results(i64 row, i64 module) const {
+        return reinterpret_cast<float*>(state.shrunk.data) + row * state.stride() + module * state.padded_rank;
+    }
+};
+
+// What is added to the results of modules that read the same rows; must live until their jobs have run.
+struct LoraSums {
+    LowRankSum sums[MAX_LORA_OUTPUTS];
+
+    LoraSums(const StepLora& step, const LoraModules& read) {
+        for (i32 i = 0; i < read.count; ++i) sums[i] = step.sum(read, i);
+    }
+    const LowRankSum* operator[](i32 i) const { return sums[i].rows == nullptr ? nullptr : &sums[i]; }
+};
+
+}  // namespace quire

@@ -1,0 +1,70 @@
+// What ends a step: the results of all ranks, and the best tokens; and moves of cached tokens.
+#include <string.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "plan.h"
+
+namespace quire {
+
+bool Plan::has_windows() const {
+    return std::any_of(layers_.begin(), layers_.end(), [](const std::shared_ptr<PlanLayer>& layer) { return layer->is_windowed; });
+}
+
+void Plan::share_best(const StepInput& input, int num_threads_used) {
+    for (i32 row = 0; row < input.num_logit_rows; ++row) {
+        const i64 first = static_cast<i64>(row) * num_threads_used, place = static_cast<i64>(row) * group_.size + group_.rank;
+        const i32 found = best_of(best_values_.data() + first, best_indices_.data() + first, num_threads_used, rank_best_values_[place]);
+        rank_best_indices_[place] = found < 0 ? -1 : found + group_.first_output;
+    }
+    group_.wrote(rank_best_values_ + group_.rank, input.num_logit_rows, group_.size, 1);
+    group_.wrote(reinterpret_cast<float*>(rank_best_indices_) + group_.rank, input.num_logit_rows, group_.size, 1);
+    if (is_screening_) screening_.end();
+}
+
+void Plan::meet_ranks() {
+    set_location(group_.barrier, group_.rank, 0);
+    group_.meet();
+    if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
+}
+
+void Plan::take_results(i32 num_rows, float* logits, i32* best) {
+    if (group_.rank != 0 && (best == nullptr || !is_stage_)) return;
+    if (best == nullptr) {
+        if (num_rows > 0) memcpy(logits, shared_logits_, sizeof(float) * num_rows * vocab_);
+        return;
+    }
+    for (i32 row = 0; row < num_rows; ++row) {
+        const i64 first = static_cast<i64>(row) * group_.size;
+        float value = 0.0f;
+        const i32 found = best_of(rank_best_values_ + first, rank_best_indices_ + first, group_.size, value);
+        best[row] = std::isfinite(value) ? found : -1;
+    }
+}
+
+void Plan::begin_best(i32 num_rows) {
+    const size_t places = static_cast<size_t>(num_rows) * num_threads;
+    best_values_.assign(places, -__builtin_inff());
+    best_indices_.assign(places, -1);
+    is_screening_ = screens && screen_ != nullptr && num_rows > 0 && num_rows <= MAX_SCREENED_ROWS && screening_.is_wanted();
+    num_screened += is_screening_;
+    if (is_screening_) screening_.begin(*kernels_used, *head_, *screen_, num_rows, num_threads);
+}
+
+void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_windowed) {
+    if (has_context()) throw std::invalid_argument("ranks that share the tokens of sequences move none");
+    const std::lock_guard<std::mutex> lock(guard_);
+    for (const std::shared_ptr<PlanLayer>& layer : layers_) {
+        const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank * num_slots;
+        for (i32 i = 0; layer->k && layer->is_windowed == is_windowed && i < count; ++i) {
+            if (!has_homes())
+                kernels_used->attention->move(layer->kv, from[i], to[i]);
+            else if (from[i] >= first && from[i] < first + num_slots)
+                kernels_used->attention->move(layer->kv, from[i] - first, to[i] - first);
+        }
+    }
+}
+
+}  // namespace quire

@@ -1,0 +1,108 @@
+"""The products of LoRA adapters on a GPU, for rows that are grouped by adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.lora_kernels import expand_rows, shrink_rows
+from quire.kernels.triton.moe import SortedPairs, sort_launches
+from quire.kernels.triton.sizes import power_of_two
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_TILE_ROWS, _SHRINK_COLUMNS, _EXPAND_OUTPUTS, _MOST_RANKS, _LEAST_RANKS = 16, 128, 64, 64, 16
+"""Rows of a tile; inputs that a program of `shrink` reads at once; outputs of one of `expand`; outputs of one of `shrink`.
+Matrix instructions need 16 of each at least."""
+
+
+class RowGroups(NamedTuple):
+    """The rows of a step, sorted by adapter.
+
+    num_rows  of the step
+    tiles     rows with an adapter, in tiles of one adapter each
+    """
+
+    num_rows: int
+    tiles: SortedPairs
+
+
+def group_rows(adapters: Tensor, num_adapters: int) -> RowGroups:
+    """Sort the rows of a step by adapter.
+
+    adapters  [T] i32, the index of each row's adapter; -1: none
+    """
+    check_tensor("adapters", adapters, (None,), torch.int32)
+    launches, tiles = sort_launches(adapters, num_adapters, _TILE_ROWS)
+    run_all(launches)
+    return RowGroups(len(adapters), tiles)
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: RowGroups) -> None:
+    """Add b (a x) of each row's adapter to y in place, as torch does: each product is rounded to the dtype.
+
+    y  [T, sum of O_i], the outputs of a linear layer that has several parts over the same inputs
+    x  [T, K] in y's dtype
+    a  [adapters, parts * R, K]; part i has rows [i * R, (i + 1) * R)
+    b  for each part [adapters, O_i, R]
+    """
+    num_adapters, num_parts = a.shape[0], len(b)
+    rank, width = a.shape[1] // num_parts, sum(part.shape[1] for part in b)
+    check_tensor("y", y, (groups.num_rows, width), *_FLOATS)
+    check_tensor("x", x, (groups.num_rows, a.shape[2]), y.dtype)
+    check_contiguous("a", a, (num_adapters, num_parts * rank, x.shape[1]), y.dtype)
+    for part in b:
+        check_contiguous("b", part, (num_adapters, part.shape[1], rank), y.dtype)
+    if rank * num_parts != a.shape[1]:
+        raise InvariantError(f"a has {a.shape[1]} rows, which are not those of {num_parts} parts")
+    shrunk = torch.empty(len(x), a.shape[1], dtype=y.dtype, device=y.device)
+    _shrink_launch(shrunk, x, a, groups).run()
+    first = 0
+    for index, part in enumerate(b):
+        own = shrunk[:, index * rank : (index + 1) * rank]
+        _expand_launch(y[:, first : first + part.shape[1]], own, part, groups).run()
+        first += part.shape[1]
+
+
+def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups) -> Launch:
+    num_outputs, num_columns = a.shape[1:]
+    block = min(_MOST_RANKS, power_of_two(num_outputs, _LEAST_RANKS))
+    arguments = {"x_ptr": x, "a_ptr": a, "out_ptr": out, **_tile_arguments(groups), "x_stride": x.stride(0)}
+    constants = {
+        "NUM_OUTPUTS": num_outputs,
+        "NUM_COLUMNS": num_columns,
+        "BLOCK_M": _TILE_ROWS,
+        "BLOCK_N": block,
+        "BLOCK_K": min(_SHRINK_COLUMNS, power_of_two(num_columns, 16)),
+    }
+    return Launch(shrink_rows, (triton.cdiv(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
+
+
+def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch:
+    num_outputs, rank = b.shape[1:]
+    arguments = {
+        "x_ptr": x,
+        "b_ptr": b,
+        "y_ptr": y,
+        **_tile_arguments(groups),
+        "x_stride": x.stride(0),
+        "y_stride": y.stride(0),
+        "adapter_stride": b.stride(0),
+    }
+    constants = {
+        "NUM_OUTPUTS": num_outputs,
+        "RANK": rank,
+        "BLOCK_M": _TILE_ROWS,
+        "BLOCK_N": _EXPAND_OUTPUTS,
+        "BLOCK_R": power_of_two(rank, _LEAST_RANKS),
+    }
+    return Launch(expand_rows, (triton.cdiv(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
+
+
+def _tile_arguments(groups: RowGroups) -> dict[str, Tensor | None]:
+    return {"rows_ptr": groups.tiles.pairs, "tile_adapters_ptr": groups.tiles.tile_experts}

@@ -1,0 +1,242 @@
+"""Adapter: the weights of a LoRA adapter by the canonical names of a model's linear layers."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import ModelFormatError, UnsupportedError
+from quire.contracts.model_spec import ModelSpec
+from quire.model.checkpoint import find_stored_sources
+from quire.model.families import FAMILIES
+from quire.model.families.sources import Source, Sources
+from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from quire.model.parameters import Shape, parameter_shapes
+from quire.model.stored_tensors import listing, open_file
+
+_WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
+_LAYER_MODULE = re.compile(r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|gate|up|down|shared\.(?:gate|up|down))|lm_head")
+"""Canonical names of the linear layers that can be adapted."""
+_EXPERT = re.compile(r"\.(?:experts|router)\b|\.(?:mlp|block_sparse_moe|feed_forward)\.gate\.")
+_HASHED_BYTES = 1 << 20
+
+
+class LowRankPair(NamedTuple):
+    """What an adapter adds to a linear layer's output y = W x: b (a x).
+
+    a  [rank, in] and b [out, rank] in the model's dtype; b includes the scale
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter for one model.
+
+    key    hash of its files
+    rank   the largest of its pairs
+    pairs  canonical name of a linear layer, without ".weight" -> what is added to its output
+    """
+
+    key: str
+    rank: int
+    pairs: Mapping[str, LowRankPair] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pairs."""
+        return sum(matrix.numel() * matrix.element_size() for pair in self.pairs.values() for matrix in pair)
+
+
+class AdapterReader:
+    """Reads adapters of one base model.
+
+    folder    the base model's
+    max_rank  the largest rank that is allowed
+    """
+
+    def __init__(self, folder: Path, spec: ModelSpec, max_rank: int) -> None:
+        self._page = FAMILIES.get(spec.model_type)
+        self._folder, self._max_rank = folder, max_rank
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._shapes = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        self._sources = _linear_sources(find_stored_sources(folder, spec), self._shapes)
+        self._stored_shapes = _stored_shapes(self._sources, self._shapes)
+
+    def read(self, path: str) -> Adapter:
+        """Return the adapter of a folder. Raises ModelFormatError or UnsupportedError with what is wrong with it."""
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ModelFormatError(f"lora_path {path!r} is no folder of this machine; download the adapter first")
+        config = read_adapter_config(folder, self._max_rank)
+        file = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
+        if file is None:
+            raise ModelFormatError(f"{folder} has no weights of an adapter: {' or '.join(_WEIGHT_FILES)}")
+        modules = self._modules(open_file(file), config, file)
+        pairs: dict[str, LowRankPair] = {}
+        used: set[str] = set()
+        for name, source in self._sources.items():
+            names = dict.fromkeys(piece.name for piece in source.groups[0])
+            found = {stored: modules[stored] for stored in names if stored in modules}
+            if found:
+                used |= found.keys()
+                pairs[name.removesuffix(".weight")] = _join(source, found, self._shapes[name], self._dtype)
+        self._refuse_unknown([name for name in modules if name not in used], config, file)
+        rank = max(len(pair.a) for pair in modules.values())
+        return Adapter(_hash(folder / CONFIG_FILE, file), rank, pairs)
+
+    def _modules(self, tensors: Mapping[str, Tensor], config: AdapterConfig, file: Path) -> dict[str, LowRankPair]:
+        """Return stored name of a base weight -> its matrices, checked, in f32, b with the scale."""
+        parts: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            match = _MATRIX.fullmatch(name)
+            if match is None:
+                raise UnsupportedError(
+                    f"{file} holds {name!r}, which is no lora_A.weight or lora_B.weight of a linear layer; adapters of "
+                    "embeddings, whole weights (modules_to_save) and DoRA are not supported"
+                )
+            matrices = parts.setdefault(match[1], {})
+            if match[2] in matrices:
+                raise ModelFormatError(f"{file} holds lora_{match[2]} of {match[1]} twice, under different prefixes")
+            matrices[match[2]] = tensor
+        if not parts:
+            raise ModelFormatError(f"{file} holds no tensors")
+        modules: dict[str, LowRankPair] = {}
+        for module, matrices in parts.items():
+            missing = [letter for letter in "AB" if letter not in matrices]
+            if missing:
+                raise ModelFormatError(f"{file}: {module}.lora_{missing[0]}.weight is missing; get the file again")
+            stored = self._page.strip(f"{module}.weight")
+            if stored in modules:
+                raise ModelFormatError(f"{file} holds the matrices of {module} twice, under different prefixes")
+            modules[stored] = pair = self._pair(module, matrices, config, file)
+            self._check_shape(module, self._stored_shapes.get(stored), pair, config, file)
+        return modules
+
+    def _pair(self, module: str, matrices: Mapping[str, Tensor], config: AdapterConfig, file: Path) -> LowRankPair:
+        a, b, rank = matrices["A"], matrices["B"], config.rank_of(module)
+        for letter, matrix in (("A", a), ("B", b)):
+            if not matrix.is_floating_point() or matrix.dim() != 2:
+                raise ModelFormatError(
+                    f"{file}: {module}.lora_{letter}.weight must be a matrix of floats, got {matrix.dtype} {list(matrix.shape)}"
+                )
+            if not bool(torch.isfinite(matrix).all()):
+                raise ModelFormatError(f"{file}: {module}.lora_{letter}.weight holds values that are not finite")
+        if a.shape[0] != rank or b.shape[1] != rank:
+            raise ModelFormatError(
+                f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but {CONFIG_FILE} gives it rank "
+                f"{rank}: lora_A must be [{rank}, in] and lora_B [out, {rank}]"
+            )
+        return LowRankPair(a.float(), b.float() * config.scale_of(module))
+
+    def _check_shape(
+        self, module: str, shape: tuple[int, int] | None, pair: LowRankPair, config: AdapterConfig, file: Path
+    ) -> None:
+        """Compare a pair with the shape [out, in] of the weight; None: there is none, which _refuse_unknown reports."""
+        given = (pair.b.shape[0], pair.a.shape[1])
+        if shape is not None and given != shape:
+            made_for = f" (it was made for {config.base_model!r})" if config.base_model else ""
+            raise ModelFormatError(
+                f"{file}: the adapter of {module} is for a layer of {given[1]} inputs and {given[0]} outputs, but the base "
+                f"model {self._folder} has {shape[1]} and {shape[0]}: the adapter is for another base model{made_for}"
+            )
+
+    def _refuse_unknown(self, names: list[str], config: AdapterConfig, file: Path) -> None:
+        if not names:
+            return
+        made_for = f", which was made for {config.base_model!r}," if config.base_model else ""
+        if any(_EXPERT.search(name) for name in names):
+            raise UnsupportedError(
+                f"{file} adapts experts or routers of a mixture ({listing([_module(name) for name in names])}), which is not "
+                "supported; supported: the linear layers of attention and of dense and shared MLPs, and lm_head"
+            )
+        raise ModelFormatError(
+            f"{file}{made_for} adapts {len(names)} modules that are no linear layers of {self._folder} or cannot be adapted "
+            f"({listing([_module(name) for name in names])}); supported: the linear layers of attention and of dense and "
+            "shared MLPs, and lm_head"
+        )
+
+
+def adapter_bytes(shapes: Mapping[str, Shape], rank: int, width: int, num_ranks: int = 1) -> int:
+    """Return the bytes of an adapter of this rank of every linear layer that can be adapted.
+
+    width      bytes of a value
+    num_ranks  tensor-parallel ranks on CPUs, each of which has the whole first matrices
+    """
+    return sum(rank * (rows + num_ranks * columns) * width for rows, columns in adaptable_shapes(shapes).values())
+
+
+def adaptable_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
+    """Return canonical name, without ".weight" -> [out, in] of the linear layers that can be adapted."""
+    found = {name: shape for name, shape in shapes.items() if _is_adaptable(name, shape)}
+    return {name.removesuffix(".weight"): (rows, columns) for name, (rows, columns) in found.items()}
+
+
+def _is_adaptable(name: str, shape: Shape) -> bool:
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and len(shape) == 2 and _LAYER_MODULE.fullmatch(module) is not None
+
+
+def _linear_sources(sources: Sources, shapes: Mapping[str, Shape]) -> Sources:
+    """Return the sources of the weights that can be adapted."""
+    return {
+        name: source
+        for name, source in sources.items()
+        if name in shapes and _is_adaptable(name, shapes[name]) and not source.is_stacked
+    }
+
+
+def _stored_shapes(sources: Sources, shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
+    """Return stored name -> [out, in] of the linear layer, whichever way it is stored."""
+    found: dict[str, tuple[int, int]] = {}
+    for name, source in sources.items():
+        (group,) = source.groups
+        rows, columns = shapes[name]
+        for piece in group:
+            end = rows // len(group) if piece.rows is None else piece.rows[1]
+            found[piece.name] = (max(end, found.get(piece.name, (0, 0))[0]), columns)
+    return found
+
+
+def _module(stored: str) -> str:
+    return stored.removesuffix(".weight")
+
+
+def _join(source: Source, modules: Mapping[str, LowRankPair], shape: Shape, dtype: torch.dtype) -> LowRankPair:
+    """Return the pair of a parameter whose pieces are rows of adapted weights; rows of others get nothing."""
+    first_column: dict[str, int] = {}
+    rank = 0
+    for name, pair in modules.items():
+        first_column[name] = rank
+        rank += len(pair.a)
+    b = torch.zeros(shape[0], rank)
+    row = 0
+    for piece in source.groups[0]:
+        pair = modules.get(piece.name)
+        start, stop = (0, shape[0] if pair is None else len(pair.b)) if piece.rows is None else piece.rows
+        count = len(range(start, stop, piece.step))
+        if pair is not None:
+            column = first_column[piece.name]
+            b[row : row + count, column : column + len(pair.a)] = pair.b[start : stop : piece.step]
+        row += count
+    return LowRankPair(torch.cat([pair.a for pair in modules.values()]).to(dtype), b.to(dtype))
+
+
+def _hash(*files: Path) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as stream:
+            while part := stream.read(_HASHED_BYTES):
+                digest.update(part)
+    return digest.hexdigest()

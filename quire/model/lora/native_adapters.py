@@ -1,0 +1,87 @@
+"""NativeAdapters: the LoRA adapters of a native decoder, packed for its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from quire.contracts.model_spec import ModelSpec
+from quire.model.lora.adapter import Adapter
+from quire.model.lora.numbers import AdapterNumbers
+from quire.model.native_weights import WeightPacker
+from quire.model.tensor_shards import ModelShard
+
+_MODULES = {
+    "q": (0,),
+    "k": (1,),
+    "kv_a": (1,),
+    "v": (2,),
+    "o": (3,),
+    "q_a": (4,),
+    "gate": (5,),
+    "up": (6,),
+    "down": (7,),
+    "shared.gate": (8,),
+    "shared.up": (9,),
+    "shared.down": (10,),
+}
+"""Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
+_KEYS_AND_VALUES = (1, 2)
+_HEAD = 11
+
+
+class NativeAdapters:
+    """Implements AdapterHolder for a native plan, which adds their products to the outputs of its linear layers.
+
+    plan   finished
+    shard  the part of the model that it runs; None: all of it. The first matrices are whole on each tensor-parallel rank, and
+           the second ones are sharded by outputs, as the weights are
+    """
+
+    def __init__(self, native: ModuleType, plan: Any, spec: ModelSpec, shard: ModelShard | None = None) -> None:
+        self._native, self._plan, self._spec, self._shard = native, plan, spec, shard
+        self.numbers = AdapterNumbers()
+        self._with_head: set[str] = set()
+
+    def load(self, adapter: Adapter) -> None:
+        """See AdapterHolder."""
+        if adapter.key in self.numbers:
+            return
+        packer = WeightPacker(self._native, getattr(torch, self._spec.dtype))
+        packed = self._native.LoraAdapter(self._plan.num_layers)
+        for name, pair in adapter.pairs.items():
+            own = pair.b
+            if self._shard is not None:
+                rows = self._shard.output_rows(name, len(pair.b))
+                own = pair.b[rows.start : rows.stop]
+            a, b = (packer.pack(matrix.contiguous(), may_be_short=False) for matrix in (pair.a, own))
+            layer, modules = self._place(name)
+            for module in modules:
+                packed.set(layer, module, a, b)
+        number = self.numbers.next_number
+        self._plan.set_adapter(number, packed)
+        self.numbers.set(adapter.key, number)
+        if "lm_head" in adapter.pairs:
+            self._with_head.add(adapter.key)
+
+    def unload(self, key: str) -> None:
+        """See AdapterHolder."""
+        self._plan.set_adapter(self.numbers.remove(key), None)
+        self._with_head.discard(key)
+
+    def adapts_head(self, keys: Sequence[str] | None) -> bool:
+        """Return whether one of these adapters adds to the logits; "" and None: none."""
+        return bool(self._with_head) and keys is not None and not self._with_head.isdisjoint(keys)
+
+    def _place(self, name: str) -> tuple[int, tuple[int, ...]]:
+        """Return the index of the layer, and the modules, that a canonical name stands for."""
+        if name == "lm_head":
+            return self._plan.num_layers, (_HEAD,)
+        _, index, module = name.split(".", 2)
+        attention = self._spec.layers[int(index)].attention
+        if module == "k" and attention.is_v_from_k:
+            return int(index), _KEYS_AND_VALUES
+        return int(index), _MODULES[module]

@@ -1,0 +1,112 @@
+"""What context parallelism and attention data parallelism refuse: options and models that their ranks do not run."""
+
+from __future__ import annotations
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+from quire.contracts.memory import CONTEXT_CHUNK_TOKENS
+from quire.contracts.model_spec import ModelSpec
+from quire.contracts.speculative import SpeculativeConfig
+from quire.model.native_model import native_refusal
+from quire.parallel.barrier import native_extension
+from quire.worker.memory import block_unit, cpu_block_size
+
+_DRAFT_METHODS = {
+    "decode_context_parallel_size": ("ngram", "suffix", "draft_model", "mtp", "eagle3"),
+    "prefill_context_parallel_size": ("ngram", "suffix", "lookahead", "draft_model", "medusa", "mtp"),
+}
+"""Layer skipping ("self") runs the model on rank 0 only. Lookahead and Medusa draft trees. With divided rows no rank has the
+inputs of the layers of all tokens, which EAGLE-3 reads."""
+
+
+def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError where the model cannot run with the context parallelism of the configuration; device:
+    ModelReport.device."""
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(config, name)
+        if size == 1:
+            continue
+        if device != "cpu":
+            raise ConfigError(
+                f"{name} is {size}, but the model runs on {device}: context parallelism runs on CPUs only; choose device='cpu' "
+                f"or {name}=1"
+            )
+        native_extension()  # raises UnsupportedError
+        refusal = native_refusal(spec, cpu_block_size(config))
+        if refusal is not None:
+            raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
+        _check_tiers(config, name, size)
+        if config.speculative_config is not None:
+            _check_drafts(config.speculative_config, name, size)
+    if config.decode_context_parallel_size > 1:
+        _check_blocks(config, config.decode_context_parallel_size)
+
+
+def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError where the model cannot run with homes of sequences; device: ModelReport.device."""
+    name, unit = "enable_dp_attention", config.parallel.num_homes
+    if device != "cpu":
+        raise ConfigError(f"{name} is for ranks on CPUs, but the model runs on {device}: choose device='cpu', or leave it out")
+    native_extension()  # raises UnsupportedError
+    refusal = native_refusal(spec, cpu_block_size(config))
+    if refusal is not None:
+        raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
+    if not spec.is_causal:
+        raise ConfigError(
+            f"{name} does not fit the model ({spec.model_type}), whose tokens attend in both directions: leave it out"
+        )
+    _check_tiers(config, name, True)
+    if config.num_kv_blocks is not None and config.num_kv_blocks % unit != 0:
+        raise ConfigError(
+            f"num_kv_blocks is {config.num_kv_blocks}, but with {name} on {unit} ranks it must be a multiple of {unit}: each "
+            "rank holds as many blocks"
+        )
+
+
+def _check_tiers(config: EngineConfig, name: str, size: int) -> None:
+    for option, value, allowed in (
+        ("kv_host_bytes", config.kv_host_bytes, None),
+        ("kv_disk_dir", config.kv_disk_dir, None),
+        ("role", config.role, "both"),
+    ):
+        if value != allowed:
+            raise ConfigError(
+                f"{option} is {value!r} and {name} {size}: KV tiers and transfer of such ranks are not supported; "
+                f"leave {option} at {allowed!r}, or {name} at {False if size is True else 1}"
+            )
+
+
+def _check_drafts(drafts: SpeculativeConfig, name: str, size: int) -> None:
+    for method in drafts.methods:
+        if method not in _DRAFT_METHODS[name]:
+            raise ConfigError(
+                f"{name} is {size}, but the speculative method {method!r} is not supported with it; choose one of "
+                f"{', '.join(_DRAFT_METHODS[name])}, or {name}=1"
+            )
+    if name != "decode_context_parallel_size":
+        return
+    for option, value, is_tree in (
+        ("suffix_decoding_use_tree_spec", drafts.suffix_decoding_use_tree_spec, drafts.suffix_decoding_use_tree_spec),
+        ("draft_top_k", drafts.draft_top_k, drafts.top_k > 1),
+        ("method", drafts.method, len(drafts.methods) > 1),
+    ):
+        if is_tree:
+            raise ConfigError(
+                f"speculative_config: {option} is {value!r} and {name} {size}: draft trees are not supported with it, as their "
+                "tokens may be on several ranks; draft chains with one method"
+            )
+
+
+def _check_blocks(config: EngineConfig, size: int) -> None:
+    block_size, unit = cpu_block_size(config), block_unit(config)
+    if CONTEXT_CHUNK_TOKENS % block_size != 0:
+        raise ConfigError(
+            f"block_size is {block_size} and decode_context_parallel_size {size}: it must be a divisor of "
+            f"{CONTEXT_CHUNK_TOKENS}, as so many consecutive tokens are on one rank; choose 16, 32, 64, 128 or 256"
+        )
+    if config.num_kv_blocks is not None and config.num_kv_blocks % unit != 0:
+        raise ConfigError(
+            f"num_kv_blocks is {config.num_kv_blocks}, but with decode_context_parallel_size {size} and blocks of "
+            f"{block_size} tokens it must be a multiple of {unit}: each rank holds as many chunks of {CONTEXT_CHUNK_TOKENS} "
+            "tokens"
+        )

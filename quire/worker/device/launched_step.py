@@ -1,0 +1,106 @@
+"""What GpuStepExecutor launches: its largest steps, the arrays of a step, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.worker.device.block_table_updates import change_parts
+from quire.worker.device.graphs import PromptGrid
+from quire.worker.device.mixed_step import MixedSizes, TileKind, padded_sizes
+from quire.worker.device.sampling_table import option_parts
+from quire.worker.device.staging import Part, Staged, staged_bytes
+
+
+class StepSizes(NamedTuple):
+    """The largest step, and the longest sequence.
+
+    max_num_drafts  drafts of a step at most, behind which tokens are sampled
+    has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
+    has_trees       whether some of these are trees
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_num_drafts: int = 0
+    has_drafts: bool = False
+    has_trees: bool = False
+
+
+class Launched(NamedTuple):
+    """A step that was launched.
+
+    num_sampled  next tokens that read_sampled will return
+    num_rows     the same with padding
+    logits       [R, vocab_size] in the model's dtype; of a CUDA graph until the next one runs; None: not kept
+    hidden       [T, hidden_size] after the final norm; of a CUDA graph until the next one runs; None: not kept
+    readback     where the tokens arrive
+    adapters     of the tokens, see HostStep
+    """
+
+    num_sampled: int = 0
+    num_rows: int = 0
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    readback: int = 0
+    adapters: NDArray[np.int32] | None = None
+
+
+class Kept(NamedTuple):
+    """What is kept of a step, in addition to the next tokens."""
+
+    logits: bool = False
+    hidden: bool = False
+
+
+class Frame(NamedTuple):
+    """The arrays of one kind of step, at fixed addresses, and a function that launches its kernels."""
+
+    staged: Staged
+    run: Callable[[], None]
+
+
+KEEP_NOTHING = Kept()
+
+
+def sampled_parts(num_sampled: int) -> list[Part]:
+    """Return the staged arrays of the tokens that get a next one."""
+    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled)]
+
+
+def status_offset(num_rows: int) -> int:
+    """Return where the statuses of a result begin, at a multiple of 16 bytes."""
+    return num_rows + num_rows % 2
+
+
+def result_size(num_rows: int) -> int:
+    """Return how many i64 the sampled tokens of a step take, with their statuses."""
+    return status_offset(num_rows) + -(-num_rows // 2)
+
+
+def hidden_of(started: Launched) -> Tensor:
+    """Return the hidden states that a step kept. Raises InvariantError if it kept none."""
+    if started.hidden is None:
+        raise InvariantError("the step did not keep its hidden states")
+    return started.hidden
+
+
+def most_staged_bytes(
+    sizes: StepSizes, prompts: PromptGrid, tile_kinds: Sequence[TileKind], has_states: bool, max_blocks: int
+) -> int:
+    """Return the bytes of all staged arrays of the largest step."""
+    num_seqs, num_tokens, num_drafts = sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_num_drafts
+    tiles = tuple((num_seqs, num_tokens) for _ in tile_kinds)
+    steps = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0, has_states, True)]
+    largest = [key._replace(has_adapters=True) for key in prompts.keys[:1]]
+    steps += [padded_sizes(key, num_seqs, tile_kinds, has_states) for key in largest]
+    changes = change_parts(num_seqs * (max_blocks + 2), num_seqs, num_drafts, num_seqs, num_seqs)
+    behind = [*sampled_parts(num_seqs + num_drafts), *changes]
+    return max(staged_bytes([*own.parts, *behind]) for own in steps)

@@ -1,0 +1,101 @@
+"""ExpertMover: on each rank, loads the experts that the rank gets in a thread, and switches to them between two steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from quire.base.errors import InvariantError
+from quire.base.logging import get_logger
+from quire.model.native_decoder import NativeDecoder
+from quire.model.native_experts import PackedExpert
+from quire.model.tensor_shards import ExpertShard
+from quire.parallel.communicator import Communicator, least_of
+from quire.parallel.expert_balance import Move, apply_moves
+from quire.worker.expert_parallel import Placements
+
+logger = get_logger(__name__)
+
+LoadExpert = Callable[[int, int], PackedExpert]
+"""(layer, expert) -> its weights; see ExpertLoader.load."""
+
+
+class LoadState(IntEnum):
+    """How far a rank is with the experts that it gets. The smallest of all ranks is that of the group."""
+
+    FAILED = 0
+    LOADING = 1
+    READY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertChange:
+    """Slots of one layer that get other experts at the same step; max/mean of the ranks' planned loads before and after it."""
+
+    layer: int
+    moves: tuple[Move, ...]
+    before: float = 1.0
+    after: float = 1.0
+
+
+class ExpertMover:
+    """Every rank of a group has one, and makes the same calls between the same steps.
+
+    load        reads one expert; called in a thread of its own
+    placements  of the experts of each layer; changed at each switch
+    """
+
+    def __init__(self, decoder: NativeDecoder, load: LoadExpert, communicator: Communicator, placements: Placements) -> None:
+        self.placements = dict(placements)
+        self._decoder, self._load, self._communicator = decoder, load, communicator
+        self._change: ExpertChange | None = None
+        self._loaded: dict[int, PackedExpert] = {}
+        self._error: str | None = None
+        self._thread: threading.Thread | None = None
+
+    def prepare(self, change: ExpertChange) -> None:
+        """Begin to load the experts that this rank gets."""
+        if self._change is not None:
+            raise InvariantError(f"experts of layer {self._change.layer} are being moved already")
+        self._change, self._loaded, self._error = change, {}, None
+        wanted = [move.new for move in change.moves if move.rank == self._communicator.rank]
+        if wanted:
+            self._thread = threading.Thread(target=self._load_all, args=(change.layer, wanted), name="quire-load-experts")
+            self._thread.daemon = True  # an engine that ends does not wait for it
+            self._thread.start()
+
+    def _load_all(self, layer: int, experts: list[int]) -> None:
+        try:
+            for expert in experts:
+                self._loaded[expert] = self._load(layer, expert)
+        except Exception as error:  # reported by the next call of switch; the rank goes on with the experts that it has
+            logger.exception("an expert of layer %d cannot be loaded", layer)
+            self._error = f"{type(error).__name__}: {error}"
+
+    @property
+    def state(self) -> LoadState:
+        """How far this rank is."""
+        if self._thread is not None and self._thread.is_alive():
+            return LoadState.LOADING
+        return LoadState.READY if self._error is None else LoadState.FAILED
+
+    def switch(self) -> LoadState:
+        """Compare all ranks; where all are ready, switch to the new placement of the layer, where one has failed, give it up.
+        Returns the state of the group."""
+        change = self._change
+        if change is None:
+            raise InvariantError("no experts are being moved")
+        found = LoadState(least_of(self._communicator, int(self.state)))
+        if found is LoadState.LOADING:
+            return found
+        if found is LoadState.READY:
+            placement = apply_moves(self.placements[change.layer], change.moves)
+            own = ExpertShard.of(placement, self._communicator.rank)
+            self._decoder.place_experts(change.layer, self._loaded, own)
+            self.placements[change.layer] = placement
+        elif self._thread is not None:
+            self._thread.join()
+        self._change, self._loaded, self._thread = None, {}, None
+        return found

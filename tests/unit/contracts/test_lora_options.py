@@ -1,0 +1,28 @@
+"""enable_lora is refused where adapters are not supported, with the option at fault."""
+
+import pytest
+
+from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"pipeline_parallel_size": 2},
+        {"model_impl": "transformers"},
+        {"prefill_context_parallel_size": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_options_without_adapters_are_refused(other):
+    ((name, _),) = other.items()
+    EngineConfig(model="demo", **other)
+    with pytest.raises(ConfigError, match=rf"{name} is .* enable_lora"):
+        EngineConfig(model="demo", enable_lora=True, **other)
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
+def test_limits_are_at_least_one(name):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer >= 1, got 0"):
+        EngineConfig(model="demo", **{name: 0})

@@ -1,0 +1,81 @@
+"""Models with a recurrent state on the device give the greedy tokens of the CPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
+
+from quire import LLM
+from quire.base.errors import ConfigError, UnsupportedError
+from tests.golden.make_checkpoints import make_checkpoint
+from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, greedy, outputs_of, tokens
+
+# The third one begins as the first one does, and starts from its checkpoint.
+FIRST = torch.randint(3, 131, (21,), generator=torch.Generator().manual_seed(37)).tolist()
+PROMPTS = [FIRST, FIRST[:6], [*FIRST[:17], 5, 6]]
+SIZES = {"max_model_len": 48, "max_num_seqs": 2, "max_num_batched_tokens": 8, "block_size": 16}
+QUICK = ("qwen3-next", "falcon-h1")
+SLOW = (
+    *("qwen3-5", "qwen3-5-moe", "qwen3-next-dense", "lfm2", "lfm2-moe", "lfm2-plain", "bamba", "bamba-options"),
+    *("granite-hybrid", "granite-hybrid-dense", "jamba", "jamba-dense", "falcon-h1-norm", "falcon-h1-gate"),
+)
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("few_programs")]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)])
+def test_greedy_tokens_are_the_cpus(case, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    expected, _ = outputs_of(folder, PROMPTS, greedy(4), "cpu", **SIZES)
+    found, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, **SIZES)
+    assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen3-5", "lfm2", "bamba"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"speculative_config": DRAFTS},
+        {"num_kv_blocks": 3},
+        {"deterministic": True},
+        {"async_scheduling": False},
+        {"cpu_offload_gb": 1},
+    ],
+    ids=["drafts", "preempted", "batch-invariant", "synchronous", "offloaded"],
+)
+def test_tokens_do_not_depend_on_how_they_are_computed(case, options, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    expected, _ = outputs_of(folder, PROMPTS, greedy(12), "cpu", **SIZES)
+    found, _ = outputs_of(folder, PROMPTS, greedy(12), DEVICE, **{**SIZES, **options})
+    assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.slow
+def test_states_leave_the_device_while_the_engine_sleeps(tmp_path):
+    options = {**OPTIONS, **SIZES, "max_num_seqs": 1, "cpu_offload_gb": 1}
+    llm = LLM(str(make_checkpoint("lfm2", tmp_path / "lfm2")), device=DEVICE, **options)
+    expected = tokens(llm.generate(PROMPTS[1:2], greedy(2), use_tqdm=False))
+    states = llm.llm_engine.runner.executor.kv_pool.states
+    assert any(states)
+    for level in (1, 2):
+        llm.sleep(level)
+        assert not any(part.untyped_storage().nbytes() for layer in states for part in layer)
+        llm.wake_up()
+        assert tokens(llm.generate(PROMPTS[1:2], greedy(2), use_tqdm=False)) == expected
+        states = []
+    llm.close()
+
+
+@pytest.mark.parametrize("case", ["kimi-linear", "mamba", "nemotron-h-options"])
+def test_what_kernels_do_not_know_is_refused(case, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):
+        outputs_of(folder, PROMPTS, greedy(4), DEVICE, max_model_len=64)
+
+
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"tensor_parallel_size": 2}], ids=["cache", "ranks"])
+def test_options_that_such_models_do_not_have_are_refused(options, tmp_path):
+    folder = make_checkpoint("lfm2", tmp_path / "lfm2")
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*recurrent state"):
+        outputs_of(folder, PROMPTS, greedy(4), DEVICE, max_model_len=64, **options)

@@ -1,0 +1,167 @@
+"""Step times of layouts: bytes that were counted by hand, those that ranks count, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from quire import EngineConfig
+from quire.base.errors import ConfigError
+from quire.engine.inspect import inspect_model, weight_bytes_by_precision
+from quire.kernels.native import load_native
+from quire.model.checkpoint import open_parameters
+from quire.model.token_runs import TokenRuns, address_of
+from quire.parallel.expert_placement import linear_placement
+from quire.planner.hardware import find_hardware
+from quire.planner.model_shape import ModelShape
+from quire.planner.parallel_time import (
+    Layout,
+    Load,
+    ParallelSimulation,
+    describe_times,
+    gathered_widths,
+    layer_exchange,
+    parse_cluster,
+    step_exchange,
+    usual_layouts,
+)
+from tests.rank_threads import RankThreads
+
+
+def _inspect(model):
+    report = inspect_model(EngineConfig(model=model, device="cpu", num_kv_blocks=1))
+    return report, ModelShape.of(model, report, weight_bytes_by_precision(report, is_gpu=True))
+
+
+def _simulation(model, hardware="h100", is_gathered=False):
+    report, shape = _inspect(model)
+    return ParallelSimulation(report.spec, shape, find_hardware(hardware), "bfloat16", "bfloat16", is_gathered)
+
+
+# Bytes that a rank receives for a token and layer on 8 ranks, in bf16, as counted by hand: by outputs, and in all-reduces.
+COUNTED = {
+    "Qwen3-0.6B": ((16, 128, 1024, 3072), 12.5, 7.2),
+    "Llama-3.1-8B": ((32, 128, 4096, 14336), 46.6, 28.7),
+    "Qwen3-32B": ((64, 128, 5120, 25600), 77.1, 35.8),
+    "Llama-3.1-70B": ((64, 128, 8192, 28672), 93.2, 57.3),
+}
+
+
+@pytest.mark.parametrize("model", COUNTED)
+def test_bytes_are_those_that_were_counted_by_hand(model):
+    (heads, dim, hidden, inner), gathered, reduced = COUNTED[model]
+    layer = _inspect("demo")[0].spec.layers[0]
+    attention = replace(layer.attention, num_heads=heads, head_dim=dim)
+    layer = replace(layer, attention=attention, mlp=replace(layer.mlp, intermediate_size=inner))
+    found = layer_exchange(layer, hidden, Layout(num_tensor=8), True, 2)
+    assert (found.num_calls, found.num_bytes / 1e3) == (4, pytest.approx(gathered, rel=0.01))
+    found = layer_exchange(layer, hidden, Layout(num_tensor=8), False, 2)
+    assert (found.num_calls, found.num_bytes / 1e3) == (2, pytest.approx(reduced, rel=0.01))
+    assert layer_exchange(layer, hidden, Layout(), True, 2) == (found.__class__(0, 0.0))
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize(("model", "layout"), [("demo", "tp2"), ("demo-moe", "tp3"), ("demo-moe", "ep2"), ("demo-moe", "ep3")])
+def test_collectives_and_bytes_are_those_that_ranks_count(model, layout):
+    """Decode steps of two sequences on CPU ranks, which gather f32 rows at barriers."""
+    report, _ = _inspect(model)
+    spec, layout, num_steps = report.spec, Layout.parse(layout), 3
+    shares = (1.0,) * layout.num_tensor
+    placement = linear_placement(16, tuple(np.diff(np.linspace(0, 16, layout.num_tensor + 1).astype(int)).tolist()))
+    placements = dict.fromkeys(range(3), placement) if layout.has_whole_experts else None
+    ranks = RankThreads(spec, lambda: open_parameters(report.folder, spec), shares, 64, placements=placements)
+    pools, tables = ranks.pools(16, "bfloat16", 2), [np.array([block], np.int64) for block in (0, 1)]
+
+    def counts():
+        return sum(ranks.barriers[0].counts(rank).num_bytes for rank in range(layout.num_tensor)), ranks.num_barriers[0]
+
+    def step(at):
+        runs = TokenRuns([9, 21 + at], [0, 1, 2], [at + 1, at + 1], tables, [address_of(table) for table in tables])
+        ranks.call(lambda decoder, rank: decoder.run(runs, pools[rank], [0, 1], needs_logits=True))
+
+    step(0)
+    bytes_before, barriers_before = counts()
+    for at in range(1, 1 + num_steps):
+        step(at)
+    bytes_after, barriers_after = counts()
+    ranks.close()
+    predicted = step_exchange(spec, layout, True, 4)
+    assert barriers_after - barriers_before == predicted.num_calls * num_steps
+    written = (bytes_after - bytes_before) / (2 * num_steps)  # of a token by all ranks; each receives what the others wrote
+    size = layout.num_tensor
+    assert predicted.num_bytes == pytest.approx(written * (size - 1) / size, rel=0.1)
+
+
+def test_whole_experts_gather_less():
+    layer = _inspect("demo-moe")[0].spec.layers[0]
+    hidden, mlp = 128, layer.mlp
+    sharded, whole = (gathered_widths(layer, hidden, is_whole) for is_whole in (False, True))
+    assert sharded[2:] == [mlp.top_k * mlp.expert.intermediate_size, mlp.top_k * hidden]
+    assert whole[2:] == [mlp.top_k * hidden]
+
+
+def test_a_step_is_the_sum_of_its_parts_by_hand():
+    simulation = _simulation("demo")
+    device, reached, shape = simulation.hardware, simulation.hardware.efficiency, simulation.shape
+    one = simulation.step(Layout(), Load(8, 64))
+    weights = shape.weight_bytes["bfloat16"]
+    assert one.read_bytes == pytest.approx(weights, rel=0.1)
+    assert (one.num_collectives, one.exchange_s) == (0, 0.0)
+    cached = 8 * 64 * shape.kv_bytes_per_token("bfloat16")
+    assert one.compute_s == pytest.approx((one.read_bytes + cached) / (device.bytes_per_s * reached.bandwidth), rel=0.01)
+    assert one.fixed_s == pytest.approx(reached.step_s + reached.layer_s * shape.num_layers)
+    two = simulation.step(Layout(num_tensor=2), Load(8, 64))
+    assert two.read_bytes == pytest.approx(one.read_bytes / 2)
+    assert two.num_collectives == 2 * shape.num_layers + 2
+    assert two.exchange_s == pytest.approx(two.num_collectives * reached.collective_s, rel=0.01)
+    assert two.step_s == two.compute_s + two.exchange_s + two.fixed_s
+    replicas = simulation.step(Layout(num_replicas=2), Load(8, 64))
+    assert replicas.tokens_per_s == pytest.approx(8 / replicas.step_s)
+    stages = simulation.step(Layout(num_stages=2), Load(8, 64))
+    assert stages.step_s > replicas.step_s
+    assert stages.read_bytes < one.read_bytes
+
+
+def test_an_imbalance_slows_ranks_with_whole_experts_only():
+    simulation = _simulation("demo-moe")
+    times = [
+        simulation.step(Layout.parse(layout), Load(64, 64, imbalance)).compute_s
+        for layout, imbalance in (("ep4", 1.0), ("ep4", 2.0), ("tp4", 1.0), ("tp4", 2.0))
+    ]
+    assert times[0] == times[2] == times[3] < times[1]
+
+
+@pytest.mark.parametrize("text", ["tp0", "xx", "tp2xtp2", "tp2xep2", "tp", "2"])
+def test_layouts_that_cannot_be_read_are_refused(text):
+    with pytest.raises(ConfigError, match="--layout must"):
+        Layout.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "reason"),
+    [
+        ("demo", "ep2", "places experts, but demo has none"),
+        ("demo-moe", "tp5", "5 ranks, but there are 4 attention heads"),
+        ("demo-moe", "pp4", "4 stages, but there are 3 layers"),
+        ("demo-moe", "dp9", "9 replicas, but there are 8 sequences"),
+    ],
+)
+def test_layouts_that_do_not_fit_the_model_are_refused(model, layout, reason):
+    with pytest.raises(ConfigError, match=reason):
+        _simulation(model).step(Layout.parse(layout), Load(8, 64))
+
+
+def test_names_of_clusters_and_layouts():
+    device, count = parse_cluster("H100x8")
+    assert (device.key, count) == ("h100", 8)
+    assert parse_cluster("rtx4090")[1] == 1
+    with pytest.raises(ConfigError, match="must be one of h100"):
+        parse_cluster("h900x8")
+    names = [layout.name for layout in usual_layouts(8, True)]
+    assert names == ["tp8", "ep8", "pp8", "dp8", "tp4xdp2", "tp4xpp2"]
+    assert [Layout.parse(name).name for name in names] == names
+    table = describe_times([_simulation("demo-moe").step(Layout.parse("ep2"), Load(4, 16))], "title")
+    assert "ep2" in table
+    assert "FIT" not in table
