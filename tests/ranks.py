@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -53,6 +54,18 @@ def start_processes(size, body):
 def statuses_of(pids):
     """Wait for children; return how each exited, -N for signal N."""
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def open_descriptors() -> set[tuple[str, str]]:
+    """The open file descriptors of this process, with what each refers to, after garbage of other tests has closed its own."""
+    gc.collect()
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+        except FileNotFoundError:  # closed since it was listed, as the list's own is
+            continue
+    return found
 
 
 def files_in_dev_shm(pid):

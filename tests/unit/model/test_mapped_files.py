@@ -13,6 +13,7 @@ from quire.base.errors import ModelFormatError
 from quire.model.mapped_files import MappedFiles
 from quire.model.quantized_writer import write_quantized
 from quire.model.stored_tensors import open_tensors
+from tests.ranks import open_descriptors
 from tests.tiny_checkpoint import write_checkpoint
 
 GOLDEN = Path(__file__).resolve().parents[4] / "shared" / "data" / "quantised"
@@ -87,9 +88,9 @@ def test_tensors_of_the_file_that_is_whole_may_be_read(tmp_path):
 
 def test_descriptors_are_closed_with_what_holds_them(tmp_path):
     folder = write_checkpoint(tmp_path / "model", "qwen3")
-    before = set(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     files = MappedFiles()
     opened = open_tensors(folder, files)
-    assert set(os.listdir("/proc/self/fd")) - before
+    assert open_descriptors() - before
     del files, opened
-    assert set(os.listdir("/proc/self/fd")) <= before
+    assert open_descriptors() <= before

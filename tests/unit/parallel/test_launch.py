@@ -1,6 +1,5 @@
 """The launcher: workers are ready, work, fail and end; nothing is left of them."""
 
-import gc
 import os
 import signal
 import subprocess
@@ -19,7 +18,7 @@ from quire.kernels.native import load_native
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
-from tests.ranks import SharedGroup, files_in_dev_shm, start_processes, statuses_of
+from tests.ranks import SharedGroup, files_in_dev_shm, open_descriptors, start_processes, statuses_of
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -89,14 +88,10 @@ def check_steps_failure_and_end(size):
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_start_work_and_end_with_one_of_them(size, temporary):
-    descriptors = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     check_steps_failure_and_end(size)
-
-    def has_closed_descriptors():
-        gc.collect()  # the mapping, which holds one, goes with the last object that refers to it
-        return len(os.listdir("/proc/self/fd")) == descriptors
-
-    assert wait_until(has_closed_descriptors)
+    # The mapping, which holds one, goes with the last object that refers to it.
+    assert wait_until(lambda: open_descriptors() <= before), open_descriptors() - before
     assert not list(temporary.iterdir())
 
 
