@@ -84,6 +84,7 @@ class KvSpec:
                   those of a pool of their own. None: all layers are in one group, the full group
     is_windowed   of each layer, whether it is in the window group; empty if there is none
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
+    is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
     """
 
     block_size: int
@@ -93,6 +94,7 @@ class KvSpec:
     window_tokens: int | None = None
     is_windowed: tuple[bool, ...] = ()
     layer_dtypes: tuple[KvDtype, ...] = ()
+    is_joined: bool = False
 
     @classmethod
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
@@ -103,6 +105,12 @@ class KvSpec:
             found = cls(block_size, dtype, shapes)
             return found._with_windows(spec) if limits_windows else found
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
+
+    @classmethod
+    def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
+        """Return the cache shape on a GPU: without a window group; latent rows, which are both key and value, are kept once."""
+        is_latent = any(layer.attention.latent is not None for layer in spec.layers)
+        return replace(cls.of(spec, block_size, dtype), is_joined=is_latent)
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""
@@ -151,9 +159,9 @@ class KvSpec:
 
     def _token_bytes(self, layer: int) -> int:
         (heads, dim), dtype = self.layer_shapes[layer], self.dtype_of(layer)
-        if dtype in QUANTIZED_KV_BITS:
-            return heads * (dim * sum(QUANTIZED_KV_BITS[dtype]) // 8 + 2 * _SCALE_BYTES)
-        return 2 * heads * dim * DTYPE_BYTES[dtype]
+        bits, scale_bytes = (QUANTIZED_KV_BITS[dtype], _SCALE_BYTES) if dtype in QUANTIZED_KV_BITS else (None, 0)
+        bits = bits or (8 * DTYPE_BYTES[dtype],) * 2
+        return sum(heads * (dim * width // 8 + scale_bytes) for width in (bits[:1] if self.is_joined else bits))
 
     @property
     def bytes_per_block(self) -> int:

@@ -15,7 +15,8 @@ class DeviceKvPool:
     """Per layer a KvCache whose k and v are [num_blocks, kv_heads, block_size, head_dim], or head_dim / 2 bytes of codes of
     four bits; quantised ones have scales.
 
-    The memory is taken at once and not written: nothing reads what no token was stored in.
+    The memory is taken at once and not written: nothing reads what no token was stored in. Where the spec says that they are
+    joined, v is k.
 
     states  for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none
     """
@@ -28,12 +29,12 @@ class DeviceKvPool:
         self.caches: list[KvCache] = []
         for heads, dim in spec.layer_shapes:
             shape = (num_blocks, heads, spec.block_size)
-            k, v = (torch.empty(*shape, width_of(dtype, dim), dtype=dtype, device=device) for dtype in dtypes)
+            parts = [torch.empty(*shape, width_of(dtype, dim), dtype=dtype, device=device) for dtype in dtypes]
             if is_quantised:
-                scales = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
-                self.caches.append(KvCache(k, v, *scales))
-            else:
-                self.caches.append(KvCache(k, v))
+                parts += (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+            if spec.is_joined:
+                parts[1::2] = parts[::2]
+            self.caches.append(KvCache(*parts))
 
         wide = torch.float32 if is_quantised else getattr(torch, spec.dtype)
         self.states = [
@@ -57,16 +58,19 @@ class DeviceKvPool:
     def tensors(self) -> list[Tensor]:
         """Return the tensors of all layers, those of recurrent states first."""
         states = [part for layer in self.states for part in layer]
-        return [*states, *(part for cache in self.caches for part in cache if part is not None)]
+        return [*states, *(part for cache in self.caches for part in self._parts(cache))]
+
+    def _parts(self, cache: KvCache) -> list[Tensor]:
+        """Return the tensors of a cache, each once."""
+        return [part for part in (cache[::2] if self.spec.is_joined else cache) if part is not None]
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks [N] i64 in every layer, all on the device; all sources are read before any target is written."""
         for cache in self.caches:
-            for part in cache:
-                if part is not None:
-                    # Seen as bytes: not every operation knows float8.
-                    seen = part.view(torch.uint8) if part.itemsize == 1 else part
-                    seen[targets] = seen[sources]
+            for part in self._parts(cache):
+                # Seen as bytes: not every operation knows float8.
+                seen = part.view(torch.uint8) if part.itemsize == 1 else part
+                seen[targets] = seen[sources]
 
     def move_tokens(self, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
         """Move single tokens from slot to slot in every layer, all on the device; see move_tokens_launch."""

@@ -36,6 +36,7 @@ from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, r
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
+from quire.model.device_latent import LatentAttention
 from quire.model.device_layers import FusedLayer, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
@@ -285,6 +286,7 @@ class DeviceLayer:
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
         self._own = own
+        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
@@ -347,6 +349,9 @@ class DeviceLayer:
     def _attention(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, spec: AttentionSpec
     ) -> Tensor:
+        if self._latent is not None:
+            attended = self._latent.attend(y, lambda name, x: self._product(name, x, step), positions, step, cache)
+            return self._close("o", attended, step)
         qkv = self._product("qkv", y, step)
         if spec.clip_qkv is not None:
             qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)

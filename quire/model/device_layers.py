@@ -23,6 +23,8 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
         return "sums in one order at any number of rows"
     if spec.mixer is not None or spec.attention == NO_ATTENTION or spec.mlp == NO_MLP:
         return "a recurrent state, or one block only"
+    if spec.attention.latent is not None:
+        return "multi-head latent attention"
     if spec.attention.has_output_gate:
         return "a gate on the output of attention"
     if not isinstance(spec.mlp, MlpSpec):

@@ -104,7 +104,8 @@ class LayerRanks:
     def __init__(self, ranks: DeviceRanks, index: int, row_parallel: frozenset[str]) -> None:
         self._ranks, self.row_parallel = ranks, row_parallel
         layers = [shard.layers[index] for shard in ranks.shard.ranks]
-        dim = ranks.shard.spec.layers[index].attention.head_dim
+        attention = ranks.shard.spec.layers[index].attention
+        dim = attention.output_size // max(1, attention.num_heads)
         self._inputs = {
             "o": tuple(layer.heads.heads.size * dim for layer in layers),
             "down": tuple(layer.inner.size for layer in layers),

@@ -25,8 +25,8 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "a mixture whose weights multiply the experts' inputs"
     if not layer.attention.is_causal:
         return "attention in both directions"
-    if layer.attention.latent is not None:
-        return "multi-head latent attention"
+    if layer.attention.latent is not None and layer.attention.latent.indexer is not None:
+        return "an indexer of keys"
     if layer.mixer is not None and layer.mixer.conv_size > MAX_TAPS:
         return f"a convolution of more than {MAX_TAPS} taps"
     rope = layer.attention.rope

@@ -92,7 +92,7 @@ class DeviceShard:
             return None
         _, index, *middle, _ = name.split(".")
         module, shard = ".".join(middle), self.own.layers[int(index)]
-        if module in ("q", "sinks"):
+        if module in ("q", "kv_b", "sinks"):
             return [_scaled(shard.heads.heads, num_rows // shard.total_heads)]
         if module in ("k", "v"):
             return [_scaled(shard.heads.kv_heads, num_rows // shard.total_kv_heads)]
@@ -119,7 +119,7 @@ class DeviceShard:
             return [shard.layers[index].shared_inner for shard in self.ranks]
         if module != "o":
             return [shard.layers[index].inner for shard in self.ranks]
-        return [_scaled(shard.layers[index].heads.heads, layer.attention.head_dim) for shard in self.ranks]
+        return [_scaled(shard.layers[index].heads.heads, layer.attention.output_size // layer.attention.num_heads) for shard in self.ranks]
 
 
 def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[float]) -> ModelShard:

@@ -46,12 +46,36 @@ bits of a row would depend on where its prompt was split. The scores are multipl
 nothing."""
 
 
+_LATENT_GROUP = 64
+"""Most query heads of latent attention that a program computes: all of them share one row per token."""
+
+
+class _Heads(NamedTuple):
+    """The heads of attention as kernels see them: num_kv groups of `group` query heads, whose values have `dim` elements.
+
+    extra  elements of keys before those that are values, too (latent attention); 0: keys and values are separate
+    """
+
+    num_kv: int
+    group: int
+    dim: int
+    extra: int = 0
+
+    @classmethod
+    def of(cls, spec: AttentionSpec) -> _Heads:
+        if spec.latent is None:
+            return cls(spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        group = max(size for size in range(1, _LATENT_GROUP + 1) if spec.num_heads % size == 0)
+        return cls(spec.num_heads // group, group, spec.latent.kv_rank, spec.latent.rope_dim)
+
+
 class KvCache(NamedTuple):
     """The cache of one layer.
 
     k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn; or u8 [..., D / 2], codes of four bits
                         of rotated vectors, see rotated_codes.py. Keys may be int8 and values u8
     k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
+    Latent attention has one tensor for both: K is 1, and a row its rotated key and then its latent row.
     """
 
     k: Tensor
@@ -74,14 +98,16 @@ def attend(
     sinks    [H] float, an attention sink per head: a logit in the softmax without a value; None: none
     is_in_order  batch-invariant: a query has the same bits whether it is computed with its prompt, a part of it, or by itself;
                  slower
-    Returns  [T, H, D] in q's dtype, zeros for padding sequences. Sums are in f32. Does not write the cache
+    Returns  [T, H, D] in q's dtype, zeros for padding sequences; of latent attention [T, H, kv_rank]. Sums are in f32. Does not
+             write the cache
 
     Raises InvariantError for shapes and dtypes that do not match.
     """
-    if step.library is not None and step.num_drafts is None and sinks is None and not is_in_order:
+    is_plain = sinks is None and spec.latent is None and not is_in_order
+    if step.library is not None and step.num_drafts is None and is_plain:
         _check(q, q, cache, spec, sinks)
         return step.library.attend(q, cache.k, cache.v, step, spec)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(*q.shape[:2], _Heads.of(spec).dim, dtype=q.dtype, device=q.device)
     run_all(attend_launches(out, q, cache, step, spec, sinks, is_in_order))
     return out
 
@@ -109,14 +135,14 @@ def attend_launches(
             f"with a window ({spec.window} tokens) all drafts of a tree must be rows of the step, as a window needs their "
             "positions, but the first ones are cached; compute them again"
         )
-    group = spec.num_heads // spec.num_kv_heads
-    kinds = spec.head_dim, q.dtype, cache.k.dtype
+    _, group, dim, _ = _Heads.of(spec)
+    kinds = dim, q.dtype, cache.k.dtype
     fixed = in_order_attention_tile(*kinds) if is_in_order else None
     num_queries, num_short = tile_queries(spec, q.dtype, cache.k.dtype, is_in_order)
     short, long = step.tiles(num_queries, num_short)
     launches: list[Launch] = []
     if short.num_tiles:
-        tile = fixed or short_attention_tile(spec.head_dim, group, q.dtype, cache.k.dtype)
+        tile = fixed or short_attention_tile(dim, group, q.dtype, cache.k.dtype)
         rows = power_of_two(short.num_queries * group, tile.rows)
         launches += _split_on_device(
             _Call(out, q, cache, step, spec, sinks, short, tile._replace(rows=rows), CHUNK, is_in_order)
@@ -134,8 +160,8 @@ def attend_launches(
 
 def tile_queries(spec: AttentionSpec, dtype: torch.dtype, kv_dtype: torch.dtype, is_in_order: bool = False) -> tuple[int, int]:
     """Return the queries per tile, and the maximum number of queries of a short sequence, for DeviceAttentionMetadata.tiles."""
-    group = spec.num_heads // spec.num_kv_heads
-    tile = (in_order_attention_tile if is_in_order else long_attention_tile)(spec.head_dim, dtype, kv_dtype)
+    _, group, dim, _ = _Heads.of(spec)
+    tile = (in_order_attention_tile if is_in_order else long_attention_tile)(dim, dtype, kv_dtype)
     return max(1, tile.rows // group), max(1, ROWS_OF_DECODE // group)
 
 
@@ -151,21 +177,25 @@ class _Call(NamedTuple):
     chunk: int
     is_in_order: bool
 
+    @property
+    def heads(self) -> _Heads:
+        return _Heads.of(self.spec)
+
 
 def _split(call: _Call) -> list[Launch]:
     """Return the launches over chunks of keys, and the merge if there is more than one chunk."""
-    spec, tiles = call.spec, call.tiles
+    spec, tiles, heads = call.spec, call.tiles, call.heads
     num_chunks = -(-call.step.max_context_len // call.chunk)
     if spec.window is not None:
         num_chunks = min(num_chunks, -(-(spec.window + tiles.num_queries - 1) // call.chunk) + 1)
     if num_chunks <= 1:
         return [_attend_runs(call)]
-    shape = (spec.num_kv_heads, num_chunks, tiles.num_queries * spec.num_heads // spec.num_kv_heads)
+    shape = (heads.num_kv, num_chunks, tiles.num_queries * heads.group)
     at_once = tiles.num_tiles
     if call.chunk == LONG_CHUNK:
-        fitting = _PARTIAL_BYTES // (math.prod(shape) * spec.head_dim * 4)
+        fitting = _PARTIAL_BYTES // (math.prod(shape) * heads.dim * 4)
         at_once = min(at_once, max(1, fitting // _ALIGNED_TILES) * _ALIGNED_TILES)
-    partial = torch.empty(at_once, *shape, spec.head_dim, dtype=torch.float32, device=call.q.device)
+    partial = torch.empty(at_once, *shape, heads.dim, dtype=torch.float32, device=call.q.device)
     log_sums = torch.empty(at_once, *shape, dtype=torch.float32, device=call.q.device)
     launches: list[Launch] = []
     for first in range(0, tiles.num_tiles, at_once):
@@ -176,7 +206,7 @@ def _split(call: _Call) -> list[Launch]:
 
 
 def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Launch:
-    spec, tile = call.spec, call.tile
+    tile = call.tile
     num_chunks = 1 if split is None else split[0].shape[2]
     arguments = {
         **_key_arguments(call),
@@ -187,7 +217,7 @@ def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Lau
         "num_chunks": num_chunks,
     }
     constants = {**_key_constants(call), "IN_CHUNKS": call.is_in_order}
-    grid = (call.tiles.num_tiles, spec.num_kv_heads, num_chunks)
+    grid = (call.tiles.num_tiles, call.heads.num_kv, num_chunks)
     return Launch(attend_runs, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED)
 
 
@@ -197,7 +227,7 @@ def _merge_chunks(call: _Call, partial: Tensor, log_sums: Tensor) -> Launch:
 
 def _split_on_device(call: _Call) -> list[Launch]:
     """Return the launches over chunks of keys, with the chunk plan if the step has none yet, and the merge."""
-    window, tiles, num_kv_heads = call.spec.window, call.tiles, call.spec.num_kv_heads
+    window, tiles, (num_kv_heads, group, dim, _) = call.spec.window, call.tiles, call.heads
     span = call.step.max_context_len if window is None else min(call.step.max_context_len, window + tiles.num_queries + CHUNK)
     num_chunks = -(-span // CHUNK)
     if num_chunks <= 1:
@@ -211,9 +241,8 @@ def _split_on_device(call: _Call) -> list[Launch]:
         num_items = tiles.num_tiles * min(most or num_chunks, num_chunks)
         plan = call.step.plans[key] = ChunkPlan(*(_empty(call, size) for size in (tiles.num_tiles + 1, num_items)))
         launches.append(_plan_chunks(call, plan, most))
-    rows = tiles.num_queries * call.spec.num_heads // num_kv_heads
-    shape = (len(plan.tiles), num_kv_heads, rows)
-    partial = torch.empty(*shape, call.spec.head_dim, dtype=torch.float32, device=call.q.device)
+    shape = (len(plan.tiles), num_kv_heads, tiles.num_queries * group)
+    partial = torch.empty(*shape, dim, dtype=torch.float32, device=call.q.device)
     log_sums = torch.empty(shape, dtype=torch.float32, device=call.q.device)
     return [*launches, _attend_chunks(call, plan, most, partial, log_sums), _merge_items(call, plan, partial, log_sums)]
 
@@ -240,7 +269,7 @@ def _plan_chunks(call: _Call, plan: ChunkPlan, most: int) -> Launch:
 
 
 def _attend_chunks(call: _Call, plan: ChunkPlan, most: int, partial: Tensor, log_sums: Tensor) -> Launch:
-    tile, num_kv_heads = call.tile, call.spec.num_kv_heads
+    tile, num_kv_heads = call.tile, call.heads.num_kv
     arguments = {
         **_key_arguments(call),
         "partial_ptr": partial,
@@ -269,7 +298,7 @@ def _merge(call: _Call, kernel: triton.JITFunction, parts: dict[str, Tensor | in
     arguments = {**parts, "sinks_ptr": call.sinks, "out_ptr": call.out, **_run_arguments(call)}
     constants = {
         **_run_constants(call),
-        "BLOCK_D": power_of_two(call.spec.head_dim, 16),
+        "BLOCK_D": power_of_two(call.heads.dim, 16),
         "BLOCK_C": 1 if call.is_in_order else _MERGED_AT_ONCE,
     }
     grid = (call.tiles.num_tiles, call.tiles.num_queries * call.spec.num_heads)
@@ -295,7 +324,7 @@ def _key_arguments(call: _Call) -> dict[str, Tensor | int | float | None]:
 
 
 def _key_constants(call: _Call) -> dict[str, object]:
-    spec, cache, tile = call.spec, call.cache, call.tile
+    spec, cache, tile, heads = call.spec, call.cache, call.tile, call.heads
     is_quantised = cache.k.dtype in _QUANTISED
     compute = torch.float16 if is_quantised and call.q.dtype != torch.float32 else call.q.dtype
     return {
@@ -303,7 +332,9 @@ def _key_constants(call: _Call) -> dict[str, object]:
         "BLOCK_SIZE": cache.k.shape[2],
         "BLOCK_M": tile.rows,
         "BLOCK_N": tile.keys,
-        "BLOCK_D": power_of_two(spec.head_dim, 16),
+        "BLOCK_D": power_of_two(heads.dim, 16),
+        "EXTRA": heads.extra,
+        "BLOCK_E": power_of_two(heads.extra, 16),
         "SOFTCAP": spec.softcap or 0.0,
         "COMPUTE": ELEMENT_TYPES[compute],
     }
@@ -321,23 +352,25 @@ def _run_arguments(call: _Call) -> dict[str, Tensor | None]:
 
 
 def _run_constants(call: _Call) -> dict[str, object]:
-    spec = call.spec
+    heads = call.heads
     return {
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "GROUP": spec.num_heads // spec.num_kv_heads,
+        "NUM_KV_HEADS": heads.num_kv,
+        "GROUP": heads.group,
         "QUERIES": call.tiles.num_queries,
-        "HEAD_DIM": spec.head_dim,
+        "HEAD_DIM": heads.dim,
         "CHUNK": call.chunk,
-        "WINDOW": spec.window or 0,
+        "WINDOW": call.spec.window or 0,
     }
 
 
 def _check(out: Tensor, q: Tensor, cache: KvCache, spec: AttentionSpec, sinks: Tensor | None) -> None:
     check_tensor("q", q, (None, spec.num_heads, spec.head_dim), *_FLOATS)
-    check_contiguous("out", out, tuple(q.shape), q.dtype)
+    check_contiguous("out", out, (*q.shape[:2], _Heads.of(spec).dim), q.dtype)
     if q.stride(1) != spec.head_dim and spec.num_heads > 1:
         raise InvariantError(f"the heads of a token must lie in one piece, got strides {q.stride()}")
     check_cache(cache, spec.num_kv_heads, spec.head_dim, q.dtype)
+    if spec.latent is not None and (cache.v is not cache.k or cache.k.dtype == PACKED):
+        raise InvariantError("latent attention has one cache of rows, not in codes of four bits, for keys and values")
     if sinks is not None:
         check_contiguous("sinks", sinks, (spec.num_heads,), *_FLOATS)
 

@@ -123,6 +123,7 @@ def _attend_span(
     best: tl.tensor,
     total: tl.tensor,
     q: tl.tensor,
+    q_extra: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     queries: tl.tensor,
@@ -141,6 +142,7 @@ def _attend_span(
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EXTRA: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -150,12 +152,12 @@ def _attend_span(
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
-    to all of them."""
+    to all of them. EXTRA: see attend_runs."""
     dims = tl.arange(0, BLOCK_D)
     # Of codes of four bits, each byte is loaded for both of its dims.
-    K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
+    K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
     V_WIDTH: tl.constexpr = HEAD_DIM // 2 if v_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM
-    k_dims = dims % K_WIDTH if K_WIDTH < HEAD_DIM else dims
+    k_dims = dims % K_WIDTH if K_WIDTH < HEAD_DIM else dims + EXTRA
     v_dims = dims % V_WIDTH if V_WIDTH < HEAD_DIM else dims
     for first in tl.range(low, high, BLOCK_N):
         base, rows = _find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
@@ -166,15 +168,22 @@ def _attend_span(
         if IS_MASKED or HEAD_DIM != BLOCK_D:
             is_there = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=is_there, other=0.0)
-            v = tl.load(v_tile, mask=is_there, other=0.0)
+            v = k if EXTRA > 0 else tl.load(v_tile, mask=is_there, other=0.0)
         else:
             k = tl.load(k_tile)
-            v = tl.load(v_tile)
+            v = k if EXTRA > 0 else tl.load(v_tile)
         if K_WIDTH < HEAD_DIM:
             k = unpack(k, dims, HEAD_DIM)
         if V_WIDTH < HEAD_DIM:
             v = unpack(v, dims, HEAD_DIM)
-        scores = dot(q, tl.trans(k.to(COMPUTE)), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale
+        scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
+        if EXTRA > 0:
+            extra_dims = tl.arange(0, q_extra.shape[1])
+            is_there = (keys < end)[:, None] & (extra_dims < EXTRA)[None, :]
+            extra_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + extra_dims[None, :])
+            extra = tl.load(extra_tile, mask=is_there, other=0.0)
+            scores = dot(q_extra, tl.trans(extra.to(COMPUTE)), scores)
+        scores = dot(q, tl.trans(k.to(COMPUTE)), scores) * scale
         if k_scales_ptr is not None:
             scores = scores * tl.load(k_scales_ptr + base + rows, mask=keys < end, other=0.0)[None, :]
         if SOFTCAP > 0:
@@ -205,6 +214,7 @@ def _attend_span(
 @triton.jit
 def attend_keys(
     q: tl.tensor,
+    q_extra: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     queries: tl.tensor,
@@ -224,6 +234,7 @@ def attend_keys(
     scale: tl.tensor,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EXTRA: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -242,22 +253,22 @@ def attend_keys(
         first = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, low), high)
         # With a wide window, [low, first) contains no drafts.
         acc, best, total = _attend_span(
-            acc, best, total, q, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
+            acc, best, total, q, q_extra, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
             ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+            HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
         )  # fmt: skip
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
     middle = tl.maximum(middle, first)
     acc, best, total = _attend_span(
-        acc, best, total, q, first, middle, queries, is_row, end, tree_start, token_shift, kv_head,
+        acc, best, total, q, q_extra, first, middle, queries, is_row, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
+        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
     )  # fmt: skip
     acc, best, total = _attend_span(
-        acc, best, total, q, middle, high, queries, is_row, end, tree_start, token_shift, kv_head,
+        acc, best, total, q, q_extra, middle, high, queries, is_row, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-        HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
+        HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
     )  # fmt: skip
     return acc / tl.maximum(total, TINY)[:, None], best + tl.log2(total)
 
@@ -293,6 +304,8 @@ def attend_runs(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EXTRA: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -307,6 +320,9 @@ def attend_runs(
     partial   [tiles, NUM_KV_HEADS, num_chunks, QUERIES * GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM; None: not split
     scale     of the scores, which are base-2 logarithms unless SOFTCAP > 0; CHUNK is a multiple of BLOCK_N
     WINDOW 0: none; SOFTCAP 0: none
+    EXTRA     of latent attention (MLA): the cache has one row [EXTRA + HEAD_DIM] per token, of which all groups of heads read
+              the key as a whole and the value without its first EXTRA elements; heads of q have as many. v is k. 0: other
+              attention
     IN_CHUNKS if not split, keys are processed chunk by chunk, and merged as merge_chunks does with one at a time
     """
     tile = tl.program_id(0)
@@ -331,8 +347,15 @@ def attend_runs(
     row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     # Rows beyond the last query repeat it, unless the run ends the sequence: a mask of rows would occupy registers that wide
     # heads need.
-    q_rows = (token + tl.minimum(queries, tl.minimum(QUERIES, left) - 1)).to(tl.int64) * q_stride + heads * HEAD_DIM
-    q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
+    q_rows = (token + tl.minimum(queries, tl.minimum(QUERIES, left) - 1)).to(tl.int64) * q_stride + heads * (HEAD_DIM + EXTRA)
+    q = tl.load(q_ptr + q_rows[:, None] + EXTRA + dims[None, :], mask=(dims < HEAD_DIM)[None, :], other=0.0).to(COMPUTE)
+    q_extra = None
+    if EXTRA > 0:
+        extra_dims = tl.arange(0, BLOCK_E)
+        is_extra = (extra_dims < EXTRA)[None, :]
+        q_extra = tl.load(q_ptr + q_rows[:, None] + extra_dims[None, :], mask=is_extra, other=0.0).to(COMPUTE)
+    CACHED_HEADS: tl.constexpr = 1 if EXTRA > 0 else NUM_KV_HEADS
+    cached_head = kv_head * 0 if EXTRA > 0 else kv_head
     table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
     if IN_CHUNKS and partial_ptr is None:
         out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -343,9 +366,9 @@ def attend_runs(
             total += 1.0
         for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK)):
             part, part_sum = attend_keys(
-                q, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row, place,
-                end, tree_start, token - place, kv_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row, place,
+                end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
                 COMPUTE,
             )  # fmt: skip
             new_best = tl.maximum(log_sum, part_sum)
@@ -358,9 +381,9 @@ def attend_runs(
         out = out / tl.maximum(total, TINY)[:, None]
     else:
         out, log_sum = attend_keys(
-            q, low, high, place + queries, is_row, place, end, tree_start, token - place, kv_head,
+            q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
         )  # fmt: skip
     if partial_ptr is not None:
         part = (tile.to(tl.int64) * NUM_KV_HEADS + kv_head) * num_chunks + tl.program_id(2)

@@ -126,7 +126,8 @@ def place_heads_launch(
         "CASTS_LATE": spec is not None and spec.late_cast,
         "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
     }
-    num_groups = triton.cdiv(num_heads, block_h) + 2 * triton.cdiv(num_kv_heads, block_h)
+    # Where keys and values are one tensor (latent attention), the groups of values would store what those of keys do.
+    num_groups = triton.cdiv(num_heads, block_h) + (1 if cache.v is cache.k else 2) * triton.cdiv(num_kv_heads, block_h)
     num_warps = 1 if block_h == 1 else 4
     # The same option as in fused attention, so that the stored values are the same, integers in particular.
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)

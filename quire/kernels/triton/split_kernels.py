@@ -114,6 +114,8 @@ def attend_chunks(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EXTRA: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     CHUNK: tl.constexpr,
     MOST: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -129,6 +131,8 @@ def attend_chunks(
     queries = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     dims = tl.arange(0, BLOCK_D)
+    CACHED_HEADS: tl.constexpr = 1 if EXTRA > 0 else NUM_KV_HEADS
+    cached_head = kv_head * 0 if EXTRA > 0 else kv_head
     num_items = tl.load(starts_ptr + num_tiles)
     # Values hoisted out of this loop stay in registers, of which one-query runs then have too few, except for f32 and windows.
     STAYS: tl.constexpr = tile_sequences_ptr is None and WINDOW == 0 and tl.float32 != COMPUTE
@@ -143,13 +147,18 @@ def attend_chunks(
         high = tl.minimum(end, (chunk + 1) * size)
         is_row = (queries < QUERIES) & (queries < left)
         row_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-        q_rows = (token + queries).to(tl.int64) * q_stride + heads * HEAD_DIM
-        q = tl.load(q_ptr + q_rows[:, None] + dims[None, :], mask=row_mask, other=0.0).to(COMPUTE)
+        q_rows = (token + queries).to(tl.int64) * q_stride + heads * (HEAD_DIM + EXTRA)
+        q = tl.load(q_ptr + q_rows[:, None] + EXTRA + dims[None, :], mask=row_mask, other=0.0).to(COMPUTE)
+        q_extra = None
+        if EXTRA > 0:
+            extra_dims = tl.arange(0, BLOCK_E)
+            is_extra = is_row[:, None] & (extra_dims < EXTRA)[None, :]
+            q_extra = tl.load(q_ptr + q_rows[:, None] + extra_dims[None, :], mask=is_extra, other=0.0).to(COMPUTE)
         table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
         out, log_sum = attend_keys(
-            q, low, high, place + queries, is_row, place, end, tree_start, token - place, kv_head,
+            q, q_extra, low, high, place + queries, is_row, place, end, tree_start, token - place, cached_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
-            HEAD_DIM, BLOCK_D, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
+            HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE,
         )  # fmt: skip
         parts = (item * NUM_KV_HEADS + kv_head).to(tl.int64) * (QUERIES * GROUP) + rows
         tl.store(partial_ptr + parts[:, None] * HEAD_DIM + dims[None, :], out, mask=row_mask)

@@ -157,7 +157,7 @@ def build_rank(
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
-        kv = KvSpec.of(decoder.spec, report.memory.kv.block_size, report.memory.kv.dtype)
+        kv = KvSpec.on_device(decoder.spec, report.memory.kv.block_size, report.memory.kv.dtype)
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)

@@ -263,7 +263,7 @@ def estimate_memory(
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
     _check_rotated(config, spec)
-    kv = KvSpec.of(
+    kv = KvSpec.on_device(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")

@@ -113,7 +113,7 @@ class ServedHead(NamedTuple):
 def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
     decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
-    return _step_variants(decoder, KvSpec.of(decoder.spec, kv.block_size, kv.dtype), sizes)
+    return _step_variants(decoder, KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype), sizes)
 
 
 def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:

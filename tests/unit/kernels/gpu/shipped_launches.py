@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.contracts.model_spec import AttentionSpec, GateClamp, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.recurrent import Recurrence
 from quire.kernels.triton.activation import activate_launch
@@ -19,6 +19,7 @@ from quire.kernels.triton.compiling import compile_launch
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
+from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
@@ -70,10 +71,24 @@ def attention_launches(
     cache = kv_cache(heads[1], block_size, head_dim, kv_dtype)
     if kv_dtype != dtype:
         cache += [meta(4096, heads[1], block_size, dtype=torch.float32)] * 2
+    latent = spec.get("latent")
+    if latent is not None:
+        cache[1] = cache[0]
     attention = AttentionSpec(*heads, head_dim, head_dim**-0.5, **spec)
     sinks = meta(heads[0]) if has_sinks else None
     device_step = DeviceAttentionMetadata.of(step, META)
-    return attend_launches(meta(*q.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+    out = q if latent is None else meta(*q.shape[:2], latent.kv_rank, dtype=dtype)
+    return attend_launches(meta(*out.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+
+
+def latent_launches(num_heads=128, **options):
+    latent = LatentSpec(1536, 512, 128, 64, 128, NormSpec("rms", 1e-6))  # DeepSeek-V3's
+    return attention_launches(head_dim=576, heads=(num_heads, 1), latent=latent, **options)
+
+
+def head_products(num_tokens, num_inputs, num_outputs):
+    weights = meta(128, num_inputs, num_outputs)
+    return multiply_heads_launch(meta(num_tokens, 128, num_outputs), meta(num_tokens, 128, num_inputs), weights)
 
 
 FP8 = torch.float8_e4m3fn
@@ -244,6 +259,16 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "verify-tree-4-bit": lambda: attention_launches(count=4, kv_dtype=PACKED, has_tree=True)[1],
     "prefill-4-bit": lambda: attention_launches(count=1024, kv_dtype=PACKED)[0],
     "prefill-k8v4": lambda: attention_launches(count=1024, kv_dtype=(torch.int8, PACKED))[0],
+    "decode-latent": lambda: latent_launches()[1],
+    "decode-latent-merge": lambda: latent_launches()[2],
+    "decode-latent-fp8": lambda: latent_launches(kv_dtype=FP8)[1],
+    "decode-latent-16": lambda: latent_launches(16)[1],
+    "decode-latent-in-order": lambda: latent_launches(is_in_order=True)[1],
+    "prefill-latent": lambda: latent_launches(count=1024)[0],
+    "prefill-latent-16": lambda: latent_launches(16, count=1024)[0],
+    "prefill-latent-in-order": lambda: latent_launches(count=1024, is_in_order=True)[0],
+    "verify-tree-latent": lambda: latent_launches(count=4, has_tree=True)[0],
+    "heads-into-latent": lambda: head_products(64, 128, 512),
     "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
     "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],
     "decode-d80": lambda: attention_launches(head_dim=80, heads=(32, 32))[1],

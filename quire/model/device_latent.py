@@ -1,0 +1,66 @@
+"""Multi-head latent attention on a GPU: the projections into and out of the space of the cached rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.triton.attention import KvCache, attend
+from quire.kernels.triton.head_products import multiply_heads
+from quire.kernels.triton.norm import Norm, normalize
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
+from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.model.device_heads import turn_heads
+
+
+class LatentAttention:
+    """Attention over latent rows, absorbed: queries are projected into the space of the rows, and outputs back.
+
+    spec         with the heads of this rank
+    own          the layer's dense parameters: the norms of latent rows, and kv_b.weight
+    is_in_order  batch-invariant: a row has the same bits for any number of rows
+    """
+
+    def __init__(self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, is_in_order: bool) -> None:
+        if spec.latent is None:
+            raise InvariantError("latent attention of a layer that has none")
+        self._spec, self._latent, self._rope, self._is_in_order = spec, spec.latent, rope, is_in_order
+        self._q_norm = None if self._latent.q_rank is None else Norm(self._latent.norm, own["q_a_norm.weight"])
+        self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
+        up = own["kv_b.weight"].view(spec.num_heads, -1, self._latent.kv_rank)
+        self._into, self._out_of = up[:, : self._latent.nope_dim], up[:, self._latent.nope_dim :].transpose(1, 2)
+
+    def attend(
+        self,
+        y: Tensor,
+        product: Callable[[str, Tensor], Tensor],
+        positions: Tensor,
+        step: DeviceAttentionMetadata,
+        cache: KvCache,
+    ) -> Tensor:
+        """Return what the heads give [T, num_heads * value_dim], for o; the latent rows of y [T, hidden_size] are stored.
+
+        product    of a linear layer by its name, "q_a", "qkv" (the queries) or "kv_a", with its inputs
+        positions  [T] i64
+        """
+        spec, latent = self._spec, self._latent
+        read = y if self._q_norm is None else normalize(product("q_a", y), self._q_norm)
+        nope, q_rope = product("qkv", read).unflatten(1, (spec.num_heads, -1)).split((latent.nope_dim, latent.rope_dim), -1)
+        row, k_rope = product("kv_a", y).split((latent.kv_rank, latent.rope_dim), -1)
+        row = normalize(row.contiguous(), self._row_norm)
+        q = torch.cat((self._halves(q_rope), multiply_heads(nope, self._into, self._is_in_order)), -1)
+        k = torch.cat((self._halves(k_rope), row), -1)[:, None]
+        heads, rope = Projections(q, k, k), self._rope
+        if spec.query_scaling is not None:
+            heads, rope = turn_heads(heads, spec, positions, rope, None), None
+        q = place_heads(heads, cache, step.slots, positions, rope, None, self._is_in_order)
+        attended = attend(q, cache, step, spec, None, self._is_in_order)
+        return multiply_heads(attended, self._out_of, self._is_in_order).flatten(1)
+
+    def _halves(self, x: Tensor) -> Tensor:
+        """Return values [..., rope_dim] in the order in which i is rotated with i + rope_dim / 2."""
+        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self._latent.is_interleaved else x
