@@ -46,7 +46,7 @@ bits of a row would depend on where its prompt was split. The scores are multipl
 nothing."""
 
 
-_LATENT_GROUP = 64
+_LATENT_GROUP = 32
 """Most query heads of latent attention that a program computes: all of them share one row per token."""
 
 

@@ -71,7 +71,7 @@ def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     if dtype == torch.float32:
         return AttentionTile(16, 32, 8, 1)
     if head_dim > 128:
-        return AttentionTile(64, 32, 8, 2)
+        return AttentionTile(64 if head_dim <= 256 else 32, 32, 8, 2)  # wider values of more rows do not fit in registers
     return AttentionTile(64, 64 if kv_dtype == dtype else 32, 8, 3)
 
 

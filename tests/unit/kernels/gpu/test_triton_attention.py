@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.model_spec import AttentionSpec, LatentSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
@@ -54,6 +54,44 @@ def test_attend_is_close_to_float64_when_rounded_to_half(dtype, device):
     case = make_case([300, 45, 9], [1, 45, 2], spec, 16, dtype)
     tolerance = 2e-2 if dtype == torch.bfloat16 else 3e-3
     torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=tolerance, rtol=tolerance)
+
+
+def latent_case(num_heads, lengths, counts, **options):
+    """Return a step whose cached rows are keys of 44 elements, the last 36 of which are the values, and their attention."""
+    spec = AttentionSpec(num_heads, 1, 44, 44**-0.5, latent=LatentSpec(None, 36, 12, 8, 16, NormSpec("rms", 1e-6)))
+    case = make_case(lengths, counts, spec, 16, **options)
+    case = dataclasses.replace(case, v_cache=case.k_cache, v=case.k)
+    return case, spec, dense_attention(case, spec)[..., 8:]
+
+
+def attend_latent(case, spec, device, is_in_order=False):
+    rows = case.k_cache.to(device)
+    step = DeviceAttentionMetadata.of(case.step, device)
+    return attend(case.q.to(device), KvCache(rows, rows), step, spec, is_in_order=is_in_order).cpu()
+
+
+@pytest.mark.parametrize(
+    "num_heads, lengths, counts, trees",
+    [
+        (3, *STEPS["mixed"], None),
+        pytest.param(80, [300, 20], [1, 2], None, marks=pytest.mark.slow),  # several groups of heads
+        pytest.param(4, [60, 300], [5, 4], [[-1, 0, 0, 1], [-1, 0, -1]], marks=pytest.mark.slow),
+    ],
+    ids=["mixed", "many-heads", "trees"],
+)
+@pytest.mark.parametrize("is_in_order", [False, True])
+def test_latent_rows_are_keys_and_values(num_heads, lengths, counts, trees, is_in_order, device):
+    case, spec, expected = latent_case(num_heads, lengths, counts, trees=trees)
+    found = attend_latent(case, spec, device, is_in_order)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found.double(), expected, atol=3e-6, rtol=3e-6)
+
+
+def test_latent_attention_refuses_a_second_cache_for_values(device):
+    case, spec, _ = latent_case(3, [5], [1])
+    step = DeviceAttentionMetadata.of(case.step, device)
+    with pytest.raises(InvariantError, match="one cache of rows"):
+        attend(case.q.to(device), KvCache(case.k_cache.to(device), case.k_cache.clone().to(device)), step, spec)
 
 
 @pytest.mark.parametrize("window, counts", [(None, [1, 33]), (37, [1, 33]), (None, [2, 40])])
