@@ -126,8 +126,8 @@ class Decoder(StepDecoder):
         return self._norm(x, spec.final_norm, "final_norm").to(self.dtype)
 
     def _per_layer_inputs(self, token_ids: Tensor, x: Tensor, spec: PerLayerInputs) -> Tensor:
-        weights = (self._parameters[f"per_layer_{name}.weight"] for name in ("embed", "proj", "norm"))
-        return per_layer_inputs(token_ids, x, spec, *weights)
+        embedding, projection, norm = (self._parameters[f"per_layer_{name}.weight"] for name in ("embed", "proj", "norm"))
+        return per_layer_inputs(token_ids, x, spec, embedding, lambda y: F.linear(y, projection), norm)
 
     def _norm(self, x: Tensor, spec: NormSpec, name: str) -> Tensor:
         return normalize(x, spec, self._parameters.get(f"{name}.weight"), self._parameters.get(f"{name}.bias"))

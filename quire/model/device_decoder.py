@@ -25,6 +25,8 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import apply_xielu
+from quire.kernels.reference.norm import normalize as normalize_by_torch
+from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
@@ -32,12 +34,12 @@ from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, place_queries, rope_table
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_latent import LatentAttention
-from quire.model.device_layers import FusedLayer, reason_not_to_fuse
+from quire.model.device_layers import FusedLayer, LayerTail, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
@@ -105,6 +107,8 @@ class DeviceDecoder:
         scale = spec.embed_scale
         self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
         self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
+        per_layer = None if spec.per_layer_inputs is None else own["per_layer_proj.weight"]
+        self._per_layer_proj = None if per_layer is None else DeviceLinear((per_layer,), None, is_in_order)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         tables = {
             rope: _rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes
@@ -179,7 +183,7 @@ class DeviceDecoder:
         if self._embed_norm is not None:
             x = normalize(x, self._embed_norm)
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
-        y = None
+        y, per_layer = None, self._per_layer_inputs(token_ids, x)
         if self._offload is not None:
             self._offload.begin()
         for index, layer in enumerate(self._layers):
@@ -197,10 +201,20 @@ class DeviceDecoder:
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].first_norm
             states = pool.states[index] if pool.states else ()
-            y = layer.forward(x, y, positions, step, pool.caches[index], following, states)
+            cache = pool.caches[index if layer.kv_source is None else layer.kv_source]
+            own_inputs = None if per_layer is None else per_layer[:, index]
+            y = layer.forward(x, y, positions, step, cache, following, states, own_inputs)
         hidden = normalize(x, self._final_norm) if y is None else y
         self._keep(hidden, None if self._tapped else 0)
         return hidden
+
+    def _per_layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Return the inputs [T, layers, size] that layers get besides the residual; None: the model has none."""
+        spec, own = self.spec.per_layer_inputs, self._weights.tensors
+        if spec is None or self._per_layer_proj is None:
+            return None
+        embedding, norm = own["per_layer_embed.weight"], own["per_layer_norm.weight"]
+        return per_layer_inputs(token_ids, x, spec, embedding, self._per_layer_proj, norm)
 
     def _keep(self, rows: Tensor, column: int | None) -> None:
         """Copy rows [T, hidden_size] to a column of the features; None: they are not needed."""
@@ -280,8 +294,12 @@ class DeviceLayer:
         self._attn_out = norm_of(own, "attn_out", spec.attn_out)
         self._mlp_in = norm_of(own, "mlp_in", spec.mlp_in)
         self._mlp_out = norm_of(own, "mlp_out", spec.mlp_out)
-        q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in ("q_norm", "k_norm"))
+        # A layer that reads another's keys has only q: then the norm of k is not used.
+        names = ("q_norm", "q_norm" if attention.kv_source is not None else "k_norm")
+        q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in names)
         self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
+        self.kv_source = attention.kv_source
+        self._tail = LayerTail(spec, own, is_in_order) if spec.per_layer_gate is not None or spec.has_scale else None
         is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
@@ -314,11 +332,30 @@ class DeviceLayer:
         cache: KvCache,
         following: Norm | None,
         states: Sequence[Tensor] = (),
+        per_layer: Tensor | None = None,
     ) -> Tensor:
         """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x.
 
-        states  the layer's recurrent states, of a DeviceKvPool
+        states     the layer's recurrent states, of a DeviceKvPool
+        per_layer  its inputs besides the residual [T, size]
         """
+        if self._tail is None:
+            return self._run_blocks(x, y, positions, step, cache, following, states)
+        self._run_blocks(x, y, positions, step, cache, None, states)
+        self._tail.finish(x, per_layer)
+        return x if following is None else normalize(x, following)
+
+    def _run_blocks(
+        self,
+        x: Tensor,
+        y: Tensor,
+        positions: Tensor,
+        step: DeviceAttentionMetadata,
+        cache: KvCache,
+        following: Norm | None,
+        states: Sequence[Tensor],
+    ) -> Tensor:
+        """Add the blocks to the residual stream x in place; return `following` of it."""
         scale = self._spec.residual_scale
         if self._spec.is_mlp_only:
             return add_and_normalize(x, self._mlp(y, step), following, self._mlp_out, scale)
@@ -355,7 +392,7 @@ class DeviceLayer:
         qkv = self._product("qkv", y, step)
         if spec.clip_qkv is not None:
             qkv = qkv.clamp_(-spec.clip_qkv, spec.clip_qkv)
-        q, k, v = qkv.split(self._sizes, 1)
+        q, k, v = self._split(qkv)
         norms, rope = self._qk_norms, self._rope
         if norms is not None and spec.qk_norm_over == "all":
             q, k = (q, k) if self._ranks is None else self._ranks.gather_heads(q, k)
@@ -364,7 +401,10 @@ class DeviceLayer:
         heads = Projections(*(part.unflatten(1, (-1, spec.head_dim)) for part in (q, k, v)))
         if needs_separate_heads(spec):
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
-        q = place_heads(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
+        if spec.v_norm is not None and self.kv_source is None:
+            heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
+        place = place_heads if self.kv_source is None else place_queries
+        q = place(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
         attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._attention_gate(y)
@@ -372,6 +412,12 @@ class DeviceLayer:
                 gate = step.lora.add_to(gate, y, f"{self._prefix}attn_gate")
             attended = attended * torch.sigmoid(gate)
         return self._close("o", attended, step)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q, k and v; keys may be values, too, and a layer without keys of its own gives some queries in their place."""
+        q, *others = qkv.split(self._sizes[: 1 if self.kv_source is not None else 2 if self._spec.attention.is_v_from_k else 3], 1)
+        k = others[0] if others else q[:, : self._sizes[1]]
+        return q, k, others[1] if len(others) > 1 else k
 
     def _product(self, name: str, x: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of a linear layer, with what the adapters of the step add."""
@@ -389,11 +435,13 @@ class DeviceLayer:
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
             logits = self._router(y.float() if spec.is_router_f32 else y)
-            given = y, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
+            read = y if spec.latent_size is None else self._product("latent_in", y, step)
+            given = read, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
             ranks = self._ranks
             is_row_parallel = ranks is not None and "experts.down" in ranks.row_parallel
             gather = None if ranks is None or is_row_parallel else ranks.gather_inner
             out = mixture_of_experts(*given, gather=gather)
+            out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
             if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
                 return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)
@@ -411,8 +459,8 @@ class DeviceLayer:
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of the shared expert; with ranks, its partial sum or its columns."""
-        gate, up = self._product("shared.gate_up", y, step).chunk(2, 1)
-        inner = activate(gate, up, spec.activation)
+        both = self._product("shared.gate_up", y, step)
+        inner = activate(*both.chunk(2, 1), spec.activation) if spec.is_gated else activate(both, None, spec.activation)
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
             inner = self._ranks.gather_inner(inner, "shared.down")
         out = self._product("shared.down", inner, step)

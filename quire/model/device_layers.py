@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec
+from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.norm import Norm, add_and_normalize
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import LayerRanks
@@ -25,6 +26,10 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
         return "a recurrent state, or one block only"
     if spec.attention.latent is not None:
         return "multi-head latent attention"
+    if spec.per_layer_gate is not None or spec.has_scale:
+        return "per-layer inputs or a factor on the output"
+    if spec.attention.kv_source is not None or spec.attention.is_v_from_k or spec.attention.v_norm is not None:
+        return "values that are normalised, or keys and values of another layer"
     if spec.attention.has_output_gate:
         return "a gate on the output of attention"
     if not isinstance(spec.mlp, MlpSpec):
@@ -54,6 +59,28 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
     if ranks is not None and not ranks.row_parallel >= {"o", "down"}:
         return "weights cut by their outputs"
     return None
+
+
+class LayerTail:
+    """What some layers do after their blocks: add per-layer inputs, and multiply by a learned number (Gemma 4).
+
+    own          the layer's dense parameters
+    is_in_order  batch-invariant: a row has the same bits for any number of rows
+    """
+
+    def __init__(self, spec: LayerSpec, own: Mapping[str, Tensor], is_in_order: bool) -> None:
+        self._gate_spec, self._scale = spec.per_layer_gate, own["layer_scale.weight"] if spec.has_scale else None
+        if spec.per_layer_gate is not None:
+            self._gate, self._up = (DeviceLinear((own[f"per_layer.{name}.weight"],), None, is_in_order) for name in ("gate", "up"))
+            self._norm = Norm(spec.per_layer_gate.norm, own["per_layer.norm.weight"])
+
+    def finish(self, x: Tensor, inputs: Tensor | None) -> None:
+        """Change the residual stream x [T, hidden_size] in place; inputs: the layer's per-layer inputs [T, size]."""
+        if self._gate_spec is not None and inputs is not None:
+            gated = ACTIVATIONS[self._gate_spec.activation](self._gate(x)) * inputs
+            add_and_normalize(x, self._up(gated), None, self._norm)
+        if self._scale is not None:
+            x.mul_(self._scale)
 
 
 class FusedLayer:

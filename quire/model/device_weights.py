@@ -35,7 +35,7 @@ logger = get_logger(__name__)
 
 _PROGRESS_DELAY_S = 3.0
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-_LINEARS = ("qkv", "o", "gate_up", "down", "q_a", "kv_a")
+_LINEARS = ("qkv", "o", "gate_up", "down", "q_a", "kv_a", "latent_in", "latent_out")
 _ENDS = ("embed.weight", "lm_head.weight")
 _FLOAT8_CAPABILITY = (8, 9)
 

@@ -60,7 +60,7 @@ def mixture_of_experts(
 
     x        [T, N]
     logits   [T, E] of the router, float
-    gate_up  [E, 2 * I, N], the gate rows first
+    gate_up  [E, 2 * I, N], the gate rows first; of experts without a gate [E, I, N]
     down     [E, N, I]
     is_in_order  batch-invariant: sums have the same order for any number of rows
     biases   of experts that have them, in x's dtype
@@ -69,7 +69,7 @@ def mixture_of_experts(
              rank's columns, `down` rows for this rank's outputs, over all columns
     Returns  [T, N] in x's dtype, or this rank's outputs; rows are independent
 
-    Raises UnsupportedError for experts without a gate, InvariantError for shapes that do not match.
+    Raises UnsupportedError for another activation, InvariantError for shapes that do not match.
     """
     width = down.shape[-2] if isinstance(down, Tensor) else down.shape[0] // spec.num_experts
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
@@ -141,6 +141,9 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
     routes = [] if routed else [_route_launch(logits, spec, shares, experts, x.dtype)]
     sort, pairs = sort_launches(experts, spec.num_experts, tile.pairs)
     hidden, width = empty(num_pairs, inner), out.shape[1]
+    num_slots = spec.top_k  # pairs that share a row of x
+    if spec.weighs_inputs:
+        x, shares, num_slots = x.repeat_interleave(num_slots, 0) * shares.to(x.dtype)[:, None], None, 1
     clamp = spec.expert.clamp
     gate = {
         "ACTIVATION": ACTIVATION_KINDS[spec.expert.activation],
@@ -148,12 +151,12 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         "SLOPE": 1.0 if clamp is None else clamp.slope,
     }
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
-    constants: dict[str, int | bool | float] = {"TOP_K": spec.top_k, "IS_GATED": True, **gate}
+    constants: dict[str, int | bool | float] = {"TOP_K": num_slots, "IS_GATED": spec.expert.is_gated, **gate}
     first = _product(hidden, x, call.gate_up, (gate_up_bias, None), pairs, tile, constants)
 
     def close(whole: Tensor) -> list[Launch]:
         parts = empty(num_pairs, width)
-        own = {"TOP_K": 1, "IS_GATED": False, **gate}
+        own = {"TOP_K": 1, "IS_GATED": False, **gate, "ACTIVATION": -1}
         second = _product(parts, whole, call.down, (down_bias, shares), pairs, tile, own)
         sizes = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
         grid = (num_tokens, triton.cdiv(width, _BLOCK))
@@ -181,7 +184,7 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
 
 def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return the weights and experts of all pairs, computed by torch; None if the kernel computes them."""
-    if spec.is_plain_softmax:
+    if spec.is_plain_softmax and not spec.weighs_inputs:
         return None
     weights, experts = route(logits, spec, correction)
     weights = weights if spec.is_weight_f32 else weights.to(dtype)
@@ -270,8 +273,8 @@ def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, obje
 
 def _check(call: _ExpertCall) -> None:
     spec, x, out = call.spec, call.x, call.out
-    if not spec.expert.is_gated or spec.expert.activation not in ACTIVATION_KINDS:
-        raise UnsupportedError(f"experts must be gated, with one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}")
+    if spec.expert.activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(f"experts must have one of {', '.join(ACTIVATION_KINDS)}; got {spec.expert}")
     check_tensor("x", x, (None, None), *_FLOATS)
     num_tokens, width = x.shape
     inner = spec.expert.intermediate_size
@@ -281,7 +284,7 @@ def _check(call: _ExpertCall) -> None:
         num_inputs = call.down.shape[-1]
     check_contiguous("out", out, (num_tokens, num_outputs), x.dtype)
     check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
-    shapes = (("gate_up", call.gate_up, (2 * inner, width)), ("down", call.down, (num_outputs, num_inputs)))
+    shapes = (("gate_up", call.gate_up, (_up_rows(spec), width)), ("down", call.down, (num_outputs, num_inputs)))
     for name, weight, shape in shapes:
         if isinstance(weight, Tensor):
             check_contiguous(name, weight, (spec.num_experts, *shape), x.dtype)
@@ -293,9 +296,13 @@ def _check(call: _ExpertCall) -> None:
             )
 
 
+def _up_rows(spec: MoeSpec) -> int:
+    return spec.expert.intermediate_size * (2 if spec.expert.is_gated else 1)
+
+
 def _check_biases(out: Tensor, spec: MoeSpec, biases: ExpertBiases | None) -> None:
     if (biases is not None) != spec.expert.has_bias:
         raise InvariantError(f"biases are only given for experts that have them, got {biases} for {spec.expert}")
     if biases is not None:
-        check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, 2 * spec.expert.intermediate_size), out.dtype)
+        check_contiguous("bias of gate_up", biases.gate_up, (spec.num_experts, _up_rows(spec)), out.dtype)
         check_contiguous("bias of down", biases.down, (spec.num_experts, out.shape[1]), out.dtype)

@@ -209,7 +209,11 @@ def _store_products(
     LIMIT: tl.constexpr,
     SLOPE: tl.constexpr,
 ) -> None:
-    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up or a clamped gate, otherwise acc times its weight."""
+    """Write the products [pairs, rows]: IS_GATED: activation(acc) * up or a clamped gate; otherwise activation(acc) times its
+    weight.
+
+    shares None: there are no weights; ACTIVATION negative: there is no activation
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     is_pair = pairs >= 0
     out = rounded(acc, DTYPE)
@@ -222,7 +226,10 @@ def _store_products(
     elif IS_GATED:
         out = rounded(activated(out, ACTIVATION), DTYPE) * rounded(up, DTYPE)
     else:
-        out = out * tl.load(shares_ptr + pairs, mask=is_pair, other=0.0)[:, None]
+        if ACTIVATION >= 0:
+            out = rounded(activated(out, ACTIVATION), DTYPE)
+        if shares_ptr is not None:
+            out = out * tl.load(shares_ptr + pairs, mask=is_pair, other=0.0)[:, None]
     out_places = pairs.to(tl.int64)[:, None] * NUM_ROWS + rows[None, :]
     tl.store(out_ptr + out_places, cast_to(out, DTYPE), mask=is_pair[:, None] & (rows < NUM_ROWS)[None, :])
 

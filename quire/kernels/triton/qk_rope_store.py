@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,22 @@ def place_heads(
     """
     out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
     place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order).run()
+    return out
+
+
+def place_queries(
+    projected: Projections,
+    cache: KvCache,
+    slots: Tensor,
+    positions: Tensor,
+    rope: Rope | None,
+    norms: tuple[Norm, Norm] | None = None,
+    is_in_order: bool = False,
+) -> Tensor:
+    """Do with q what place_heads does, and store nothing; k and v are not read."""
+    out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
+    launch = place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order)
+    replace(launch, grid=(launch.grid[0], triton.cdiv(out.shape[1], int(str(launch.constants["BLOCK_H"]))))).run()
     return out
 
 
