@@ -136,7 +136,8 @@ def multiply_experts(
 
     IS_GATED   x [T, NUM_COLUMNS], weight [experts, 2 * NUM_ROWS, NUM_COLUMNS], gate rows first: activation(gate) * up,
                or with a LIMIT the clamped gate of GateClamp
-    otherwise  x [pairs, NUM_COLUMNS], weight [experts, NUM_ROWS, NUM_COLUMNS]: times the pair's weight, f32
+    otherwise  weight [experts, NUM_ROWS, NUM_COLUMNS]: activation(product) times the pair's weight, f32, where these are given
+    TOP_K      pairs that share a row of x
     bias       [experts, rows of the weight], or None
     pairs_ptr  None: tile i consists of pair i, and tile_experts holds the experts of the pairs
     """
@@ -147,9 +148,7 @@ def multiply_experts(
     lanes = tl.arange(0, BLOCK_M)
     pairs = tl.where(lanes == 0, tile, -1) if pairs_ptr is None else tl.load(pairs_ptr + tile * BLOCK_M + lanes)
     is_pair = pairs >= 0
-    x_rows = pairs
-    if IS_GATED:
-        x_rows = pairs // TOP_K
+    x_rows = pairs // TOP_K
     columns = tl.arange(0, BLOCK_K)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     x_places = x_rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
@@ -276,9 +275,7 @@ def multiply_packed_experts(
         return
     lanes = tl.arange(0, BLOCK_M)
     pairs = tl.where(lanes == 0, tile, -1) if pairs_ptr is None else tl.load(pairs_ptr + tile * BLOCK_M + lanes)
-    x_rows = pairs
-    if IS_GATED:
-        x_rows = pairs // TOP_K
+    x_rows = pairs // TOP_K
     columns = tl.arange(0, WIDTH)
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < NUM_ROWS
