@@ -58,7 +58,7 @@ class DeviceRankThreads:
 
     def pools(self, block_size, dtype, num_blocks, device):
         """Return a cache for each rank."""
-        return [DeviceKvPool(KvSpec.of(each.spec, block_size, dtype), num_blocks, device) for each in self.decoders]
+        return [DeviceKvPool(KvSpec.on_device(each.spec, block_size, dtype), num_blocks, device) for each in self.decoders]
 
     def call(self, act):
         """Return what act(decoder, rank) returns on each rank."""

@@ -415,7 +415,8 @@ class DeviceLayer:
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; keys may be values, too, and a layer without keys of its own gives some queries in their place."""
-        q, *others = qkv.split(self._sizes[: 1 if self.kv_source is not None else 2 if self._spec.attention.is_v_from_k else 3], 1)
+        count = 1 if self.kv_source is not None else 2 if self._spec.attention.is_v_from_k else 3
+        q, *others = qkv.split(self._sizes[:count], 1)
         k = others[0] if others else q[:, : self._sizes[1]]
         return q, k, others[1] if len(others) > 1 else k
 

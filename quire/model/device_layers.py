@@ -71,7 +71,8 @@ class LayerTail:
     def __init__(self, spec: LayerSpec, own: Mapping[str, Tensor], is_in_order: bool) -> None:
         self._gate_spec, self._scale = spec.per_layer_gate, own["layer_scale.weight"] if spec.has_scale else None
         if spec.per_layer_gate is not None:
-            self._gate, self._up = (DeviceLinear((own[f"per_layer.{name}.weight"],), None, is_in_order) for name in ("gate", "up"))
+            self._gate = DeviceLinear((own["per_layer.gate.weight"],), None, is_in_order)
+            self._up = DeviceLinear((own["per_layer.up.weight"],), None, is_in_order)
             self._norm = Norm(spec.per_layer_gate.norm, own["per_layer.norm.weight"])
 
     def finish(self, x: Tensor, inputs: Tensor | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.model.reference_only import reference_only_layer
 
 MAX_TAPS = 4
@@ -11,8 +11,6 @@ MAX_TAPS = 4
 
 def device_refusal(spec: ModelSpec) -> str | None:
     """Return why the GPU kernels cannot run a model, or None where they can."""
-    if all(layer.attention == NO_ATTENTION for layer in spec.layers):
-        return "a model without attention"
     return next((reason for layer in spec.layers if (reason := _refusal(layer)) is not None), None)
 
 

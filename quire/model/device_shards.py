@@ -119,7 +119,8 @@ class DeviceShard:
             return [shard.layers[index].shared_inner for shard in self.ranks]
         if module != "o":
             return [shard.layers[index].inner for shard in self.ranks]
-        return [_scaled(shard.layers[index].heads.heads, layer.attention.output_size // layer.attention.num_heads) for shard in self.ranks]
+        dim = layer.attention.output_size // layer.attention.num_heads
+        return [_scaled(shard.layers[index].heads.heads, dim) for shard in self.ranks]
 
 
 def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[float]) -> ModelShard:

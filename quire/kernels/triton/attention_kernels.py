@@ -366,10 +366,10 @@ def attend_runs(
             total += 1.0
         for chunk in tl.range(low // CHUNK, tl.cdiv(high, CHUNK)):
             part, part_sum = attend_keys(
-                q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row, place,
-                end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
-                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
-                COMPUTE,
+                q, q_extra, tl.maximum(low, chunk * CHUNK), tl.minimum(high, (chunk + 1) * CHUNK), place + queries, is_row,
+                place, end, tree_start, token - place, cached_head, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
+                ancestors_ptr, positions_ptr, scale, HEAD_DIM, BLOCK_D, EXTRA, CACHED_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW,
+                SOFTCAP, COMPUTE,
             )  # fmt: skip
             new_best = tl.maximum(log_sum, part_sum)
             base = tl.where(new_best == float("-inf"), 0.0, new_best)

@@ -13,8 +13,8 @@ from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, outputs_of
 # One is longer than windows, a chunk, and the original length of the scaled ropes (32); one decodes beside its chunks.
 PROMPTS = [torch.randint(3, 131, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 6)]
 QUICK = ("llama-llama3", "gpt2-scaled", "deepseek-v3")
-REFUSED = ("llama4-moe", *INDEXED_CASES)
-"""What the kernels do not know: weights of experts that multiply their inputs, and indexers of keys."""
+REFUSED = INDEXED_CASES
+"""What the kernels do not know: indexers of keys."""
 IN_THE_INTERPRETER = (
     *QUICK, "llama-mqa", "llama-linear", "llama-dynamic", "llama-yarn-mscale", "mistral-window", "qwen2-window", "qwen3-bias",
     "gemma", "gemma2", "gemma3-multimodal", "phi3-window", "phi3-longrope", "olmo2-bias", "granite-bias", "mixtral-window",
@@ -23,6 +23,7 @@ IN_THE_INTERPRETER = (
     "smollm3-window", "olmo-clip", "cohere", "cohere2", "glm4", "hunyuan-dense", "nemotron", "phi", "gpt-neox", "apertus",
     "nanochat", "mistral3-ministral3", "llama4-dense", "stablelm-parallel", "opt", "deepseek-v2", "mistral4", "minicpm3",
     "glm4-moe-lite",
+    "llama4-moe",
 )  # fmt: skip
 """Every family and kind of rope once, of further dense families those with options of their own; a GPU, which is not as slow,
 takes all cases."""
@@ -58,13 +59,27 @@ def test_sequences_that_outgrow_the_short_rope_have_the_cpus_tokens(case, tmp_pa
     assert tokens(found) == tokens(expected)
 
 
+@pytest.mark.golden
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize(
+    "case", ["gemma4", *(pytest.param(f"gemma4-{one}", marks=pytest.mark.slow) for one in ("dense", "unified"))]
+)
+@pytest.mark.parametrize("options", [{}, pytest.param({"deterministic": True}, marks=pytest.mark.slow)], ids=["", "in-order"])
+def test_tokens_of_gemma4_are_the_cpus(case, options, tmp_path):
+    folder = make_checkpoint(case, tmp_path / case)
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 24}
+    expected, _ = outputs_of(folder, PROMPTS, greedy(4), "cpu", **sizes)
+    found, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, **sizes, **options)
+    assert tokens(found) == tokens(expected)
+
+
 def test_every_family_is_compared():
     families = {case.partition("-")[0] for case in CASES if case not in REFUSED} | {"qwen3-moe", "qwen2-moe"}
     assert [family for family in families if not any(case.startswith(family) for case in IN_THE_INTERPRETER)] == []
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("case", ["deepseek-v32", "llama4-moe"])
+@pytest.mark.parametrize("case", ["deepseek-v32", "gemma3n"])
 def test_what_kernels_do_not_know_is_refused(case, tmp_path):
     folder = make_checkpoint(case, tmp_path / case)
     with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):

@@ -18,6 +18,7 @@ QUICK = ("qwen3-next", "falcon-h1")
 SLOW = (
     *("qwen3-5", "qwen3-5-moe", "qwen3-next-dense", "lfm2", "lfm2-moe", "lfm2-plain", "bamba", "bamba-options"),
     *("granite-hybrid", "granite-hybrid-dense", "jamba", "jamba-dense", "falcon-h1-norm", "falcon-h1-gate"),
+    *("nemotron-h", "nemotron-h-options", "kimi-linear", "mamba", "mamba2"),
 )
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("few_programs")]
@@ -67,7 +68,7 @@ def test_states_leave_the_device_while_the_engine_sleeps(tmp_path):
     llm.close()
 
 
-@pytest.mark.parametrize("case", ["kimi-linear", "mamba", "nemotron-h-options"])
+@pytest.mark.parametrize("case", ["zamba2"])
 def test_what_kernels_do_not_know_is_refused(case, tmp_path):
     folder = make_checkpoint(case, tmp_path / case)
     with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):

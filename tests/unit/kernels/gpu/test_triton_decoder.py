@@ -11,6 +11,7 @@ from quire.contracts.model_spec import (
     AttentionSpec,
     ExpertGroups,
     GateClamp,
+    LatentSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -121,6 +122,25 @@ MODELS = {
         )
     ]
     * 2,
+    "latent": [
+        LayerSpec(
+            AttentionSpec(
+                4, 1, 28, 0.25, rope=RopeSpec(8, 1e4), latent=LatentSpec(q_rank, 20, 12, 8, 16, RMS, is_interleaved=is_first)
+            ),
+            MoeSpec(4, 2, MlpSpec(40, "silu"), scoring="sigmoid", weighs_inputs=is_first),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+        for q_rank, is_first in ((None, True), (24, False))
+    ],
+    "relu2-experts": [
+        LayerSpec(
+            attention(),
+            MoeSpec(4, 2, MlpSpec(40, "relu2", is_gated=False), latent_size=20, shared=MlpSpec(24, "relu2", is_gated=False)),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+    ],
     "experts": [LayerSpec(attention(), MoeSpec(4, 2, MlpSpec(40, "silu")), attn_in=RMS, mlp_in=RMS)] * 2,
 }
 
@@ -145,8 +165,8 @@ QUICK = ("qwen3", "gpt-oss", "late", "shared-experts")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS])
 def test_logits_are_those_of_the_reference_over_chunks_decode_steps_and_trees(name, device):
     reference, model = make_models(name, device)
-    kv = KvSpec.of(reference.spec, 4, "float32")
-    host, pool = KvPool(kv, 12), DeviceKvPool(kv, 12, device)
+    host = KvPool(KvSpec.of(reference.spec, 4, "float32"), 12)
+    pool = DeviceKvPool(KvSpec.on_device(reference.spec, 4, "float32"), 12, device)
     for cache in pool.caches:
         cache.k.fill_(torch.nan), cache.v.fill_(torch.nan)  # what was never stored is never read
     tables = torch.tensor([[3, 9, 1, 0, 0], [2, 4, 8, 10, 5]])
