@@ -119,6 +119,7 @@ def test_tokens_on_arm_are_those_of_transformers(programs, checkpoint, tmp_path,
     assert " 0 of " in summary
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("level", ["neon", "neon_i8mm_bf16"])
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])

@@ -175,7 +175,6 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None, shares=(1.0,), loa
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in INDEXED_CASES), "gemma4-dense", "nanochat"])
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
-    _compare(checkpoint(case, "v5"), "bfloat16")
 
 
 @pytest.mark.covering
@@ -189,11 +188,11 @@ def test_logits_of_quantised_weights_are_the_same_bits_on_any_division_into_stag
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*(case for case in CASES if case not in INDEXED_CASES), "nanochat"])
 def test_logits_are_the_same_bits_on_stages_of_several_ranks(checkpoint, case):
-    _compare(checkpoint(case, "v5"), "float32", shares=(1, 1))
-    _compare(checkpoint(case, "v5"), "bfloat16", shares=(2, 1, 1))
+    _compare(checkpoint(case, "v5"), "bfloat16", shares=(2, 1))
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["llama-mqa", "gemma2", "qwen3-moe-mlp-only", "gpt-oss"])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_logits_of_quantised_weights_are_the_same_bits_on_stages_of_several_ranks(checkpoint, case, quantization):
