@@ -39,7 +39,7 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    never = set(mark_slow_combinations(items))
+    never = set(mark_slow_combinations(items, os.environ.get("QUIRE_TEST_COMBINATIONS") == "all"))
     items[:] = [item for item in items if item not in never]
     config.hook.pytest_deselected(items=list(never))
 

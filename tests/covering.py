@@ -36,33 +36,38 @@ def _row(item: pytest.Function) -> Combination:
     return {str(place): name for place, name in enumerate(item.callspec._idlist)}
 
 
-def mark_slow_combinations(items: list[pytest.Item]) -> list[pytest.Item]:
+def mark_slow_combinations(items: list[pytest.Item], keeps_all: bool = False) -> list[pytest.Item]:
     """Mark as slow what the markers `covering` and `one_in` leave out of the default run; return what never runs.
 
-    covering(strength=1)  the quick combinations have each value (2: each pair of values) of the parameters
-    one_in(n)             one in n of the combinations is quick: for one long list of cases of the same kind
-    keep=False            the other combinations are not slow but left out of every run
-    What is marked as slow anyway stays so and does not count.
+    covering(strength=1)  the quick combinations have each value (2: each pair of values) of the parameters; of the others,
+                          and of those that are slow anyway, as many are slow as have each value once more
+    one_in(n)             one in n of the combinations is quick, the others are slow: for a long list of cases of the same kind
+    keep=False            the other combinations never run, but for those that are slow anyway
+    keeps_all             every other combination is slow, but for those that keep=False leaves out
     """
     groups: dict[str, list[pytest.Function]] = {}
     for item in items:
-        is_marked = any(item.get_closest_marker(name) for name in ("covering", "one_in"))
-        if is_marked and isinstance(item, pytest.Function) and not item.get_closest_marker("slow"):
+        if isinstance(item, pytest.Function) and any(item.get_closest_marker(name) for name in ("covering", "one_in")):
             groups.setdefault(item.nodeid.split("[")[0], []).append(item)
     never = []
     for group in groups.values():
-        marker = group[0].get_closest_marker("covering")
-        if marker is not None:
-            quick = set(covering([_row(item) for item in group], marker.kwargs.get("strength", 1)))
+        slow = [item for item in group if item.get_closest_marker("slow")]
+        quick = [item for item in group if not item.get_closest_marker("slow")]
+        covered = group[0].get_closest_marker("covering")
+        marker = covered or group[0].get_closest_marker("one_in")
+        assert marker is not None
+        strength = marker.kwargs.get("strength", 1)
+        chosen = range(0, len(quick), marker.args[0]) if covered is None else covering([_row(item) for item in quick], strength)
+        others = [item for index, item in enumerate(quick) if index not in set(chosen)]
+        if marker.kwargs.get("keep", True):
+            slow += others
         else:
-            marker = group[0].get_closest_marker("one_in")
-            assert marker is not None
-            quick = set(range(0, len(group), marker.args[0]))
-        for item in (item for index, item in enumerate(group) if index not in quick):
-            if marker.kwargs.get("keep", True):
-                item.add_marker(pytest.mark.slow)
-            else:
-                never.append(item)
+            never += others
+        for item in slow:
+            item.add_marker(pytest.mark.slow)
+        if covered is not None and not keeps_all:
+            kept = set(covering([_row(item) for item in slow], strength))
+            never += [item for index, item in enumerate(slow) if index not in kept]
     return never
 
 

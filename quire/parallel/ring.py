@@ -87,12 +87,6 @@ def decode_message(message: NDArray[np.uint8]) -> RingMessage:
     return RingMessage(words[:HEADER_WORDS], tuple(arrays))
 
 
-class MessageWriter(Protocol):
-    """Sends messages to all other ranks."""
-
-    def send(self, header: Sequence[int], arrays: Sequence[NDArray[np.generic]] = ()) -> None: ...
-
-
 class MessageReader(Protocol):
     """Receives every message of one rank, in order."""
 

@@ -187,7 +187,7 @@ def test_nothing_but_dates_changes_when_the_clock_jumps(clock, tmp_path):
         expected = answer["choices"][0]["text"]
         assert abs(answer["created"] - time.time()) < 60
         started_s, num_served = time.monotonic(), ask_by_rate(server)
-        for days in (1, -1, 400, 0):
+        for days in (400, -1):
             asyncio.run(jump_in_mid_stream(server, jump, days * DAY_S, expected))
             assert abs(server.post("/v1/completions", completion(1)).json()["created"] - time.time() - days * DAY_S) < 60
             num_served += ask_by_rate(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -68,6 +69,7 @@ def _end(processes):
             process.wait()
 
 
+@functools.cache
 def _expected():
     ((status, text, errors),) = _end([_start({}, *GENERATE)])
     assert status == 0, errors
@@ -178,11 +180,10 @@ def two_hosts():
             ip("netns", "del", name)
 
 
-@pytest.mark.parametrize("launcher", [_torchrun, _lws])
-def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts, launcher):
+def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts):
     port = _free_port()
     ranks = [
-        _start(launcher(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *GENERATE, "-tp", "2", prefix=two_hosts[rank])
+        _start(_lws(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *GENERATE, "-tp", "2", prefix=two_hosts[rank])
         for rank in (0, 1)
     ]
     leader, worker = _end(ranks)

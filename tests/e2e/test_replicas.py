@@ -97,7 +97,7 @@ def test_prefix_hits_are_nearly_those_of_one_replica(one, replicas):
     assert hits[1] >= 0.9 * hits[0]
 
 
-def test_a_killed_replica_costs_its_own_requests_and_comes_back():
+def test_a_killed_replica_costs_its_own_requests_and_comes_back_and_sigterm_drains_both():
     with serving("-dp", "2", "--max-num-seqs", "8") as server:
         expected = _complete(server, PROMPTS[0], max_tokens=400, ignore_eos=True)
         pids = server.engine_pids()
@@ -134,33 +134,30 @@ def test_a_killed_replica_costs_its_own_requests_and_comes_back():
         assert server.metric("quire:engine_step_seconds_count", replica=str(index)) > before
         assert server.metric("quire:engine_restarts_total", replica=str(index)) == 1
         assert len(server.engine_pids()) == 2
+        _expect_drain(server)
 
 
-def test_sigterm_drains_both_replicas_and_leaves_no_process():
-    server = ServerProcess("-dp", "2", "--max-num-seqs", "8").wait_ready()
-    try:
-        pids = server.engine_pids()
-        answers = []
+def _expect_drain(server):
+    """End the server while both replicas work: their requests are answered, and no process is left."""
+    pids, answers = server.engine_pids(), []
 
-        def ask():
-            body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
-            answers.append(server.post("/v1/completions", body))
+    def ask():
+        body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+        answers.append(server.post("/v1/completions", body))
 
-        threads = [threading.Thread(target=ask) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        server.wait_for(lambda: all(server.metric("quire:num_requests_running", replica=str(index)) >= 1 for index in (0, 1)))
-        assert server.stop() == 0
-        for thread in threads:
-            thread.join()
-        assert [answer.status_code for answer in answers] == [200] * 6
-        assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
-        deadline_s = time.monotonic() + 5
-        while any(os.path.exists(f"/proc/{pid}") for pid in pids):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.02)
-    finally:
-        server.kill()
+    threads = [threading.Thread(target=ask) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    server.wait_for(lambda: all(server.metric("quire:num_requests_running", replica=str(index)) >= 1 for index in (0, 1)))
+    assert server.stop() == 0
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 6
+    assert all(answer.json()["usage"]["completion_tokens"] == 200 for answer in answers)
+    deadline_s = time.monotonic() + 5
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
 
 
 def test_replicas_of_two_ranks_each_give_the_same_tokens(one):

@@ -346,6 +346,14 @@ CASES: tuple[str, ...] = tuple(_CONFIGS)
 DENSE_CASES: tuple[str, ...] = (*dense_cases.CASES, *WRAPPED, *CONVERTED)
 """Further families, of which the fast tests compare logits only; the others run with `-m slow`."""
 ALL_CASES: tuple[str, ...] = (*CASES, *DENSE_CASES)
+_LIKE_OTHERS = (
+    *("llama-mha", "llama-head-dim", "llama-linear", "llama-dynamic", "llama-llama3", "llama-yarn-factor", "llama-yarn-mscale"),
+    *("qwen2-window", "qwen2-moe-window", "dots1-window", "smollm3-window", "phi3-window", "mixtral-window", "gemma2-no-cap"),
+    *("phimoe-longrope", "olmoe-renorm", "glm4-moe-no-renorm", "qwen3-moe-no-renorm", "hunyuan-moe-alpha"),
+    *("deepseek-v3-halves", "olmo-clip", "exaone4-full", "gpt-oss-no-bias", "starcoder2-no-bias", "opt-no-bias"),
+)
+STRUCTURES: tuple[str, ...] = tuple(case for case in ALL_CASES if case not in _LIKE_OTHERS)
+"""Without cases that differ from another of their family in rotations, windows or numbers only, or by having less."""
 QUICK_MIXTURES = ("qwen2-moe", "glm4-moe", "phimoe", "deepseek-v3")
 """Those that the fast tests take of _MIXTURES: together they have most of what the others have."""
 INDEXED_CASES: tuple[str, ...] = ("deepseek-v32", "glm-moe-dsa")

@@ -148,6 +148,7 @@ def test_logits_are_the_same_bits_on_ranks_that_share_the_tokens(checkpoint, cas
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["llama-mqa", "llama-bias", "gemma2", "gpt-oss", "olmo2", "deepseek-v3", "qwen3-moe-mlp-only"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_every_kind_are_the_same_bits_on_ranks_that_share_the_tokens(checkpoint, case, dtype):
@@ -167,6 +168,7 @@ def test_logits_are_the_same_bits_on_ranks_that_divide_the_rows(checkpoint):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "case", ["llama-mqa", "gemma2", "gpt-oss", "olmo2", "deepseek-v3", "qwen3-moe-mlp-only", "gemma4-dense"]
 )
@@ -192,6 +194,7 @@ HOME_CASES = (
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("case", HOME_CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_every_kind_are_the_same_bits_where_sequences_have_homes(checkpoint, case, dtype):

@@ -48,12 +48,6 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case):
         assert (whole_prompt_logits(native, PROMPT) - want).abs().max() <= NATIVE_TOLERANCE
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", DENSE_CASES)
-def test_both_config_styles_give_one_spec(checkpoint, case):
-    assert read_model_spec(checkpoint(case, "v5")) == read_model_spec(checkpoint(case, "v4"))
-
-
 @pytest.mark.parametrize("case", ["mistral3-ministral3", "qwen3-vl"])
 def test_tensors_of_images_are_skipped_with_one_line_in_the_log(checkpoint, caplog, case):
     folder = checkpoint(case, "v5")
@@ -100,8 +94,13 @@ PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual
 NUM_STEPS = 24
 
 
+# Other places of norms, windows, partial rotations, experts on every other layer, a wrapper: what a preempted sequence could
+# miss. The greedy tokens of all families, batched and cached: test_generation.py.
+PREEMPTED = ("smollm3-window", "cohere2", "exaone4", "phi", "gpt-neox", "opt", "nanochat", "llama4-moe", "mistral3-mistral4")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("case", DENSE_CASES)
+@pytest.mark.parametrize("case", PREEMPTED)
 def test_greedy_tokens_are_the_same_alone_and_preempted(checkpoint, case):
     folder = checkpoint(case, "v5")
     params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)

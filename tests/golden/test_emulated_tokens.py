@@ -110,7 +110,7 @@ def test_sources_of_steps_compile_for_arm_without_warnings(arm_build, name):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_on_arm_are_those_of_transformers(programs, checkpoint, tmp_path, case):
-    folder, level = checkpoint(case), ("neon", "neon_i8mm_bf16")[CASES.index(case) % 2]
+    folder, level = checkpoint(case), "neon_i8mm_bf16"
     expected = record(folder, tmp_path / "calls")
     tokens, summary = replay(programs(level), level, tmp_path / "calls")
     assert tokens == greedy_choices(reference_model(folder), PROMPT, tokens)
@@ -119,10 +119,11 @@ def test_tokens_on_arm_are_those_of_transformers(programs, checkpoint, tmp_path,
     assert " 0 of " in summary
 
 
-@pytest.mark.parametrize("level", ["neon", "neon_i8mm_bf16"])
+@pytest.mark.covering
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
-def test_bits_on_arm_are_those_of_x86_when_weights_are_short(programs, checkpoint, tmp_path, case, numbers, level):
+def test_bits_on_arm_are_those_of_x86_when_weights_are_short(programs, checkpoint, tmp_path, case, numbers):
+    level = "neon_i8mm_bf16"
     expected = record(checkpoint(case), tmp_path / "calls", "bfloat16", NUMBERS[numbers])
     tokens, summary = replay(programs(level), level, tmp_path / "calls")
     assert tokens == expected

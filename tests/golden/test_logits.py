@@ -9,7 +9,7 @@ from quire.model.build import whole_prompt_logits
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
-from tests.golden.make_checkpoints import ALL_CASES, LATENT_CASES, case_params, reference_model
+from tests.golden.make_checkpoints import CASES, LATENT_CASES, STRUCTURES, case_params, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -48,15 +48,14 @@ def _errors(folder, dtype):
     return errors
 
 
-@pytest.mark.parametrize("style", ["v5", pytest.param("v4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", case_params())
-def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
-    errors = _errors(checkpoint(case, style), torch.float32)
+@pytest.mark.parametrize("case", case_params(CASES))  # the others: test_dense_families.py
+def test_f32_logits_are_those_of_transformers(checkpoint, case):
+    errors = _errors(checkpoint(case, "v5"), torch.float32)
     assert max(errors) <= F32_TOLERANCE, dict(zip(LENGTHS, errors, strict=True))
 
 
 @pytest.mark.one_in(4)
-@pytest.mark.parametrize("case", case_params(case for case in ALL_CASES if case not in LATENT_CASES))
+@pytest.mark.parametrize("case", case_params(case for case in STRUCTURES if case not in LATENT_CASES))
 def test_bf16_logits_round_where_transformers_rounds(checkpoint, case):
     errors = _errors(checkpoint(case, "v5"), torch.bfloat16)
     assert max(errors) <= BF16_TOLERANCE.get(case, 0.0), dict(zip(LENGTHS, errors, strict=True))

@@ -35,7 +35,7 @@ def test_every_pair_is_chosen_when_pairs_are_asked_for(sizes):
 @pytest.mark.parametrize(
     ("marker", "num_quick", "num_slow"),
     [
-        ("covering", 4, 12),
+        ("covering", 4, 4),
         ("covering(keep=False)", 4, 4),
         ("covering(strength=2)", 12, 4),
         ("one_in(5)", 3, 13),

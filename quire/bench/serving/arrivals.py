@@ -11,7 +11,6 @@ import numpy as np
 from quire.base.errors import ConfigError
 
 Process = Literal["auto", "poisson", "fixed", "burst", "trace"]
-PROCESSES: tuple[Process, ...] = ("auto", "poisson", "fixed", "burst", "trace")
 
 
 @dataclass(frozen=True, slots=True)

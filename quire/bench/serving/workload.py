@@ -16,7 +16,6 @@ from quire.bench.serving.prompts import Alphabet, Prompt
 from quire.bench.serving.traces import Trace, TraceRow, read_trace
 
 DatasetName = Literal["random", "trace", "custom"]
-DATASETS: tuple[DatasetName, ...] = ("random", "trace", "custom")
 _LENGTHS, _TOKENS, _PREFIX, _BLOCK = 0x10, 0x11, 0x12, 0x13  # streams of the seed
 
 

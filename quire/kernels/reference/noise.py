@@ -43,9 +43,6 @@ import torch
 from torch import Tensor
 
 STREAM_TARGET = 0
-STREAM_DRAFT = 1
-STREAM_ACCEPT = 2
-STREAM_RESIDUAL = 3
 
 MIN_GUMBEL = -2.812
 """Lower bound of the noise: the value at v = 1 - 2**-24, rounded outwards."""

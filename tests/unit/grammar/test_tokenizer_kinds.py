@@ -160,6 +160,7 @@ def test_outputs_match_their_constraint_with_every_kind(of_kind, kind, backend):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sample_of_schemas_is_enforced_with_every_kind(of_kind, kind, backend):

@@ -1,5 +1,6 @@
 """The controller changes no token, whenever it drafts, tries, sleeps and skipped steps, while requests start and end."""
 
+import functools
 import random
 
 import pytest
@@ -79,13 +80,18 @@ def run(scale, clock=None, **options):
     return [found[index] for index in sorted(found)], seen, num_preemptions
 
 
+@functools.cache
+def plain_outputs(scale):
+    return [said(choice) for choice in run(scale)[0]]
+
+
 def expect_same(monkeypatch, kind, scale, **options):
     clock = Clock(80 * scale)
     with one_compiler():
-        plain = run(scale)[0]
+        plain = plain_outputs(scale)
         monkeypatch.setattr("quire.speculate.speculator.time", clock)
         found, seen, num_preemptions = run(scale, clock, speculative_config=BUNDLED[kind], **options)
-    assert [said(choice) for choice in found] == [said(choice) for choice in plain]
+    assert [said(choice) for choice in found] == plain
     skipped, sleeps, drafted, trying = zip(*seen, strict=True)
     first_sleep = next(step for step, left in enumerate(sleeps) if left > 96)
     first_awake = next(step for step in range(first_sleep, len(sleeps)) if sleeps[step] == 0)
@@ -105,8 +111,8 @@ def test_same_outputs_while_drafts_are_tried_and_sleep_and_are_skipped(monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "mtp", "medusa tree", "draft_model", "ngram", "suffix", "self", "eagle3 merged"])
+@pytest.mark.parametrize("kind", ["mtp", "medusa tree", "draft_model", "ngram"])
 def test_same_outputs_through_long_sleeps(monkeypatch, kind):
-    options = {"num_kv_blocks": 64} if kind in ("mtp", "draft_model", "eagle3 merged") else {}
+    options = {"num_kv_blocks": 64} if kind in ("mtp", "draft_model") else {}
     num_preemptions, _ = expect_same(monkeypatch, kind, 4, **options)
     assert (num_preemptions > 0) is bool(options)

@@ -218,6 +218,7 @@ def plain_in_cache(tiny_model, cache):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("num_blocks", [12, 80], ids=["preempted", "roomy"])
 @pytest.mark.parametrize("kind", EVERY_KIND)
 def test_same_outputs_when_constraints_meet_any_cache_drafts_and_preemption(

@@ -244,7 +244,7 @@ def live(seed, num_events=120):
 lived = functools.cache(live)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, keep=False)
 @pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     lived(seed)

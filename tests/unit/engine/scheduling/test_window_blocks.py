@@ -46,13 +46,13 @@ def live(seed, num_events, late_share=0.0):
     return driver
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, keep=False)
 @pytest.mark.parametrize("seed", seeds(0, 200, 40))
 def test_every_output_is_that_of_an_isolated_run_when_window_blocks_are_reused(seed):
     live(seed, num_events=150)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, keep=False)
 @pytest.mark.parametrize("seed", seeds(500, 40, 10))
 def test_every_output_is_that_of_an_isolated_run_when_masks_are_late(seed):
     live(seed, num_events=120, late_share=0.2)

@@ -1,7 +1,7 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported.
 
 QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
-QUIRE_GPU_COMBINATIONS=all runs all slow combinations of parameters in the interpreter, too, which takes hours.
+QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which takes hours in the interpreter.
 """
 
 import functools
@@ -24,7 +24,7 @@ needs_llguidance = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
 )
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
-ALL_COMBINATIONS = os.environ.get("QUIRE_GPU_COMBINATIONS") == "all"
+ALL_COMBINATIONS = os.environ.get("QUIRE_TEST_COMBINATIONS") == "all"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
 
@@ -73,8 +73,8 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run all slow combinations of parameters on a GPU; in the interpreter as many as have each value once."""
-    if HAS_GPU or ALL_COMBINATIONS:
+    """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for."""
+    if ALL_COMBINATIONS:
         return
     redundant = set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
     items[:] = [item for item in items if item not in redundant]

@@ -65,7 +65,7 @@ def test_another_model_finds_nothing(tmp_path):
     assert len(file_stats(tmp_path / "tier")) == 2
 
 
-@pytest.mark.parametrize("num_trials", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_trials", [500, pytest.param(3000, marks=pytest.mark.slow)])
 def test_no_flipped_byte_gives_a_wrong_page(tmp_path, num_trials):
     store = make_store(tmp_path / "tier", page_bytes=500)
     rng = random.Random(7)
