@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
+from quire.base.bundled import tokenizer_folder
 from quire.base.errors import ConfigError, ModelFormatError, UnsupportedError
 from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.config_reader import read_json_object, read_model_spec, read_quantization_config
@@ -100,7 +101,8 @@ def write_quantized(
         shards.add(parts)
         layers.append(quality)
     shards.close()
-    for file in sorted(source.iterdir()):
+    own = tokenizer_folder(source)  # a bundled model may have that of another
+    for file in sorted({*source.iterdir(), *own.glob("tokenizer*")}):
         if file.is_file() and _COPIED.fullmatch(file.name) and not _NOT_COPIED.fullmatch(file.name):
             shutil.copyfile(file, out / file.name)
     config["quantization_config"] = _quantization_config(stored, schemes)

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from glob import escape
 from pathlib import Path, PurePosixPath
 
-import quire
+from quire.base.bundled import BUNDLED_FOLDER
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, shard_number
 from quire.base.logging import get_logger
@@ -66,7 +66,7 @@ class _Source:
 def _bundled_folder(model: str) -> Path | None:
     if model not in (*BUNDLED_MODELS, *BUNDLED_HEADS):
         return None
-    folder = Path(quire.__file__).parent / "demo_models" / model
+    folder = BUNDLED_FOLDER / model
     if not folder.is_dir():
         raise ConfigError(f"the bundled model {model!r} is not part of this installation: there is no {folder}")
     return folder

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from quire.base.bundled import tokenizer_folder
 from quire.base.errors import ModelFormatError, RequestError
 from quire.base.gguf_file import is_gguf
 from quire.text.chat_template import ChatTemplate
@@ -284,6 +285,7 @@ def load_tokenizer(folder: Path, chat_template: str | None = None) -> Tokenizer:
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
+    folder = tokenizer_folder(folder)
     if is_gguf(folder):
         from quire.text.gguf_tokenizer import load_gguf_tokenizer
 

@@ -3,7 +3,6 @@
 import huggingface_hub
 import pytest
 
-import quire
 from quire.base.errors import ConfigError
 from quire.model.resolve import BUNDLED_MODELS, resolve_model
 
@@ -45,7 +44,7 @@ def test_local_folder_is_taken_as_it_is(tmp_path, monkeypatch):
 
 
 def test_bundled_names_come_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(quire, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr("quire.model.resolve.BUNDLED_FOLDER", tmp_path / "demo_models")
     for name in BUNDLED_MODELS:
         with pytest.raises(ConfigError, match="not part of this installation"):
             resolve_model(name)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -8,6 +9,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.base.errors import ModelFormatError, RequestError, UnsupportedError
+from quire.model.resolve import resolve_model
 from quire.text.tokenizer import load_tokenizer
 
 VOCAB = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3, "b": 4, "\u2581": 5, "\u2581a": 6}
@@ -255,3 +257,16 @@ def test_long_text_has_the_ids_that_the_tokenizer_gives(tmp_path):
     rust = write_tokenizer(tmp_path)
     text = "a b\u00e9 </s> " * 1000
     assert load_tokenizer(tmp_path).encode(text, add_special_tokens=False) == rust.encode(text, add_special_tokens=False).ids
+
+
+def test_bundled_models_have_the_tokenizer_of_demo(tmp_path):
+    text = "It was a cold morning."
+    expected = load_tokenizer(resolve_model("demo")).encode(text)
+    for name in ("demo-moe", "demo-draft"):
+        tokenizer = load_tokenizer(resolve_model(name))
+        assert tokenizer.encode(text) == expected
+        assert tokenizer.chat_template is not None
+    # Elsewhere a folder without a tokenizer has none.
+    shutil.copytree(resolve_model("demo-moe"), tmp_path / "demo-moe")
+    with pytest.raises(ModelFormatError, match="has no tokenizer"):
+        load_tokenizer(tmp_path / "demo-moe")
