@@ -32,14 +32,14 @@ from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, mixture_of_experts
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, place_queries, rope_table
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_latent import LatentAttention
-from quire.model.device_layers import FusedLayer, LayerTail, reason_not_to_fuse
+from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
@@ -287,6 +287,8 @@ class DeviceLayer:
         self._correction, scale = own.get("correction.bias"), own.get("shared_scale.weight")
         self._shared_scale = None if scale is None else DeviceLinear((scale,), None, is_in_order)
         self._sinks = own.get("sinks.weight")
+        is_branched = isinstance(spec.mlp, MoeSpec) and spec.mlp.branch_norm is not None
+        self._branches = ExpertBranches(spec.mlp, own) if is_branched and isinstance(spec.mlp, MoeSpec) else None
         attention = spec.attention
         self._rope = None if attention.rope is None else ropes[attention.rope]
         self._sizes = [attention.num_heads * attention.head_dim, *([attention.num_kv_heads * attention.head_dim] * 2)]
@@ -358,17 +360,17 @@ class DeviceLayer:
         """Add the blocks to the residual stream x in place; return `following` of it."""
         scale = self._spec.residual_scale
         if self._spec.is_mlp_only:
-            return add_and_normalize(x, self._mlp(y, step), following, self._mlp_out, scale)
+            return add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         branch = self._mix(y, positions, step, cache, states)
         if self._spec.mlp == NO_MLP:
             return add_and_normalize(x, branch, following, self._attn_out, scale)
         if self._spec.is_parallel:
             read = y if self._mlp_in is None else normalize(x, self._mlp_in)
-            other = self._mlp(read, step)
+            other = self._mlp(read, step, x)
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        return add_and_normalize(x, self._mlp(y, step), following, self._mlp_out, scale)
+        return add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
@@ -431,19 +433,24 @@ class DeviceLayer:
             return self._product(name, rows, step)
         return self._ranks.close_block(name, self._linears[name], rows)
 
-    def _mlp(self, y: Tensor, step: DeviceAttentionMetadata) -> Tensor:
+    def _mlp(self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor) -> Tensor:
+        """Return the output of the feed-forward block of y, the residual normalised."""
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-            logits = self._router(y.float() if spec.is_router_f32 else y)
-            read = y if spec.latent_size is None else self._product("latent_in", y, step)
-            given = read, logits, spec, *weights, self._is_in_order, self._expert_biases, self._correction
+            routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
+            logits = self._router(routed.float() if spec.is_router_f32 else routed)
+            read = read if spec.latent_size is None else self._product("latent_in", read, step)
+            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"))
+            given = read, logits, spec, *weights, self._is_in_order, extra
             ranks = self._ranks
             is_row_parallel = ranks is not None and "experts.down" in ranks.row_parallel
             gather = None if ranks is None or is_row_parallel else ranks.gather_inner
             out = mixture_of_experts(*given, gather=gather)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
+            if self._branches is not None and shared is not None:
+                return self._branches.join(shared, out)
             if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
                 return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)
             out = out if shared is None else out + shared

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec
+from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec, MoeSpec
 from quire.kernels.reference.activation import ACTIVATIONS
+from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.norm import Norm, add_and_normalize
+from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import LayerRanks
@@ -82,6 +84,25 @@ class LayerTail:
             add_and_normalize(x, self._up(gated), None, self._norm)
         if self._scale is not None:
             x.mul_(self._scale)
+
+
+class ExpertBranches:
+    """What a mixture reads and gives next to a shared expert of its own branch; see MoeSpec.branch_norm (Gemma 4)."""
+
+    def __init__(self, spec: MoeSpec, own: Mapping[str, Tensor]) -> None:
+        assert spec.branch_norm is not None
+        names = ("experts_in", "experts_out", "shared_out")
+        self._experts_in, self._experts_out, self._shared_out = (Norm(spec.branch_norm, own[f"{n}.weight"]) for n in names)
+        self._bare, self._factors = replace(spec.branch_norm, has_weight=False), own["router_in.weight"]
+
+    def inputs(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the router and the experts read, [T, hidden_size] each."""
+        routed = normalize_by_torch(residual, self._bare, None) * self._factors * residual.shape[-1] ** -0.5
+        return routed, normalize(residual, self._experts_in)
+
+    def join(self, shared: Tensor, experts: Tensor) -> Tensor:
+        """Return the sum of both branches, each normalised."""
+        return normalize(shared, self._shared_out) + normalize(experts, self._experts_out)
 
 
 class FusedLayer:

@@ -65,6 +65,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(layer.is_parallel for layer, _ in mixtures):
         return "a mixture of experts in parallel to attention"
+    if any(moe.branch_norm is not None for _, moe in mixtures):
+        return "a mixture of experts next to a feed-forward block"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec
 
 
 def reference_only(spec: ModelSpec) -> str | None:
@@ -17,7 +17,6 @@ def reference_only_layer(layer: LayerSpec) -> str | None:
         "a shared block before the mixer": layer.shared_block is not None,
         "several residual streams (AltUp)": layer.altup is not None,
         "a low-rank residual (LAuReL)": layer.laurel is not None,
-        "a mixture of experts next to a feed-forward block": isinstance(mlp, MoeSpec) and mlp.branch_norm is not None,
         "sparse activations": isinstance(mlp, MlpSpec) and mlp.sparsity > 0,
     }
     return next((name for name, is_so in has.items() if is_so), None)

@@ -248,7 +248,7 @@ def test_what_does_not_run_on_several_ranks_or_with_torch_is_refused_by_name(che
         (
             "gemma4-moe",
             "a mixture of experts next to a feed-forward block",
-            "a mixture of experts next to a feed-forward block",
+            None,
         ),
         ("gemma3n", "several residual streams (AltUp)", "several residual streams (AltUp)"),
     ],

@@ -43,6 +43,20 @@ class ExpertBiases:
     down: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertExtras:
+    """Parameters that not all mixtures have.
+
+    biases      of the experts, in x's dtype
+    correction  [E] f32, added to the scores for selection
+    scale       [E], multiplies the weights of the experts in the end
+    """
+
+    biases: ExpertBiases | None = None
+    correction: Tensor | None = None
+    scale: Tensor | None = None
+
+
 def mixture_of_experts(
     x: Tensor,
     logits: Tensor,
@@ -50,8 +64,7 @@ def mixture_of_experts(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     is_in_order: bool = False,
-    biases: ExpertBiases | None = None,
-    correction: Tensor | None = None,
+    extra: ExpertExtras | None = None,
     gather: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Apply a mixture of experts to each row, as kernels/reference/moe.py does, except that the sum is rounded once.
@@ -63,8 +76,6 @@ def mixture_of_experts(
     gate_up  [E, 2 * I, N], the gate rows first; of experts without a gate [E, I, N]
     down     [E, N, I]
     is_in_order  batch-invariant: sums have the same order for any number of rows
-    biases   of experts that have them, in x's dtype
-    correction  [E] f32, added to the scores for selection
     gather   for experts sharded by outputs: returns the columns [P, I] of all ranks, given this rank's. `spec` has this
              rank's columns, `down` rows for this rank's outputs, over all columns
     Returns  [T, N] in x's dtype, or this rank's outputs; rows are independent
@@ -73,7 +84,7 @@ def mixture_of_experts(
     """
     width = down.shape[-2] if isinstance(down, Tensor) else down.shape[0] // spec.num_experts
     out = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, gather is not None, correction)
+    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, extra or ExpertExtras(), gather is not None)
     launches, hidden, close = _begin_launches(call)
     run_all(launches)
     run_all(close(hidden if gather is None else gather(hidden)))
@@ -90,9 +101,8 @@ class _ExpertCall(NamedTuple):
     gate_up: ExpertWeights
     down: ExpertWeights
     is_in_order: bool
-    biases: ExpertBiases | None
+    extra: ExpertExtras
     is_gathered: bool = False
-    correction: Tensor | None = None
 
 
 class SortedPairs(NamedTuple):
@@ -111,19 +121,17 @@ def expert_launches(
     gate_up: ExpertWeights,
     down: ExpertWeights,
     is_in_order: bool = False,
-    biases: ExpertBiases | None = None,
-    correction: Tensor | None = None,
+    extra: ExpertExtras | None = None,
 ) -> list[Launch]:
     """Return the launches of `mixture_of_experts`, which write `out`; their number depends only on shapes."""
-    launches, hidden, close = _begin_launches(
-        _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, biases, correction=correction)
-    )
+    call = _ExpertCall(out, x, logits, spec, gate_up, down, is_in_order, extra or ExpertExtras())
+    launches, hidden, close = _begin_launches(call)
     return [*launches, *close(hidden)]
 
 
 def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[Tensor], list[Launch]]]:
     """Return the launches up to the experts' hidden states, these [P, I], and a function of them that returns the others."""
-    out, x, logits, spec, biases = call.out, call.x, call.logits, call.spec, call.biases
+    out, x, logits, spec, biases = call.out, call.x, call.logits, call.spec, call.extra.biases
     _check(call)
     _check_biases(out, spec, biases)
     num_tokens, inner = x.shape[0], spec.expert.intermediate_size
@@ -136,7 +144,7 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
     def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=x.device)
 
-    routed = _routed(logits, spec, x.dtype, call.correction)
+    routed = _routed(logits, spec, x.dtype, call.extra)
     shares, experts = routed or (empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32))
     routes = [] if routed else [_route_launch(logits, spec, shares, experts, x.dtype)]
     sort, pairs = sort_launches(experts, spec.num_experts, tile.pairs)
@@ -182,11 +190,12 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
     )
 
 
-def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, correction: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> tuple[Tensor, Tensor] | None:
     """Return the weights and experts of all pairs, computed by torch; None if the kernel computes them."""
-    if spec.is_plain_softmax and not spec.weighs_inputs:
+    if spec.is_plain_softmax and not spec.weighs_inputs and extra.scale is None:
         return None
-    weights, experts = route(logits, spec, correction)
+    weights, experts = route(logits, spec, extra.correction)
+    weights = weights if extra.scale is None else weights * extra.scale.float()[experts]
     weights = weights if spec.is_weight_f32 else weights.to(dtype)
     return weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous()
 

@@ -24,7 +24,7 @@ from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
-from quire.kernels.triton.moe import ExpertBiases, expert_launches
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
@@ -147,7 +147,7 @@ def clamped_expert_launch(index, num_tokens, is_packed):
         for e, n, k in shapes
     ]
     biases = ExpertBiases(*(meta(e, n) for e, n, _ in shapes))
-    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, biases=biases)[index]
+    return expert_launches(meta(num_tokens, width), x, logits, spec, *weights, extra=ExpertExtras(biases))[index]
 
 
 def quantized_weight(dtype, scale_rows=1, has_offset=False, shape=(12288, 4096)):

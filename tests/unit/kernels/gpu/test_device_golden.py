@@ -62,7 +62,8 @@ def test_sequences_that_outgrow_the_short_rope_have_the_cpus_tokens(case, tmp_pa
 @pytest.mark.golden
 @pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize(
-    "case", ["gemma4", *(pytest.param(f"gemma4-{one}", marks=pytest.mark.slow) for one in ("dense", "unified"))]
+    "case",
+    ["gemma4", *(pytest.param(f"gemma4-{one}", marks=pytest.mark.slow) for one in ("dense", "unified", "moe", "moe-shared"))],
 )
 @pytest.mark.parametrize("options", [{}, pytest.param({"deterministic": True}, marks=pytest.mark.slow)], ids=["", "in-order"])
 def test_tokens_of_gemma4_are_the_cpus(case, options, tmp_path):

@@ -13,7 +13,7 @@ from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import moe
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.moe import ExpertBiases, expert_launches, mixture_of_experts
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches, mixture_of_experts
 from quire.kernels.triton.quantized_weights import FLOAT4_LEVELS, pack_float4, pack_float8, pack_integers
 from quire.kernels.triton.tiles import ExpertTile
 
@@ -72,7 +72,8 @@ def test_experts_with_biases_and_a_clamped_gate_equal_the_reference(num_tokens, 
     expected = mixture_ref(x, CLAMPED, router, gate_up, down, biases)
     logits = F.linear(x, router, biases.router)
     tensors = [tensor.to(device) for tensor in (x, logits, gate_up, down, biases.gate_up, biases.down)]
-    found = mixture_of_experts(*tensors[:2], CLAMPED, *tensors[2:4], is_in_order=is_in_order, biases=ExpertBiases(*tensors[4:]))
+    extra = ExpertExtras(ExpertBiases(*tensors[4:]))
+    found = mixture_of_experts(*tensors[:2], CLAMPED, *tensors[2:4], is_in_order=is_in_order, extra=extra)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -87,7 +88,7 @@ def test_clamped_experts_are_close_to_float64_in_bf16_and_keep_nan(device):
     x[4] = torch.nan
     weights = gate_up.to(device), down.to(device)
     on_device = ExpertBiases(biases.gate_up.to(device), biases.down.to(device))
-    found = mixture_of_experts(x.to(device), logits, spec, *weights, biases=on_device).cpu()
+    found = mixture_of_experts(x.to(device), logits, spec, *weights, extra=ExpertExtras(on_device)).cpu()
     assert found[4].isnan().all()
     clean = [row for row in range(9) if row != 4]
     assert (found[clean].double() - expected[clean]).norm() / expected[clean].norm() < 1.5e-2
@@ -156,7 +157,7 @@ def test_narrow_experts_are_those_of_their_numbers(kind, num_tokens, device):
     expected = mixture_ref(x, spec, router, *dense, biases)
     logits = F.linear(x, router, None if biases is None else biases.router)
     theirs = None if biases is None else ExpertBiases(biases.gate_up.to(device), biases.down.to(device))
-    found = mixture_of_experts(x.to(device), logits.to(device), spec, *moved, biases=theirs).cpu()
+    found = mixture_of_experts(x.to(device), logits.to(device), spec, *moved, extra=ExpertExtras(theirs)).cpu()
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
