@@ -58,6 +58,7 @@ def test_logits_are_those_of_the_dequantised_model(path):
 
 
 @pytest.mark.skipif(not FILES or load_native() is None, reason=f"{SHARED} is absent, or the native kernels are not built")
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_native_logits_are_near_those_of_the_dequantised_model(path, dtype):

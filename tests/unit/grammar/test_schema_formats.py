@@ -18,6 +18,7 @@ TIMES = ["00:00:00Z", "23:59:59.125Z", "12:30:00+02:00"]
 NO_TIMES = ["12:00:60Z", "24:00:00Z", "12:60:00Z", "12:00:00", "12:00:00+24:00"]
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("kind", ["json_schema", "structural_tag"])
 @pytest.mark.parametrize(
     ("form", "texts", "others"),

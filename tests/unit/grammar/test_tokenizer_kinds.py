@@ -146,6 +146,7 @@ def test_text_is_spelled_in_the_tokens_that_the_model_was_trained_on(of_kind, ki
     assert [bytes_of(vocabulary, [token_id]) for token_id in vocabulary.encode("hello hello")] == [b"hello", b" hello"]
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", COMPLETE_KINDS)
 def test_outputs_match_their_constraint_with_every_kind(of_kind, kind, backend):
@@ -201,6 +202,7 @@ def count(vocabulary, grammar, tests):
     return num_valid, num_taken
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("kind", ["llama-no-bytes", "unigram", "byte-level-ascii", "wordpiece"])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ def test_constraint_is_refused_with_the_text_that_no_tokens_spell(of_kind, kind,
     assert caught.value.param == "here"
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("kind", INCOMPLETE)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_constraint_is_enforced_when_the_vocabulary_lacks_only_what_it_need_not_have(of_kind, kind, backend):

@@ -21,6 +21,7 @@ def write(folder, source, **changes):
     return EngineConfig(model=str(folder), num_kv_blocks=4)
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize(
     "key",
     ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim", "rms_norm_eps", "rope_theta"],

@@ -79,6 +79,7 @@ def test_plan_is_near_what_is_taken_when_experts_are_wide(wide_experts, quantiza
     assert 35 << 20 < taken <= planned <= 1.6 * taken + rounding
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("num_threads", [1, 2, 5, 16])
 @pytest.mark.parametrize(
     "num_heads, num_kv_heads, head_dim, window", [(16, 8, 128, None), (4, 1, 80, None), (64, 1, 256, 1000)]

@@ -183,6 +183,7 @@ def test_a_run_of_drafts_is_the_best_token_again_and_again(decoder):
 
 
 @needs_native
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 @pytest.mark.parametrize("vocab", [1, 17, 64, 257, 4096])
 def test_best_tokens_are_the_first_of_the_largest(vocab, num_threads):

@@ -31,6 +31,7 @@ def _random(bits=4, num_groups=COLUMNS // GROUP, seed=0):
     return codes, zeros, rng.standard_normal((ROWS, num_groups)).astype(np.float16)
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("is_symmetric", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_packed_weight_is_exact(bits, is_symmetric):

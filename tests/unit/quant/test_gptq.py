@@ -145,6 +145,7 @@ def _symmetric(bits, stored, is_v2):
     return weight, packers.affine(codes, zeros, scales, np.arange(COLUMNS) // GROUP)
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("is_lowered", [False, True], ids=["as-they-are", "minus-one"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

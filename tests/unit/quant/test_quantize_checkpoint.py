@@ -135,6 +135,7 @@ def change(folder, name, make):
     save_file(tensors, file, metadata={"format": "pt"})
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_weight_that_is_not_finite_is_refused_by_name(tmp_path, scheme, value):

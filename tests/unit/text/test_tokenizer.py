@@ -55,6 +55,7 @@ def test_tokenizer_model_encodes_special_tokens_in_text_like_tokenizer_json(real
     assert (model.bos_token_id, model.eos_token_id, model.special_token_ids) == (1, 2, frozenset((0, 1, 2)))
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("template", [None, "<s> $A", "<s> $A </s>"])
 @pytest.mark.parametrize("config", [{}, {"add_bos_token": True}, {"add_bos_token": False, "add_eos_token": True}])
 @pytest.mark.parametrize("class_name", ["PreTrainedTokenizerFast", "LlamaTokenizerFast"])
@@ -159,6 +160,7 @@ def test_missing_files_are_named(tmp_path):
             load_tokenizer(folder)
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize(
     "file",
     ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"],

@@ -21,6 +21,7 @@ def test_choices_are_held_until_the_prompt_is_computed():
     driver.check_outputs()
 
 
+@pytest.mark.covering(strength=2, keep=False)
 @pytest.mark.parametrize("num_prompt", [1, 5, 8, 9], ids=lambda n: f"prompt{n}")
 @pytest.mark.parametrize("is_caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("max_tokens", [1, 6])

@@ -78,7 +78,7 @@ def test_levels_of_arm_are_those_of_the_processor(arm_build):
         assert run(emulator, "-cpu", cpu, program).split() == expected
 
 
-# The second level has few other instructions: it has all kernels, and the first those with products.
+# The second level has few instructions that the first has not: it has all kernels, and the first those with products.
 LEVELS = [(kernel, "neon_i8mm_bf16") for kernel in KERNELS] + [(kernel, "neon") for kernel in ("linear", "attention")]
 
 

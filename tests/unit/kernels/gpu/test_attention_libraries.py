@@ -108,6 +108,7 @@ def load(name, *specs, dtype=BF16, kv_dtype=BF16, block_size=256):
     return load_library(name, specs, dtype, kv_dtype, block_size)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("options", [{}, {"window": 21, "softcap": 3.0}], ids=["plain", "window-softcap"])
 @pytest.mark.parametrize("name, block_size", [("flashinfer", 16), ("flash_attn 3", 16), ("flash_attn 2", 256)])
 def test_libraries_attend_what_our_kernels_would(name, block_size, options, install, device):

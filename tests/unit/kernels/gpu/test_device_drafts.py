@@ -135,6 +135,7 @@ def test_tokens_are_those_of_plain_decoding_when_choices_share_a_prompt_and_pref
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "qwen3_moe"])
 @pytest.mark.parametrize("kind", ["fickle", "fickle tree"])
 def test_tokens_are_those_of_plain_decoding_when_the_model_has_windows_soft_caps_or_experts(tmp_path, family, kind):

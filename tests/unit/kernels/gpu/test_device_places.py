@@ -75,6 +75,7 @@ def launches(monkeypatch):
     return found
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("recorder", [None, NotRecording()], ids=["one-by-one", "recorded"])

@@ -33,6 +33,7 @@ def test_greedy_tokens_are_the_cpus(case, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("case", ["qwen3-5", "lfm2", "bamba"])
 @pytest.mark.parametrize(
     "options",

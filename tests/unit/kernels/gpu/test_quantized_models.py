@@ -119,6 +119,7 @@ def test_our_own_int4_checkpoints_stay_narrow(tmp_path, device):
     assert weights.linears["layers.0.o.weight"][0].is_packed
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
 def test_weights_that_are_quantised_while_they_are_loaded_are_those_of_the_policy(tmp_path, family, quantization, device):

@@ -121,6 +121,7 @@ LAYOUTS = [pytest.param((1, 1), id="two"), pytest.param((2, 1, 1), id="unequal",
            pytest.param((1, 1, 1, 1), id="four", marks=pytest.mark.slow)]  # fmt: skip
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
@@ -129,6 +130,7 @@ def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_one_rank_up_to_the_order_of_sums(name, shares, device):
@@ -223,6 +225,7 @@ def test_products_have_the_same_constants_at_any_number_of_ranks_when_determinis
     assert all(other == found[0] for other in found[1:])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantization", ["int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int4", "fp8"))])
 @pytest.mark.parametrize("is_in_order", [True, False], ids=["deterministic", "usual"])
 def test_weights_that_are_quantised_while_they_are_loaded_have_the_numbers_of_one_rank(quantization, is_in_order, device):
@@ -255,6 +258,7 @@ def test_a_tied_embedding_is_cut_once(is_in_order, device):
     assert "lm_head.weight" not in weights.linears
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("policy", [None, "int8"])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied"])
 def test_the_vocabulary_that_a_draft_head_reads_is_whole_and_has_the_numbers_of_one_rank(is_tied, policy, device):

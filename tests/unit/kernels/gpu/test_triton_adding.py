@@ -22,6 +22,7 @@ def sum_of(parts):
 
 
 @DTYPES
+@pytest.mark.covering
 @pytest.mark.parametrize("num_ranks", [1, 2, 5])
 @pytest.mark.parametrize("width", [37, pytest.param(1500, marks=pytest.mark.slow)])
 def test_sums_have_the_bits_of_the_reference(num_ranks, width, dtype, device):

@@ -28,6 +28,7 @@ def run(case, spec, device, sinks=None):
     return attend(case.q.to(device), cache, step, spec, None if sinks is None else sinks.to(device)).cpu()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("lengths, counts", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize(
     "heads, head_dim, block_size, options",
@@ -157,6 +158,7 @@ def test_runs_that_see_most_keys_come_first():
 PARENTS = [-1, -1, 0, 1, 2, 2, 3, 0, 4, 8]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("window", [None, 3, 64])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)], ids=["split", "whole"])
 def test_drafts_see_their_ancestors_alone_when_they_are_a_tree(heads, window, device):
@@ -214,6 +216,7 @@ def test_bits_of_a_sequence_do_not_change_with_its_neighbours_or_the_cuts_of_its
             assert torch.equal(run(alone, spec, device), together[rows])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("q_dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize(

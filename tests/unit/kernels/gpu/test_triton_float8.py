@@ -34,6 +34,7 @@ def make_weight(num_rows, num_columns, block, device, seed=0):
     return DeviceQuantizedWeight(codes.to(device), scale.to(device), None, *rest), dense
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("group_size, num_columns", [(128, 384), (96, 192), (300, 300), (1, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_are_rounded_by_the_largest_value_of_each_group(group_size, num_columns, dtype, device):
@@ -48,6 +49,7 @@ def test_rows_are_rounded_by_the_largest_value_of_each_group(group_size, num_col
     assert back[2].eq(0).all()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     "shape, block", [((100, 192), (64, 64)), ((130, 300), (1, 300)), ((70, 256), (1000, 1000)), ((33, 384), (128, 128))],
     ids=["blocks", "rows", "tensor", "wide"],

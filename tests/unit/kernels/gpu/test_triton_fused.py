@@ -46,6 +46,7 @@ def empty(*shape, dtype, device):
 SHAPES = {"small": (6, 48), "tall": (38, 136), "long": (10, 2056), "odd": (14, 1031)}
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @pytest.mark.parametrize("num_tokens, norm_spec", [(1, RMS), (3, GEMMA), (8, None)], ids=["1 rms", "3 gemma", "8 plain"])
@@ -61,6 +62,7 @@ def test_products_are_those_of_torch_with_a_norm_before_and_a_gate_behind(num_to
     torch.testing.assert_close(out.cpu(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_the_residual_stream_gets_the_product_with_its_bias(dtype, scale, device):
@@ -178,6 +180,7 @@ SPECS = {
 LARGE = ("seven", "wide")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SPECS])
 @pytest.mark.parametrize("norm", [None, RMS, GEMMA], ids=["plain", "rms", "gemma"])
 def test_attention_from_the_projections_on_is_that_of_separate_launches(name, norm, device, monkeypatch):

@@ -48,6 +48,7 @@ def on(device, norm):
 
 
 @DTYPES
+@pytest.mark.covering
 @pytest.mark.parametrize("spec", NORMS.values(), ids=NORMS.keys())
 @pytest.mark.parametrize("width", [1, 37, pytest.param(1024, marks=pytest.mark.slow)])
 def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
@@ -61,6 +62,7 @@ def test_normalize_rounds_like_the_reference(spec, width, dtype, device):
 
 
 @DTYPES
+@pytest.mark.covering
 @pytest.mark.parametrize("branch_spec", [None, NORMS["gemma"]], ids=["plain", "sandwich"])
 @pytest.mark.parametrize("scale", [1.0, 0.22])
 def test_add_and_normalize_changes_the_residual_stream_and_returns_its_norm(branch_spec, scale, dtype, device):
@@ -104,6 +106,7 @@ HEAD_NORMS = {"no-norm": None, "rms": NORMS["rms"], "gemma": NORMS["gemma"]}
 FAST_HEADS = [("none", "no-norm"), ("whole", "rms"), ("part-f32", "gemma")]
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16, F16], ids=str)
 @pytest.mark.parametrize(
     "rope, norm_spec",
@@ -175,6 +178,7 @@ def test_place_heads_quantises_each_head_of_a_token_by_its_largest_value(stored,
         assert int((scales == 7.0).sum()) == 24 - 8
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 @pytest.mark.parametrize("part", ["k", "v"])
 def test_a_nan_is_one_for_all_that_attend_to_it_when_keys_and_values_are_quantised(stored, part, device):

@@ -31,6 +31,7 @@ def integers(num_rows, num_columns, num_groups, low, high, seed=0):
     return codes, scale, torch.randn(num_rows, num_groups, generator=generator)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("has_offset", [False, True], ids=["symmetric", "offset"])
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def test_joined_weights_are_their_rows_one_after_the_other(device):
     assert widen(mixed, torch.float32)[:, 0].cpu().tolist() == [1.0] * 32 + [2.0] * 32 + [3.0] * 64
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(70, 75), (33, 2048), (128, 256)], ids=["odd", "split", "whole"])
 def test_products_in_order_are_those_of_float64(shape, dtype, device):
@@ -172,6 +174,7 @@ def test_products_in_order_are_those_of_float64(shape, dtype, device):
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["dense", "narrow", "offsets"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_the_same_bits_at_any_number_of_rows_and_of_programs(kind, dtype, device, monkeypatch):

@@ -36,6 +36,7 @@ def run(x, router, gate_up, down, spec, device):
     return mixture_of_experts(x.to(device), logits.to(device), spec, gate_up.to(device), down.to(device)).cpu()
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_tokens", [1, 3, 20], ids=["pair-tiles", "pairs-of-all", "sorted"])
 @pytest.mark.parametrize(
     "options",
@@ -63,6 +64,7 @@ def make_biases(spec, width, dtype=torch.float32):
     return BiasesOfReference(*(torch.randn(shape, generator=generator).to(dtype) for shape in shapes))
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_in_order", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["any-order", "in-order"])
 @pytest.mark.parametrize("num_tokens", [1, pytest.param(20, marks=pytest.mark.slow)], ids=["pair-tiles", "sorted"])
 def test_experts_with_biases_and_a_clamped_gate_equal_the_reference(num_tokens, is_in_order, device):
@@ -94,6 +96,7 @@ def test_clamped_experts_are_close_to_float64_in_bf16_and_keep_nan(device):
     assert (found[clean].double() - expected[clean]).norm() / expected[clean].norm() < 1.5e-2
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_swapped", [False, True], ids=["plain", "swapped"])
 @pytest.mark.parametrize("width", [pytest.param(64, id="even", marks=pytest.mark.slow), pytest.param(72, id="odd")])
 def test_experts_are_close_to_float64_in_bf16(is_swapped, width, device, monkeypatch):
@@ -115,6 +118,7 @@ def test_a_row_does_not_depend_on_others(device):
         assert torch.equal(mixture_of_experts(x[rows], logits[rows], SPEC, gate_up, down), together[rows])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_tokens", [1, pytest.param(3, marks=pytest.mark.slow), 20])
 @pytest.mark.parametrize(
     "kind",
@@ -171,6 +175,7 @@ def test_a_row_has_the_same_bits_at_any_number_of_rows_when_sums_are_in_order(dt
         assert torch.equal(alone, together[:count])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("is_renormalized", [False, True], ids=["shares", "renormalized"])
 @pytest.mark.parametrize("num_nan", [1, 6], ids=["one", "all"])
 def test_a_row_with_nan_stays_with_the_experts_that_there_are_and_spoils_no_other(num_nan, is_renormalized, device):

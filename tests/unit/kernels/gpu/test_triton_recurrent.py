@@ -21,6 +21,7 @@ def on_device(device):
     return torch.tensor(STARTS, dtype=torch.int32, device=device), DeviceStateRows.of(ROWS, STARTS, device)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("num_taps", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_convolution_is_that_of_the_reference(device, num_taps, dtype):

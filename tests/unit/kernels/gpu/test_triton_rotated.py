@@ -34,6 +34,7 @@ def pack(codes):
     return low | high << 4
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("dim", [16, 64, pytest.param(256, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_heads_are_stored_as_the_reference_quantises_them_and_queries_are_rotated(name, dim, device):
@@ -61,6 +62,7 @@ def test_heads_are_stored_as_the_reference_quantises_them_and_queries_are_rotate
     assert all(int((part.flatten(0, 2) != 0).any(-1).sum()) <= 8 for part in cache[:2])
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("q_dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("options", [{}, pytest.param({"window": 70}, marks=pytest.mark.slow)], ids=["plain", "window"])
 @pytest.mark.parametrize("name", FORMATS)

@@ -469,6 +469,7 @@ def test_free_name_may_be_what_the_reader_takes_for_one_when_names_have_no_quote
         assert not accepts(grammar, text.replace(f",{key}:", f",{other}:")), other
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize(
     ("schema", "pointer"),
     [

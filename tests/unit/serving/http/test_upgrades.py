@@ -155,6 +155,7 @@ def test_client_is_told_to_continue_when_it_also_asks_for_an_upgrade(make):
     assert answers == [echoed(b"{}"), AT_LAST]
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("target", ["example.com:443", "/echo", "http://localhost/echo"])
 @pytest.mark.parametrize("is_split", [False, True], ids=["one-segment", "split"])
 @pytest.mark.parametrize("length", [[], [f"Content-Length: {len(SMUGGLED)}"]], ids=["tunnel", "body"])

@@ -108,6 +108,7 @@ def test_all_prompts_are_aborted_when_one_fails(is_streaming):
     assert [bool(stream.aborts) for stream in where.gateway.streams][::2] == [True, True]
 
 
+@pytest.mark.covering(keep=False)
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize(
     "body", [{}, {"logprobs": 2}, {"logprobs": 1, "echo": True}, {"echo": True}, {"n": 2, "logprobs": 0}], ids=str
