@@ -24,7 +24,8 @@ from quire.contracts.model_spec import (
     NormSpec,
     RopeSpec,
 )
-from quire.kernels.reference.activation import apply_xielu
+from quire.kernels.reference.activation import apply_xielu, cut_gate
+from quire.kernels.reference.altup import join_streams, split_streams
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.reference.rope import inverse_frequencies
@@ -39,12 +40,13 @@ from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
 from quire.model.device_latent import LatentAttention
-from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, reason_not_to_fuse
+from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, SharedBlock, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.model.device_refusal import device_refusal
+from quire.model.device_streams import LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.model.mixers import mix
 from quire.quant.parameters import Parameter, StoredParameter
@@ -89,6 +91,8 @@ class DeviceDecoder:
         refusal = device_refusal(spec)
         if refusal is not None:
             raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
+        if is_in_order and spec.altup is not None:
+            raise UnsupportedError("deterministic is not supported with several residual streams (AltUp) on a GPU")
         self.spec = spec if ranks is None else ranks.shard.local_spec
         self.ranks = ranks
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -183,11 +187,15 @@ class DeviceDecoder:
         if self._embed_norm is not None:
             x = normalize(x, self._embed_norm)
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
-        y, per_layer = None, self._per_layer_inputs(token_ids, x)
+        # The first layer changes x in place.
+        embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
+        y, per_layer, altup = None, self._per_layer_inputs(token_ids, x), self.spec.altup
+        if altup is not None:
+            x = split_streams(x, self._stack("altup_split"))
         if self._offload is not None:
             self._offload.begin()
         for index, layer in enumerate(self._layers):
-            self._keep(x, self._tapped.get(index))
+            self._keep(x if altup is None else x[altup.active], self._tapped.get(index))
             if self._offload is not None:
                 if index > 0:
                     self._offload.after(index - 1)
@@ -196,17 +204,28 @@ class DeviceDecoder:
                 layer.fused.forward(x, positions, step, pool.caches[index])
                 y = None
                 continue
+            own_inputs = None if per_layer is None else per_layer[:, index]
+            cache = pool.caches[index if layer.kv_source is None else layer.kv_source]
+            if altup is not None:
+                x = layer.forward_streams(x, positions, step, cache, own_inputs)
+                continue
             if y is None:
                 y = x if layer.first_norm is None else normalize(x, layer.first_norm)
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].first_norm
             states = pool.states[index] if pool.states else ()
-            cache = pool.caches[index if layer.kv_source is None else layer.kv_source]
-            own_inputs = None if per_layer is None else per_layer[:, index]
-            y = layer.forward(x, y, positions, step, cache, following, states, own_inputs)
+            y = layer.forward(x, y, positions, step, cache, following, states, own_inputs, embeddings)
+        x = x if altup is None else join_streams(x, self._stack("altup_join"))
         hidden = normalize(x, self._final_norm) if y is None else y
         self._keep(hidden, None if self._tapped else 0)
         return hidden
+
+    def _stack(self, name: str) -> Tensor:
+        """Return a stack of matrices [N, hidden_size, hidden_size], dense."""
+        stack = self._weights.experts[f"{name}.weight"]
+        if not isinstance(stack, Tensor):
+            raise InvariantError(f"{name} is quantised")
+        return stack
 
     def _per_layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
         """Return the inputs [T, layers, size] that layers get besides the residual; None: the model has none."""
@@ -301,6 +320,9 @@ class DeviceLayer:
         q_norm, k_norm = (norm_of(own, name, attention.qk_norm) for name in names)
         self._qk_norms = None if q_norm is None or k_norm is None else (q_norm, k_norm)
         self.kv_source = attention.kv_source
+        norms = LayerNorms(self.attn_in, self._attn_out, self._mlp_in, self._mlp_out)
+        self._streams = None if spec.altup is None else StreamLayer(spec, own, norms)
+        self._shared = None if spec.shared_block is None else SharedBlock(spec.shared_block, own, is_in_order)
         self._tail = LayerTail(spec, own, is_in_order) if spec.per_layer_gate is not None or spec.has_scale else None
         is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
@@ -313,7 +335,9 @@ class DeviceLayer:
 
     @property
     def first_norm(self) -> Norm | None:
-        """The norm of what the layer reads first."""
+        """The norm of what the layer reads first; None where it normalises that itself."""
+        if self._shared is not None:
+            return None
         return self._mlp_in if self._spec.is_mlp_only else self.attn_in
 
     def fuse(self, arrived: Tensor) -> str | None:
@@ -335,17 +359,55 @@ class DeviceLayer:
         following: Norm | None,
         states: Sequence[Tensor] = (),
         per_layer: Tensor | None = None,
+        embeddings: Tensor | None = None,
     ) -> Tensor:
         """Change the residual stream x in place; y is its norm. Returns what the next block reads: `following` of x.
 
-        states     the layer's recurrent states, of a DeviceKvPool
-        per_layer  its inputs besides the residual [T, size]
+        states      the layer's recurrent states, of a DeviceKvPool
+        per_layer   its inputs besides the residual [T, size]
+        embeddings  [T, hidden_size] what the first layer reads, for a shared block
         """
+        if self._shared is not None and embeddings is not None:
+            return self._run_shared(x, embeddings, positions, step, cache, following, states)
         if self._tail is None:
             return self._run_blocks(x, y, positions, step, cache, following, states)
         self._run_blocks(x, y, positions, step, cache, None, states)
         self._tail.finish(x, per_layer)
         return x if following is None else normalize(x, following)
+
+    def _run_shared(
+        self,
+        x: Tensor,
+        embeddings: Tensor,
+        positions: Tensor,
+        step: DeviceAttentionMetadata,
+        cache: KvCache,
+        following: Norm | None,
+        states: Sequence[Tensor],
+    ) -> Tensor:
+        """Run the shared block and the mixer after it; see SharedBlockSpec."""
+        assert self._shared is not None
+        assert self.attn_in is not None
+        assert self._mlp_in is not None
+        assert self._spec.mixer is not None
+        y = self._attention(
+            normalize(torch.cat((x, embeddings), 1), self.attn_in), positions, step, cache, self._spec.attention
+        )
+        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x))
+        mixed = mix(read, self._spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+        return add_and_normalize(x, mixed, following)
+
+    def forward_streams(
+        self, streams: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, per_layer: Tensor | None
+    ) -> Tensor:
+        """Return the streams [N, T, hidden_size] of alternating updates after the layer."""
+        if self._streams is None:
+            raise InvariantError("several streams are run through a layer of one")
+
+        def mix(y: Tensor) -> Tensor:
+            return self._mix(y, positions, step, cache, ())
+
+        return self._streams.forward(streams, mix, lambda y, x: self._mlp(y, step, x), per_layer)
 
     def _run_blocks(
         self,
@@ -425,6 +487,8 @@ class DeviceLayer:
     def _product(self, name: str, x: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of a linear layer, with what the adapters of the step add."""
         out = self._linears[name](x)
+        if self._shared is not None:
+            self._shared.adapt(out, x, name)
         return out if step.lora is None else step.lora.add_to(out, x, self._prefix + name)
 
     def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
@@ -459,6 +523,7 @@ class DeviceLayer:
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
             gate = gate if spec.gate_scale == 1.0 else gate * spec.gate_scale
+            gate = gate if spec.sparsity == 0 else cut_gate(gate, spec.sparsity)
             out = self._close("down", activate(gate, up, spec.activation), step)
             return out if spec.down_scale == 1.0 else out * spec.down_scale
         if self._xielu is not None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec, MoeSpec
+from quire.contracts.model_spec import NO_ATTENTION, NO_MLP, LayerSpec, MlpSpec, MoeSpec, SharedBlockSpec
 from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.attention import KvCache
@@ -103,6 +103,37 @@ class ExpertBranches:
     def join(self, shared: Tensor, experts: Tensor) -> Tensor:
         """Return the sum of both branches, each normalised."""
         return normalize(shared, self._shared_out) + normalize(experts, self._experts_out)
+
+
+class SharedBlock:
+    """What a layer has of its own beside a block whose weights other layers share; see SharedBlockSpec (Zamba 2).
+
+    own  the layer's dense parameters: low-rank adapters of linear layers, block_out and the norm of the mixer's input
+    """
+
+    def __init__(self, spec: SharedBlockSpec, own: Mapping[str, Tensor], is_in_order: bool) -> None:
+        def linear(name: str) -> DeviceLinear:
+            return DeviceLinear((own[f"{name}.weight"],), None, is_in_order)
+
+        self._mixer_in, self._out = Norm(spec.mixer_in, own["mixer_in.weight"]), linear("block_out")
+        self._adapters = {
+            joined: [
+                (linear(f"adapters.{name}_in"), linear(f"adapters.{name}_out"))
+                for name in names
+                if f"adapters.{name}_in.weight" in own
+            ]
+            for joined, names in (("qkv", ("q", "k", "v")), ("gate_up", ("gate", "up")))
+        }
+
+    def adapt(self, out: Tensor, x: Tensor, name: str) -> None:
+        """Add to the output of a linear layer, of one or several parts of its rows, what their adapters make of its input."""
+        adapted = [second(first(x)) for first, second in self._adapters.get(name, ())]
+        if adapted:
+            out.add_(torch.cat(adapted, 1))
+
+    def mixer_input(self, x: Tensor, block: Tensor) -> Tensor:
+        """Return what the mixer reads, given the residual and the output of the block."""
+        return normalize(x + self._out(block), self._mixer_in)
 
 
 class FusedLayer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
-from quire.model.reference_only import reference_only_layer
 
 MAX_TAPS = 4
 """Of a causal convolution of the GPU kernels."""
@@ -28,4 +27,4 @@ def _refusal(layer: LayerSpec) -> str | None:
     rope = layer.attention.rope
     if layer.attention.query_scaling is not None and rope is not None and rope.depends_on_length:
         return "queries scaled by position with a rope that depends on the length"
-    return reference_only_layer(layer)
+    return None

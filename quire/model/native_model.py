@@ -31,7 +31,6 @@ from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, i
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
-from quire.model.reference_only import reference_only
 from quire.model.tensor_shards import ExpertShard, LayerShard, ModelShard
 from quire.parallel.shards import ShardRange
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
@@ -82,9 +81,11 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "layers without attention, or without a feed-forward block"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
-    only = reference_only(spec)
-    if only is not None:
-        return only
+    layer = next((layer for layer in spec.layers if layer.altup is not None or layer.laurel is not None), None)
+    if layer is not None:
+        return "several residual streams (AltUp)" if layer.altup is not None else "a low-rank residual (LAuReL)"
+    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.sparsity > 0 for layer in spec.layers):
+        return "sparse activations"
     if any(layer.has_scale and (layer.mlp_out is None or isinstance(layer.mlp, MoeSpec)) for layer in spec.layers):
         return "a learned factor on the output of a layer without a norm at its end"
     if not spec.is_causal:

@@ -80,7 +80,7 @@ def test_every_family_is_compared():
 
 
 @pytest.mark.golden
-@pytest.mark.parametrize("case", ["deepseek-v32", "gemma3n"])
+@pytest.mark.parametrize("case", ["deepseek-v32", "glm-moe-dsa"])
 def test_what_kernels_do_not_know_is_refused(case, tmp_path):
     folder = make_checkpoint(case, tmp_path / case)
     with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):

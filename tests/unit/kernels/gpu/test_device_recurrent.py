@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
 
 from quire import LLM
-from quire.base.errors import ConfigError, UnsupportedError
+from quire.base.errors import ConfigError
 from tests.golden.make_checkpoints import make_checkpoint
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, greedy, outputs_of, tokens
 
@@ -18,7 +18,7 @@ QUICK = ("qwen3-next", "falcon-h1")
 SLOW = (
     *("qwen3-5", "qwen3-5-moe", "qwen3-next-dense", "lfm2", "lfm2-moe", "lfm2-plain", "bamba", "bamba-options"),
     *("granite-hybrid", "granite-hybrid-dense", "jamba", "jamba-dense", "falcon-h1-norm", "falcon-h1-gate"),
-    *("nemotron-h", "nemotron-h-options", "kimi-linear", "mamba", "mamba2"),
+    *("nemotron-h", "nemotron-h-options", "kimi-linear", "mamba", "mamba2", "zamba2"),
 )
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False, "prompt_lookup_min": 1}
 pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("few_programs")]
@@ -67,13 +67,6 @@ def test_states_leave_the_device_while_the_engine_sleeps(tmp_path):
         assert tokens(llm.generate(PROMPTS[1:2], greedy(2), use_tqdm=False)) == expected
         states = []
     llm.close()
-
-
-@pytest.mark.parametrize("case", ["zamba2"])
-def test_what_kernels_do_not_know_is_refused(case, tmp_path):
-    folder = make_checkpoint(case, tmp_path / case)
-    with pytest.raises(UnsupportedError, match="is not supported on a GPU; use device cpu"):
-        outputs_of(folder, PROMPTS, greedy(4), DEVICE, max_model_len=64)
 
 
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"tensor_parallel_size": 2}], ids=["cache", "ranks"])
