@@ -382,8 +382,9 @@ class KvAllocator:
             self.states.forget(sequence)
         return HeldBlocks(block_ids, window_ids)
 
-    def publish(self, sequence: Sequence) -> None:
-        """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and its saved states.
+    def publish(self, sequence: Sequence, step_id: int) -> None:
+        """Add the full blocks of a sequence, up to its computed tokens, to the prefix index, and the states that a step has
+        saved.
 
         After an eviction nothing more is added: the KV of later tokens depends on what was evicted.
         """
@@ -392,7 +393,7 @@ class KvAllocator:
         if self.windows is not None:
             self.windows.advance(sequence)
         if self.states is not None:
-            self.states.commit(sequence)
+            self.states.commit(sequence, step_id)
 
     def _publish(self, sequence: Sequence) -> None:
         if not self._is_caching:

@@ -276,7 +276,7 @@ class Scheduler:
         ended = self._ended
         if limits is not None:  # the worker's rows cannot change until the step is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
-        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv, self._evicted))
+        plan = self.kv.with_page_moves(draft.build(next(self._step_ids), tuple(ended), self.kv, self._evicted, launched))
         self.in_flight.begin(plan)
         self._evicted = {}
         self._ended = [] if len(ended) == len(self._ended) else [key for key in self._ended if key not in ended]
@@ -439,7 +439,7 @@ class Scheduler:
         if sequence.next_prompt_logprob < num_prompt:
             prompt_logprobs, prompt_logprobs_start = take_prompt_logprobs(sequence, result)
         token_ids, ending = take_computed(sequence, num_tokens, result)
-        self.kv.publish(sequence)
+        self.kv.publish(sequence, result.step_id)
         if sequence.choice == 0 and num_computed_before < num_prompt <= sequence.num_computed_tokens:
             self._release_held(sequence.request.request_id, source=sequence)
         if sequence.eviction is not None and ending is None:

@@ -24,11 +24,11 @@ class SequenceStatus(Enum):
 
 
 class StateSave(NamedTuple):
-    """A recurrent state that the step in flight saves: after num_tokens tokens of its sequence, in a slot of
-    StateCheckpoints."""
+    """A recurrent state that a step in flight saves: after `position` tokens of its sequence, in a slot of StateCheckpoints."""
 
     position: int
     slot: int
+    step_id: int
     is_for_forks: bool = False
 
 

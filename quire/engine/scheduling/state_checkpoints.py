@@ -79,9 +79,14 @@ class StateCheckpoints:
             self._unpin(slot)
         return slot
 
-    def plan_saves(self, sequence: Sequence, num_tokens: int) -> tuple[tuple[int, int], ...]:
-        """Return the states to save in a step of num_tokens tokens of a sequence: (tokens before it, slot)."""
-        start = sequence.num_computed_tokens
+    def plan_saves(
+        self, sequence: Sequence, num_tokens: int, step_id: int, num_launched: int = 0
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the states to save in a step of num_tokens tokens of a sequence: (tokens before it, slot).
+
+        num_launched  tokens that the step in flight before this one computes
+        """
+        start = sequence.num_computed_tokens + num_launched
         end = start + num_tokens
         fork_at = sequence.num_prompt_tokens - 1
         has_forks = sequence.choice == 0 and sequence.request.params.num_sequences > 1
@@ -89,29 +94,34 @@ class StateCheckpoints:
             slot = self._allocate()
             if slot is not None:
                 sequence.fork_slot = self._pin(slot)
-                sequence.state_saves.append(StateSave(fork_at, slot, is_for_forks=True))
-        for position in self._borders(sequence, start, end) if self._is_caching else ():
+                sequence.state_saves.append(StateSave(fork_at, slot, step_id, is_for_forks=True))
+        for position in self._borders(sequence, start, end, num_launched > 0) if self._is_caching else ():
             slot = self._allocate()
             if slot is None:
                 break
             self._pin(slot)
-            sequence.state_saves.append(StateSave(position, slot))
-        return tuple((save.position, save.slot) for save in sequence.state_saves)
+            sequence.state_saves.append(StateSave(position, slot, step_id))
+        return tuple((save.position, save.slot) for save in sequence.state_saves if save.step_id == step_id)
 
-    def _borders(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """Return the block borders in (start, end] at which the state is saved; the last known border first."""
+    def _borders(self, sequence: Sequence, start: int, end: int, is_ahead: bool) -> list[int]:
+        """Return the block borders in (start, end] at which the state is saved; the last known border first.
+
+        is_ahead  the token before `end` may still be computed; it is no draft
+        """
         size = self._block_size
         last = (sequence.num_tokens - 1) // size * size
         wanted = [last, sequence.num_shared_tokens]
-        if end == sequence.num_tokens and end % size == 0 and start >= sequence.num_prompt_tokens:
+        if (end == sequence.num_tokens or is_ahead) and end % size == 0 and start >= sequence.num_prompt_tokens:
             wanted.append(end)
         first = (start // INTERVAL_TOKENS + 1) * INTERVAL_TOKENS
         wanted += [place for place in range(first, end + 1, INTERVAL_TOKENS) if place % size == 0]
         return list(dict.fromkeys(place for place in wanted if start < place <= end))
 
-    def commit(self, sequence: Sequence) -> None:
-        """Record that the states of the last step were saved; the blocks of the sequence have been published."""
-        saves, sequence.state_saves = sequence.state_saves, []
+    def commit(self, sequence: Sequence, step_id: int) -> None:
+        """Record that the states of a step were saved; the blocks of the sequence have been published. The step after it may
+        be in flight."""
+        saves = [save for save in sequence.state_saves if save.step_id <= step_id]
+        sequence.state_saves = sequence.state_saves[len(saves) :]
         for save in saves:
             if save.is_for_forks:
                 continue

@@ -130,17 +130,20 @@ class StepPlanBuilder:
         ended: tuple[SequenceId, ...],
         kv: KvAllocator | None = None,
         evicted: dict[SequenceId, tuple[int, ...]] | None = None,
+        launched: Mapping[SequenceId, int] | None = None,
     ) -> StepPlan:
         """Return the plan; new sequences are described in full, the others by their growth.
 
         kv       its checkpoints from which sequences start, and that the step saves, and its window blocks
         evicted  what the worker's tables have and those of the scheduler have not
+        launched  tokens that the step in flight computes; None: there is no such step
         """
         states = None if kv is None else kv.states
         starts = tuple([_start(sequence, kv) for sequence in self._sequences.values() if not sequence.is_known])
         state_saves: dict[SequenceId, tuple[tuple[int, int], ...]] = {}
         for sequence_id, sequence in self._sequences.items() if states is not None else ():
-            saves = () if states is None else states.plan_saves(sequence, self._num_tokens[sequence_id])
+            given = sequence, self._num_tokens[sequence_id], step_id, (launched or {}).get(sequence_id, 0)
+            saves = () if states is None else states.plan_saves(*given)
             if saves:
                 state_saves[sequence_id] = saves
         new_block_ids: dict[SequenceId, tuple[BlockId, ...]] = {}

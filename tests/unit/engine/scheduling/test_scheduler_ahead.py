@@ -185,3 +185,18 @@ def test_a_step_ahead_follows_exactly_one_step_in_flight():
     commit(scheduler, first, {0: 1})
     with pytest.raises(InvariantError, match="step 1 must be committed"):
         scheduler.schedule()
+
+
+def test_states_are_saved_where_the_steps_end_that_are_planned_ahead():
+    scheduler = make_scheduler(make_request("a", 6, max_tokens=8), block_size=4, num_state_checkpoints=8, max_num_drafts=0)
+    plan, ends, saved = scheduler.schedule(), 0, []
+    while plan is not None:
+        ends += plan.num_scheduled_tokens[0]
+        positions = [position for position, _ in (plan.state_saves or {}).get(0, ())]
+        assert all(ends - plan.num_scheduled_tokens[0] < position <= ends for position in positions)
+        saved += positions
+        behind = scheduler.schedule_ahead()
+        commit(scheduler, plan, {0: 9})
+        plan = behind
+    assert saved == [4, 8, 12]
+    assert scheduler.kv.states.num_cached == 2  # the prompt's, and the last of the output
