@@ -714,6 +714,7 @@ def tokens_are_counted_by_post(ask):
     assert model.created_at.timestamp() == ask("models.retrieve", "demo").created
 
 
+@pytest.mark.covering
 @checks(
     ("top_k, top_p, temperature", is_greedy_message),
     ("temperature=1", messages_vary_with_the_temperature),
@@ -730,6 +731,7 @@ def test_anthropic_option_does_what_it_says(ask_anthropic, check):
     check(ask_anthropic)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("options", "kind"),
     [

@@ -117,6 +117,7 @@ def test_killed_rank_is_named_by_all_others(operation, victim):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("victim", range(SIZE))
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -232,9 +232,10 @@ CHOOSING = [{}, {"max_num_seqs": 3}, {"num_kv_blocks": 14}]
 CHOOSING_ALWAYS = ("oracle", "fickle", "oracle tree", "draft_model", "eagle3", "eagle3 merged")
 # Each kind with one of the options, in turn; some with all.
 CHOOSING_CASES = [
-    pytest.param(kind, options, marks=[] if kind in CHOOSING_ALWAYS or place == index % len(CHOOSING) else pytest.mark.slow)
+    (kind, options)
     for index, kind in enumerate(KIND_NAMES)
     for place, options in enumerate(CHOOSING)
+    if kind in CHOOSING_ALWAYS or place == index % len(CHOOSING)
 ]
 
 

@@ -95,6 +95,7 @@ def write_blocks(path, folder):
     return write_gguf(path, metadata, tensors)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("quantization", ["", "int8", "int4"])
 @pytest.mark.parametrize("kind", ["dense", "wide", "experts"])
 def test_peak_of_loading_is_near_the_packed_weights(folders, kind, quantization):

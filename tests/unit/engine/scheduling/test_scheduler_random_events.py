@@ -85,7 +85,7 @@ def test_outputs_equal_isolated_runs_when_blocks_are_at_several_places(seed):
 
 
 @pytest.mark.one_in(4, keep=False)
-@pytest.mark.parametrize("seed", seeds(0, 120, num_fast=24))
+@pytest.mark.parametrize("seed", seeds(0, 72, num_fast=24))
 def test_outputs_equal_isolated_runs_when_sequences_have_homes(seed):
     live(seed, num_events=80, divide=with_homes)
 

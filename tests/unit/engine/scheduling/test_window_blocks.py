@@ -47,7 +47,7 @@ def live(seed, num_events, late_share=0.0):
 
 
 @pytest.mark.one_in(4, keep=False)
-@pytest.mark.parametrize("seed", seeds(0, 200, 40))
+@pytest.mark.parametrize("seed", seeds(0, 100, 40))
 def test_every_output_is_that_of_an_isolated_run_when_window_blocks_are_reused(seed):
     live(seed, num_events=150)
 
