@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Any
 from quire.base.errors import ConfigError
 from quire.cli import options
 from quire.cli.figures import check_output
+from quire.contracts.json_options import parse_object
 
 _NOT_ONLY_OF_THE_ENGINE = ("tokenizer", "seed")
 _OF_UTILIZATION = ("dtype", "quantization", "kv_cache_dtype")
@@ -306,14 +306,7 @@ def _headers(items: list[str]) -> dict[str, str]:
 
 
 def _extra_body(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        body = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body must be a JSON object, got {text!r} ({error})") from error
-    if not isinstance(body, dict):
-        raise ConfigError(f"--extra-body must be a JSON object, got {text!r}")
+    body = {} if text is None else parse_object("--extra-body", text, "fields of the requests' bodies")
     if "stream" in body:
         raise ConfigError("--extra-body must leave stream alone: only streams can be timed")
     return body
