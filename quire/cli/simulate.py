@@ -204,6 +204,7 @@ def _options(args: argparse.Namespace) -> Any:
         hand_over=_hand_over(args, page_bytes),
         tiers=tiers,
         failures=tuple(Failure.parse(text) for text in args.fail),
+        delivery=None if record is None else record.delivery,
         autoscale=_autoscale(args, scheduler, times, shape.windows, goals.limits_s),
     )
 

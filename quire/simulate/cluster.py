@@ -57,6 +57,8 @@ class Member:
         self.link = None if hand_over is None else Pipe(hand_over.bytes_per_s, hand_over.latency_s, "--link-gb-per-s")
         self.pages_per_s: float | None = None  # of hand-overs to this replica
         self._options = options
+        self._rng = random.Random(options.dataset.seed + index)
+        self._seen_s = 0.0
         self.replica = self._new()
 
     @property
@@ -77,6 +79,17 @@ class Member:
         if self.state == "ready" and self.next_role != self.role:
             state = "draining"
         return Replica(str(self.index), self.role, state, self.replica.num_unfinished)
+
+    def deliver(self, ends_s: list[float]) -> list[float]:
+        """Return when clients see the tokens of steps that ended at ends_s, in their order."""
+        delivery = self._options.delivery
+        if delivery is None:
+            return ends_s
+        seen_s: list[float] = []
+        for end_s in ends_s:
+            self._seen_s = max(self._seen_s, end_s + delivery.draw_stall(self._rng))
+            seen_s.append(self._seen_s)
+        return seen_s
 
     def _new(self) -> SimulatedReplica:
         options = self._options

@@ -1,0 +1,63 @@
+"""Delivery: what a server adds to the times of the engine's steps, as its clients see them."""
+
+from __future__ import annotations
+
+import bisect
+import random
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_NUM_NEAREST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Samples of requests that were alone at a server; at least one of each kind.
+
+    delays    (idle_s, delay_s), ascending: how long the server had nothing to do before a request, and by how much its time to
+              the first token was longer than the steps of its prompt. After a pause processes have to wake and caches are cold
+    stalls_s  by how much a time between two tokens was longer than the median of its request; 0 for at least half of them
+    """
+
+    delays: tuple[tuple[float, float], ...]
+    stalls_s: tuple[float, ...]
+
+    @classmethod
+    def from_dict(cls, figures: Mapping[str, Any]) -> Delivery:
+        """Return the samples that asdict wrote. Raises KeyError, TypeError or ValueError for other dicts."""
+        delays = sorted((float(idle_s), float(delay_s)) for idle_s, delay_s in figures["delays"])
+        stalls = tuple(float(value) for value in figures["stalls_s"])
+        if not delays or not stalls:
+            raise ValueError("delivery has no samples")
+        return cls(tuple(delays), stalls)
+
+    @property
+    def least_delay_s(self) -> float:
+        """The shortest delay."""
+        return min(delay_s for _, delay_s in self.delays)
+
+    @property
+    def median_delay_s(self) -> float:
+        """The median of all delays."""
+        return statistics.median(delay_s for _, delay_s in self.delays)
+
+    def draw_delay(self, idle_s: float, rng: random.Random) -> float:
+        """Return the delay of one of the requests whose pause before was the nearest to idle_s."""
+        place = bisect.bisect_left(self.delays, (idle_s, 0.0))
+        start = max(0, min(place - _NUM_NEAREST // 2, len(self.delays) - _NUM_NEAREST))
+        return rng.choice(self.delays[start : start + _NUM_NEAREST])[1]
+
+    def draw_stall(self, rng: random.Random) -> float:
+        """Return the stall of one token."""
+        return rng.choice(self.stalls_s)
+
+    def describe(self) -> str:
+        """Return the samples for people."""
+        stalls = sorted(self.stalls_s)
+        late = stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))]
+        return (
+            f"{len(self.delays)} requests to the server: time to the first token {self.median_delay_s * 1e3:.2f} ms longer than "
+            f"the steps (median), 1% of tokens more than {late * 1e3:.2f} ms late"
+        )
