@@ -130,7 +130,7 @@ def main(args: argparse.Namespace) -> int:
             "provenance": record.provenance,
             "scheduler": record.scheduler,
             "fit": asdict(replace(fit, residuals={name: thinned(ratios, 60) for name, ratios in fit.residuals.items()})),
-            "delivery": {"delays": delivery.delays[::2], "stalls_s": thinned(delivery.stalls_s, 200)},
+            "delivery": asdict(replace(delivery, delays=delivery.delays[::2], stalls_s=thinned(delivery.stalls_s, 200))),
             "measured": measured,
         }
         args.output_json.write_text(json.dumps(figures) + "\n")

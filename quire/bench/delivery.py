@@ -1,4 +1,4 @@
-"""What a running server adds to the times of its engine's steps, from requests that are alone at it."""
+"""What a running server adds to the times of its engine's steps: requests that are alone at it, and a full batch."""
 
 from __future__ import annotations
 
@@ -18,43 +18,67 @@ _ROUNDS = ((2.0, 24), (10.0, 60), (100.0, 100))
 """Requests a second, and how many: pauses of half a second, of a tenth, and none to speak of."""
 
 _INPUT_LEN, _OUTPUT_LEN, _RANGE = 100, 24, 0.9
+_BATCH, _BATCH_INPUT_LEN, _BATCH_OUTPUT_LEN, _NUM_BATCHES = 8, 32, 64, 8
 _MIN_TOKENS = 4
+_NUM_TOKENS = 256
 
 
 def measure_delivery(base_url: str, record: StepsRecord) -> Delivery:
     """Return the samples of a server with the record's model that has nothing else to do. Raises ConfigError."""
     longest = record.scheduler["max_model_len"]
-    if longest < 2 * (_INPUT_LEN + _OUTPUT_LEN):
-        raise ConfigError(
-            f"--base-url needs a model that takes {2 * (_INPUT_LEN + _OUTPUT_LEN)} tokens, got one that takes {longest}"
+    if longest < _NUM_TOKENS:
+        raise ConfigError(f"--base-url needs a model that takes {_NUM_TOKENS} tokens, got one that takes {longest}")
+    times, windows = record.fit(), record.shape.windows
+    rounds = [_send_alone(base_url, record, number) for number in range(len(_ROUNDS))]
+    alone = [one for records in rounds for one in records]
+    size = min(_BATCH, record.scheduler["max_num_seqs"])
+    lengths = Dataset(num_prompts=size * _NUM_BATCHES, input_len=_BATCH_INPUT_LEN, output_len=_BATCH_OUTPUT_LEN)
+    full = _send(base_url, record, lengths, Arrivals(max_concurrency=size), 0)
+    of_one, of_many = _excess(alone, 1, times, windows), _excess(full, size, times, windows)
+    sequence_s = max(0.0, (of_many - of_one) / max(1, size - 1))
+    found = Delivery(((0.0, 0.0),), (0.0,), max(0.0, of_one - sequence_s), sequence_s)
+    times = times.served(found)
+    delays = [_delay(before, one, times, windows) for records in rounds for before, one in pairwise(records)]
+    return Delivery(tuple(sorted(delays)), tuple(_stalls(alone)), found.step_s, found.sequence_s)
+
+
+def _send_alone(base_url: str, record: StepsRecord, number: int) -> list[RequestRecord]:
+    rate, num_prompts = _ROUNDS[number]
+    lengths = Dataset(num_prompts=num_prompts, input_len=_INPUT_LEN, output_len=_OUTPUT_LEN, range_ratio=_RANGE, seed=number)
+    return _send(base_url, record, lengths, Arrivals(request_rate=rate, process="fixed", max_concurrency=1), 0 if number else 3)
+
+
+def _send(base_url: str, record: StepsRecord, dataset: Dataset, arrivals: Arrivals, num_warmups: int) -> list[RequestRecord]:
+    """Return the records of the requests that were answered with a few tokens at least. Raises ConfigError if most were not."""
+    report = run_serve(
+        ServeOptions(
+            base_url=base_url,
+            ignore_eos=True,
+            num_warmups=num_warmups,
+            vocab_size=record.shape.num_head // record.shape.hidden_size,
+            dataset=dataset,
+            arrivals=arrivals,
         )
-    times = record.fit()
-    delays: list[tuple[float, float]] = []
-    stalls: list[float] = []
-    for number, (rate, num_requests) in enumerate(_ROUNDS):
-        dataset = Dataset(
-            num_prompts=num_requests, input_len=_INPUT_LEN, output_len=_OUTPUT_LEN, range_ratio=_RANGE, seed=number
-        )
-        report = run_serve(
-            ServeOptions(
-                base_url=base_url,
-                ignore_eos=True,
-                num_warmups=0 if number else 3,
-                vocab_size=record.shape.num_head // record.shape.hidden_size,
-                dataset=dataset,
-                arrivals=Arrivals(request_rate=rate, process="fixed", max_concurrency=1),
-            )
-        )
-        records = [one for one in report.result.records if one.outcome == "ok" and len(one.content_s) >= _MIN_TOKENS]
-        if len(records) < num_requests // 2:
-            raise ConfigError(f"--base-url {base_url}: only {len(records)} of {num_requests} requests were answered with tokens")
-        for before, one in pairwise(records):
-            delays.append(_delay(before, one, times, record.shape.windows))
-        for one in records:
-            gaps = [later - earlier for earlier, later in pairwise(one.content_s)]
-            usual = statistics.median(gaps)
-            stalls += [round(max(0.0, gap - usual), 7) for gap in gaps]
-    return Delivery(tuple(sorted(delays)), tuple(stalls))
+    )
+    sent = report.result.records
+    found = [one for one in sent if one.outcome == "ok" and len(one.content_s) >= _MIN_TOKENS]
+    if 2 * len(found) < len(sent):
+        raise ConfigError(f"--base-url {base_url}: only {len(found)} of {len(sent)} requests were answered with tokens")
+    return found
+
+
+def _gaps(one: RequestRecord) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(one.content_s)]
+
+
+def _excess(records: list[RequestRecord], num_sequences: int, times: StepTime, windows: tuple[int | None, ...]) -> float:
+    """Return by how much decode steps of so many sequences were longer than expected: the median over requests."""
+    found: list[float] = []
+    for one in records:
+        context = one.num_prompt_tokens + len(one.content_s) // 2
+        work = StepWork.of_spans([(context, 1)] * num_sequences, windows, num_sequences)
+        found.append(statistics.median(_gaps(one)) - times.mean_s(work))
+    return statistics.median(found)
 
 
 def _delay(
@@ -66,3 +90,12 @@ def _delay(
     work = StepWork.of_spans([(0, one.num_prompt_tokens)], windows, 1)
     idle_s = max(0.0, one.sent_s - before.end_s)
     return round(idle_s, 4), round(max(0.0, one.content_s[0] - one.sent_s - times.mean_s(work)), 7)
+
+
+def _stalls(records: list[RequestRecord]) -> list[float]:
+    found: list[float] = []
+    for one in records:
+        gaps = _gaps(one)
+        usual = statistics.median(gaps)
+        found += [round(max(0.0, gap - usual), 7) for gap in gaps]
+    return found

@@ -18,11 +18,15 @@ class Delivery:
 
     delays    (idle_s, delay_s), ascending: how long the server had nothing to do before a request, and by how much its time to
               the first token was longer than the steps of its prompt. After a pause processes have to wake and caches are cold
+    step_s, sequence_s  by how much a step takes longer at a server, and for each of its sequences: tokens are handed over, and other
+              processes want the same cores and caches
     stalls_s  by how much a time between two tokens was longer than the median of its request; 0 for at least half of them
     """
 
     delays: tuple[tuple[float, float], ...]
     stalls_s: tuple[float, ...]
+    step_s: float = 0.0
+    sequence_s: float = 0.0
 
     @classmethod
     def from_dict(cls, figures: Mapping[str, Any]) -> Delivery:
@@ -31,7 +35,7 @@ class Delivery:
         stalls = tuple(float(value) for value in figures["stalls_s"])
         if not delays or not stalls:
             raise ValueError("delivery has no samples")
-        return cls(tuple(delays), stalls)
+        return cls(tuple(delays), stalls, float(figures["step_s"]), float(figures["sequence_s"]))
 
     @property
     def least_delay_s(self) -> float:
@@ -59,5 +63,6 @@ class Delivery:
         late = stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))]
         return (
             f"{len(self.delays)} requests to the server: time to the first token {self.median_delay_s * 1e3:.2f} ms longer than "
-            f"the steps (median), 1% of tokens more than {late * 1e3:.2f} ms late"
+            f"the steps (median), steps {self.step_s * 1e3:.3f} ms longer and {self.sequence_s * 1e3:.3f} ms for each sequence, "
+            f"1% of tokens more than {late * 1e3:.2f} ms late"
         )

@@ -42,9 +42,9 @@ class StepsRecord:
     delivery: Delivery | None = None
 
     def fit(self) -> FittedTime:
-        """Return the fit of all steps. Raises ConfigError for too few steps."""
-        request_s = self.request_s if self.delivery is None else self.delivery.median_delay_s
-        return fit_steps(self.steps, self.shape, self.precision, self.kv_format, self.rates, request_s)
+        """Return the fit of all steps, with what a server adds to them if that was measured. Raises ConfigError for too few steps."""
+        fit = fit_steps(self.steps, self.shape, self.precision, self.kv_format, self.rates, self.request_s)
+        return fit if self.delivery is None else fit.served(self.delivery)
 
     def to_json(self) -> str:
         """Return the record as JSON, with the fit for people who read it; from_json fits again."""
