@@ -48,7 +48,12 @@ def server() -> Iterator[str]:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    limits = {"--num-threads": 1, "--max-num-seqs": CONFIG.max_num_seqs, "--num-kv-blocks": CONFIG.num_kv_blocks, "--port": port}
+    limits = {
+        "--num-threads": 1,
+        "--max-num-seqs": CONFIG.max_num_seqs,
+        "--num-kv-blocks": CONFIG.num_kv_blocks,
+        "--port": port,
+    }
     options = [str(word) for pair in limits.items() for word in pair]
     command = [sys.executable, "-m", "quire", "serve", "demo", "--device", "cpu", *options, "--log-level", "error"]
     process = subprocess.Popen([*command, "--no-enable-prefix-caching"], start_new_session=True)
@@ -130,7 +135,11 @@ def main(args: argparse.Namespace) -> int:
             "provenance": record.provenance,
             "scheduler": record.scheduler,
             "fit": asdict(replace(fit, residuals={name: thinned(ratios, 60) for name, ratios in fit.residuals.items()})),
-            "delivery": asdict(replace(delivery, delays=delivery.delays[::2], stalls_s=thinned(delivery.stalls_s, 200))),
+            "delivery": asdict(
+                replace(
+                    delivery, delays=delivery.delays[::2], stalls=[(one, thinned(two, 120)) for one, two in delivery.stalls]
+                )
+            ),
             "measured": measured,
         }
         args.output_json.write_text(json.dumps(figures) + "\n")
@@ -141,8 +150,10 @@ def main(args: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, like the conversations of Azure")
-    parser.add_argument("--rates", nargs="+", type=float, default=[5.0, 20.0, 40.0], help="requests a second")
+    parser.add_argument(
+        "trace", type=Path, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens, like the conversations of Azure"
+    )
+    parser.add_argument("--rates", nargs="+", type=float, default=[5.0, 10.0, 20.0], help="requests a second")
     parser.add_argument("--output-json", type=Path, help="write the fit and what was measured to this file")
     parser.add_argument("--record", type=Path, help="write the whole record of the steps to this file")
     sys.exit(main(parser.parse_args()))

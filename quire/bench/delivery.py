@@ -36,10 +36,11 @@ def measure_delivery(base_url: str, record: StepsRecord) -> Delivery:
     full = _send(base_url, record, lengths, Arrivals(max_concurrency=size), 0)
     of_one, of_many = _excess(alone, 1, times, windows), _excess(full, size, times, windows)
     sequence_s = max(0.0, (of_many - of_one) / max(1, size - 1))
-    found = Delivery(((0.0, 0.0),), (0.0,), max(0.0, of_one - sequence_s), sequence_s)
+    found = Delivery(((0.0, 0.0),), ((0.0, (0.0,)),), max(0.0, of_one - sequence_s), sequence_s)
     times = times.served(found)
     delays = [_delay(before, one, times, windows) for records in rounds for before, one in pairwise(records)]
-    return Delivery(tuple(sorted(delays)), tuple(_stalls(alone)), found.step_s, found.sequence_s)
+    stalls = sorted((_usual_pause(records), tuple(_stalls(records))) for records in rounds)
+    return Delivery(tuple(sorted(delays)), tuple(stalls), found.step_s, found.sequence_s)
 
 
 def _send_alone(base_url: str, record: StepsRecord, number: int) -> list[RequestRecord]:
@@ -81,15 +82,23 @@ def _excess(records: list[RequestRecord], num_sequences: int, times: StepTime, w
     return statistics.median(found)
 
 
-def _delay(
-    before: RequestRecord, one: RequestRecord, times: StepTime, windows: tuple[int | None, ...]
-) -> tuple[float, float]:
+def _delay(before: RequestRecord, one: RequestRecord, times: StepTime, windows: tuple[int | None, ...]) -> tuple[float, float]:
     """Return how long the server was idle before a request, and what its first token took beyond its prompt's steps."""
-    assert before.end_s is not None
-    assert one.sent_s is not None
     work = StepWork.of_spans([(0, one.num_prompt_tokens)], windows, 1)
-    idle_s = max(0.0, one.sent_s - before.end_s)
-    return round(idle_s, 4), round(max(0.0, one.content_s[0] - one.sent_s - times.mean_s(work)), 7)
+    first_s = one.content_s[0] - _sent_s(one)
+    return _pause(before, one), round(max(0.0, first_s - times.mean_s(work)), 7)
+
+
+def _sent_s(one: RequestRecord) -> float:
+    return one.scheduled_s if one.sent_s is None else one.sent_s
+
+
+def _pause(before: RequestRecord, one: RequestRecord) -> float:
+    return round(max(0.0, _sent_s(one) - before.content_s[-1]), 4)
+
+
+def _usual_pause(records: list[RequestRecord]) -> float:
+    return statistics.median(_pause(before, one) for before, one in pairwise(records))
 
 
 def _stalls(records: list[RequestRecord]) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 import statistics
 from collections.abc import Mapping
@@ -10,21 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 _NUM_NEAREST = 16
+_MIN_IDLE_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """Samples of requests that were alone at a server; at least one of each kind.
+    """Samples of requests that were alone at a server, at least one of each kind, and what steps take longer there.
 
     delays    (idle_s, delay_s), ascending: how long the server had nothing to do before a request, and by how much its time to
               the first token was longer than the steps of its prompt. After a pause processes have to wake and caches are cold
     step_s, sequence_s  by how much a step takes longer at a server, and for each of its sequences: tokens are handed over, and other
               processes want the same cores and caches
-    stalls_s  by how much a time between two tokens was longer than the median of its request; 0 for at least half of them
+    stalls    (idle_s, samples), ascending: for pauses of about so long before a request, by how much the times between its tokens
+              were longer than their median; 0 for at least half of them
     """
 
     delays: tuple[tuple[float, float], ...]
-    stalls_s: tuple[float, ...]
+    stalls: tuple[tuple[float, tuple[float, ...]], ...]
     step_s: float = 0.0
     sequence_s: float = 0.0
 
@@ -32,10 +35,10 @@ class Delivery:
     def from_dict(cls, figures: Mapping[str, Any]) -> Delivery:
         """Return the samples that asdict wrote. Raises KeyError, TypeError or ValueError for other dicts."""
         delays = sorted((float(idle_s), float(delay_s)) for idle_s, delay_s in figures["delays"])
-        stalls = tuple(float(value) for value in figures["stalls_s"])
-        if not delays or not stalls:
+        stalls = sorted((float(idle_s), tuple(float(value) for value in samples)) for idle_s, samples in figures["stalls"])
+        if not delays or not stalls or not all(samples for _, samples in stalls):
             raise ValueError("delivery has no samples")
-        return cls(tuple(delays), stalls, float(figures["step_s"]), float(figures["sequence_s"]))
+        return cls(tuple(delays), tuple(stalls), float(figures["step_s"]), float(figures["sequence_s"]))
 
     @property
     def least_delay_s(self) -> float:
@@ -53,13 +56,15 @@ class Delivery:
         start = max(0, min(place - _NUM_NEAREST // 2, len(self.delays) - _NUM_NEAREST))
         return rng.choice(self.delays[start : start + _NUM_NEAREST])[1]
 
-    def draw_stall(self, rng: random.Random) -> float:
-        """Return the stall of one token."""
-        return rng.choice(self.stalls_s)
+    def draw_stall(self, idle_s: float, rng: random.Random) -> float:
+        """Return the stall of the tokens of one step; idle_s: the pause before, 0 where many steps have followed it."""
+        wanted = math.log(max(idle_s, _MIN_IDLE_S))
+        _, samples = min(self.stalls, key=lambda one: abs(math.log(max(one[0], _MIN_IDLE_S)) - wanted))
+        return rng.choice(samples)
 
     def describe(self) -> str:
         """Return the samples for people."""
-        stalls = sorted(self.stalls_s)
+        stalls = sorted(value for _, samples in self.stalls for value in samples)
         late = stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))]
         return (
             f"{len(self.delays)} requests to the server: time to the first token {self.median_delay_s * 1e3:.2f} ms longer than "

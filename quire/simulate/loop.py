@@ -271,6 +271,7 @@ class Loop:
         replica = member.replica
         if member.epoch != epoch or replica.is_running:
             return
+        member.note_begin(now)
         end_s = replica.begin(now, self._horizon_s(member, now))
         if end_s is not None:
             self._at(end_s, self._on_step, member, epoch)
