@@ -13,7 +13,7 @@ from quire.base.errors import ConfigError
 from quire.bench.provenance import find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.inspect import weight_bytes_by_precision
+from quire.engine.inspect import skipped_layers, weight_bytes_by_precision
 from quire.engine.llm_engine import LLMEngine
 from quire.planner.model_shape import ModelShape
 from quire.planner.record import StepsRecord
@@ -105,8 +105,9 @@ def _measure(config: EngineConfig, engine: LLMEngine, trial: StepsTrial, show_pr
         session.run(case, trial.num_decode_steps)
     precision = config.quantization or report.spec.dtype
     weight_bytes = weight_bytes_by_precision(report) | {precision: report.packed_weight_bytes or report.memory.weight_bytes}
+    kept = skipped_layers(config.kv_cache_dtype_skip_layers or (), report.spec)
     return StepsRecord(
-        shape=_in_order(ModelShape.of(config.model, report, weight_bytes), engine),
+        shape=_in_order(ModelShape.of(config.model, report, weight_bytes, kept_layers=kept), engine),
         precision=precision,
         kv_format=report.memory.kv.dtype,
         device=report.device,

@@ -20,10 +20,10 @@ class Delivery:
 
     delays    (idle_s, delay_s), ascending: how long the server had nothing to do before a request, and by how much its time to
               the first token was longer than the steps of its prompt. After a pause processes have to wake and caches are cold
-    step_s, sequence_s  by how much a step takes longer at a server, and for each of its sequences: tokens are handed over, and other
-              processes want the same cores and caches
-    stalls    (idle_s, samples), ascending: for pauses of about so long before a request, by how much the times between its tokens
-              were longer than their median; 0 for at least half of them
+    stalls    (idle_s, samples), ascending: for pauses of about so long before a request, by how much the times between its
+              tokens were longer than their median; 0 for at least half of them
+    step_s, sequence_s  by how much a step takes longer at a server, and for each of its sequences: tokens are handed over,
+              and other processes want the same cores and caches
     """
 
     delays: tuple[tuple[float, float], ...]
@@ -67,7 +67,7 @@ class Delivery:
         stalls = sorted(value for _, samples in self.stalls for value in samples)
         late = stalls[min(len(stalls) - 1, int(0.99 * len(stalls)))]
         return (
-            f"{len(self.delays)} requests to the server: time to the first token {self.median_delay_s * 1e3:.2f} ms longer than "
-            f"the steps (median), steps {self.step_s * 1e3:.3f} ms longer and {self.sequence_s * 1e3:.3f} ms for each sequence, "
-            f"1% of tokens more than {late * 1e3:.2f} ms late"
+            f"{len(self.delays)} requests to the server: time to the first token {self.median_delay_s * 1e3:.2f} ms longer "
+            f"than the steps (median), steps {self.step_s * 1e3:.3f} ms longer and {self.sequence_s * 1e3:.3f} ms for each "
+            f"sequence, 1% of tokens more than {late * 1e3:.2f} ms late"
         )

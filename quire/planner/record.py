@@ -42,7 +42,7 @@ class StepsRecord:
     delivery: Delivery | None = None
 
     def fit(self) -> FittedTime:
-        """Return the fit of all steps, with what a server adds to them if that was measured. Raises ConfigError for too few steps."""
+        """Return the fit of the steps, with what a server adds if that was measured. Raises ConfigError for too few steps."""
         fit = fit_steps(self.steps, self.shape, self.precision, self.kv_format, self.rates, self.request_s)
         return fit if self.delivery is None else fit.served(self.delivery)
 

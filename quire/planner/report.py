@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.contracts.memory import format_bytes
 from quire.planner.capacity import Cost
-from quire.planner.model_shape import KV_FORMATS, ModelShape
+from quire.planner.model_shape import ModelShape
 from quire.planner.plan import LayoutPlan, Plan
 
 
@@ -15,7 +17,7 @@ def describe_plan(plan: Plan) -> str:
     in_use = [format_bytes(question.shape.kv_bytes_of(length, question.kv_format)) for length in lengths]
     lines = [
         f"{question.shape.name} on {question.num_devices} x {question.hardware.label}",
-        *describe_model(question.shape, question.precision, question.kv_format),
+        *describe_model(question.shape, question.precision, question.kv_format, plan.kv_formats),
         f"lengths     prompt {question.lengths.mean_input:,.0f}, output {question.lengths.mean_output:,.0f} tokens (mean); "
         f"both together {question.lengths.p50:,} (p50), {question.lengths.p95:,} (p95)",
         f"            of such sequences {' and '.join(in_use)} of KV are in use, windows counted",
@@ -31,14 +33,13 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_model(shape: ModelShape, precision: str, kv_format: str) -> list[str]:
+def describe_model(shape: ModelShape, precision: str, kv_format: str, kv_formats: Sequence[str]) -> list[str]:
     """Return the weights by precision and the KV of a token by format; what is planned with has a star."""
     weights = ", ".join(
         f"{name}{'*' if name == precision else ''} {format_bytes(size)}" for name, size in shape.weight_bytes.items()
     )
-    formats = [name for name in KV_FORMATS if name in (shape.dtype, kv_format, "int8", "fp8", "turboquant_4bit")]
     cache = ", ".join(
-        f"{name}{'*' if name == kv_format else ''} {format_bytes(shape.kv_bytes_per_token(name))}" for name in formats
+        f"{name}{'*' if name == kv_format else ''} {format_bytes(shape.kv_bytes_per_token(name))}" for name in kv_formats
     )
     return [f"weights     {weights}", f"KV a token  {cache}"]
 
