@@ -111,9 +111,8 @@ def run(record: StepsRecord, url: str, dataset: Dataset, rate: float) -> tuple[d
 
 def thinned(values: Sequence[float], number: int) -> list[float]:
     """Return at most `number` quantiles of values."""
-    if len(values) <= number:
-        return sorted(values)
-    return [float(f"{one:.4g}") for one in np.quantile(values, (np.arange(number) + 0.5) / number)]
+    chosen = np.quantile(values, (np.arange(number) + 0.5) / number) if len(values) > number else sorted(values)
+    return [float(f"{one:.3g}") for one in chosen]
 
 
 def main(args: argparse.Namespace) -> int:
@@ -134,10 +133,10 @@ def main(args: argparse.Namespace) -> int:
         figures = {
             "provenance": record.provenance,
             "scheduler": record.scheduler,
-            "fit": asdict(replace(fit, residuals={name: thinned(ratios, 60) for name, ratios in fit.residuals.items()})),
+            "fit": asdict(replace(fit, residuals={name: thinned(ratios, 24) for name, ratios in fit.residuals.items()})),
             "delivery": asdict(
                 replace(
-                    delivery, delays=delivery.delays[::2], stalls=[(one, thinned(two, 120)) for one, two in delivery.stalls]
+                    delivery, delays=delivery.delays[::4], stalls=[(one, thinned(two, 100)) for one, two in delivery.stalls]
                 )
             ),
             "measured": measured,

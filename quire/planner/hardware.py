@@ -195,7 +195,7 @@ HARDWARE: dict[str, Hardware] = {
              "56 cores, DDR5-4800, 350 W by https://notebookcheck.com/Intel-plant-4-Xeon-Generation-mit-56-Kernen-und-"
              "350-Watt-TDP.531338.0.html, before the launch; not: channels, clock, FLOP a cycle"),
         _cpu("epyc-9654", "AMD EPYC 9654 (AVX-512 BF16)", 12, 4800, (96, 2.4, 64), 360, 768,
-             "96 cores, 12 channels by https://atizone.it/news/reader.php?objid=33848; not: transfers, clock, FLOP a cycle, TDP"),
+             "96 cores, 12 channels by https://atizone.it/news/reader.php?objid=33848; not: transfers, clock, FLOP, TDP"),
         _cpu("ryzen-7950x", "AMD Ryzen 9 7950X (AVX-512 BF16)", 2, 5200, (16, 4.5, 64), 170, 64,
              "16 cores, 4.5 GHz, DDR5-5200, 170 W by https://web-autoai.com/articles/amd-ryzen-9-7950x-16-core-32-thread-"
              "high-end-cpu; not: channels, FLOP a cycle"),
