@@ -1,6 +1,6 @@
 """Checks what `quire plan` says against runs on this machine: the memory of the process, and the speed of prefill and decode.
 
-    python bench/planner_bars.py memory [--big]   # demo and demo-moe in each precision and KV format; --big: the shapes of Qwen3-0.6B
+    python bench/planner_bars.py memory [--big]   # demo and demo-moe in each precision and KV format; --big: Qwen3-0.6B
     python bench/planner_bars.py speed            # decode and prefill of demo by a record of steps of the same minute
 
 Memory is what a process takes beyond one that has only imported the engine, with every block of the KV pool written. Speed

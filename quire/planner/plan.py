@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.planner.apart import ApartPlan, plan_apart
 from quire.planner.capacity import Cost, Objectives, Operation, Replica, cost_of, replicas_needed
 from quire.planner.hardware import Hardware
 from quire.planner.memory import DeviceMemory, Lengths, Limits, divide_memory, usable_kv_formats
@@ -113,13 +114,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer. best: None where no layout can be used."""
+    """The answer. best: None where no layout can be used; apart: its replicas divided into prefill and decode, if possible."""
 
     question: Question
     layouts: tuple[LayoutPlan, ...]
     best: LayoutPlan | None
     reason: str
     changes: tuple[Change, ...]
+    apart: ApartPlan | None = None
 
     @property
     def kv_formats(self) -> list[str]:
@@ -154,6 +156,7 @@ class Plan:
             "best": None if self.best is None else _layout_dict(self.best),
             "reason": self.reason,
             "changes": [asdict(one) for one in self.changes],
+            "apart": None if self.apart is None else asdict(self.apart),
         }
 
 
@@ -165,7 +168,22 @@ def make_plan(question: Question) -> Plan:
     """Return the plan for a question. Raises ConfigError."""
     layouts = tuple(_plan_layout(question, layout) for layout in find_layouts(question))
     best, reason = _choose(question, layouts)
-    return Plan(question, layouts, best, reason, () if best is None else _find_changes(question, best))
+    if best is None:
+        return Plan(question, layouts, None, reason, ())
+    return Plan(question, layouts, best, reason, _find_changes(question, best), _plan_apart(question, best))
+
+
+def _plan_apart(question: Question, best: LayoutPlan) -> ApartPlan | None:
+    replica, _ = replica_of(question, best.layout)
+    return plan_apart(
+        replica,
+        best.layout.num_replicas,
+        question.lengths,
+        question.objectives,
+        question.shape.kv_bytes_per_token(question.kv_format),
+        question.hardware.link_bytes_per_s,
+        question.hit_share,
+    )
 
 
 def find_layouts(question: Question) -> list[Layout]:

@@ -128,6 +128,7 @@ def test_cost_is_divided_between_prompts_and_outputs():
                           input_tokens_per_s=2000.0)  # fmt: skip
     cost = cost_of(operation, 3.6, watts=700.0)
     assert cost.per_request == pytest.approx(0.001 / 5)
+    assert cost.per_user_hour == pytest.approx(3.6 / operation.num_sequences)
     assert cost.per_million_output == pytest.approx(0.001 * 0.75 / 500 * 1e6)
     assert cost.per_million_input == pytest.approx(0.001 * 0.25 / 2000 * 1e6)
     total = cost.per_million_output * 500 + cost.per_million_input * 2000
