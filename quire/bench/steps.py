@@ -13,7 +13,7 @@ from quire.base.errors import ConfigError
 from quire.bench.provenance import find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
-from quire.engine.inspect import weight_bytes_by_precision
+from quire.engine.inspect import skipped_layers, weight_bytes_by_precision
 from quire.engine.llm_engine import LLMEngine
 from quire.planner.model_shape import ModelShape
 from quire.planner.record import StepsRecord
@@ -105,8 +105,9 @@ def _measure(config: EngineConfig, engine: LLMEngine, trial: StepsTrial, show_pr
         session.run(case, trial.num_decode_steps)
     precision = config.quantization or report.spec.dtype
     weight_bytes = weight_bytes_by_precision(report) | {precision: report.packed_weight_bytes or report.memory.weight_bytes}
+    kept = skipped_layers(config.kv_cache_dtype_skip_layers or (), report.spec)
     return StepsRecord(
-        shape=_in_order(ModelShape.of(config.model, report, weight_bytes), engine),
+        shape=_in_order(ModelShape.of(config.model, report, weight_bytes, kept_layers=kept), engine),
         precision=precision,
         kv_format=report.memory.kv.dtype,
         device=report.device,
@@ -146,7 +147,7 @@ def _progress(cases: list[StepCase], rng: random.Random, is_shown: bool) -> Iter
 
 
 class _Session:
-    """Runs cases through one engine, and keeps their steps."""
+    """Runs cases through one engine, and keeps their steps: from the end of the one before to where its outputs are there."""
 
     def __init__(self, engine: LLMEngine, rng: random.Random) -> None:
         self.rng = rng
@@ -177,14 +178,14 @@ class _Session:
             added_s = time.monotonic()
             self._engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
         before = self._engine.last_step
-        is_first = True
+        is_first, begun_s = True, time.perf_counter()
         left = {f"steps-{self._num_requests - 1 - place}": case.num_prompt_tokens for place in range(case.num_sequences)}
         while self._engine.has_unfinished_requests():
             self._engine.step()
             record = self._engine.last_step
             if record is None or record is before:
                 continue
-            before = record
+            before, ended_s = record, time.perf_counter()
             if is_first:
                 self.delays_s.append(max(record.started_s - added_s, 0.0))
                 is_first = False
@@ -195,4 +196,5 @@ class _Session:
             attended = tuple(tuple(record.attended[place]) for place in self._places)
             num_tokens = sum(share.num_tokens for share in record.shares)
             work = StepWork(num_tokens, len(record.shares), num_sampled, attended)
-            self.steps.append(MeasuredStep(work, record.duration_s))
+            self.steps.append(MeasuredStep(work, ended_s - begun_s))
+            begun_s = time.perf_counter()

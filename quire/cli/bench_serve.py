@@ -217,7 +217,9 @@ def _peaks(args: argparse.Namespace) -> Any:
         return None
     if args.model is None:
         raise ConfigError("--hardware and --measured need --model: the checkpoint that the server runs, or its folder")
-    planned = argparse.Namespace(**{**vars(args), "memory_gb": None, "quantization": args.quantization or "auto"})
+    kept_layers = None if args.measured is not None else args.kv_cache_dtype_skip_layers
+    changes = {"memory_gb": None, "quantization": args.quantization or "auto", "kv_cache_dtype_skip_layers": kept_layers}
+    planned = argparse.Namespace(**{**vars(args), **changes})
     hardware, record = planning_options.read_machine(planned)
     shape, precision, kv_format = planning_options.read_shape(planned, hardware, record)
     number = args.num_devices

@@ -92,7 +92,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-cache-dtype-skip-layers",
-        type=_counts,
+        type=integers,
         metavar="0,-1",
         help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
     )
@@ -239,7 +239,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--pipeline-layers",
-        type=_counts,
+        type=integers,
         metavar="10,18",
         help="how many layers each of them has; None: so that all take about the same time",
     )
@@ -301,7 +301,7 @@ def _addresses(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def integers(text: str) -> tuple[int, ...]:
     """Return the integers of a list with commas."""
     try:
         return tuple(int(part) for part in text.split(","))

@@ -43,6 +43,12 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", default="auto", choices=dtypes, help="of weights and activations; auto: the checkpoint's")
     group.add_argument("--quantization", default="auto", help="of the weights: auto (the checkpoint's), int8, int4, fp8")
     group.add_argument("--kv-cache-dtype", default="auto", help="format of the KV cache: auto (the model's), int8, fp8, ...")
+    group.add_argument(
+        "--kv-cache-dtype-skip-layers",
+        type=options.integers,
+        metavar="0,-1",
+        help="layers whose KV cache is not quantised; negative numbers count from the end; CPU",
+    )
     group.add_argument("--max-num-seqs", type=int, help="sequences that run at the same time; 128, if not given")
     group.add_argument("--max-num-batched-tokens", type=int, help="tokens in one step; the engine's default, if not given")
     group.add_argument("--max-model-len", type=int, help="tokens of a sequence; what the model takes, if not given")
@@ -110,6 +116,8 @@ def read_machine(args: argparse.Namespace) -> tuple[Hardware, StepsRecord | None
         raise ConfigError(f"--hardware (one of {', '.join(HARDWARE)}) or --measured RECORD must be given, got {both}")
     if args.hardware is not None:
         return with_memory(find_hardware(args.hardware), args.memory_gb), None
+    if args.kv_cache_dtype_skip_layers is not None:
+        raise ConfigError("--kv-cache-dtype-skip-layers must be left out with --measured, whose record has the layers")
     record = StepsRecord.read(args.measured)
     for option, wanted, has in (
         ("--dtype", args.dtype, record.shape.dtype),
@@ -123,22 +131,26 @@ def read_machine(args: argparse.Namespace) -> tuple[Hardware, StepsRecord | None
 
 def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord | None) -> tuple[ModelShape, str, str]:
     """Return the model's shape, and the formats of its weights and of its KV cache. Raises QuireError."""
-    from quire.planner.memory import check_kv_format
+    from quire.planner.memory import choose_kv_format
 
     model = getattr(args, "model_option", args.model)
     if record is not None:
         if record.shape.name != model:
             raise ConfigError(f"model must be {record.shape.name!r}, which --measured {args.measured} is of, got {model!r}")
         return record.shape, record.precision, record.kv_format
-    from quire.engine.inspect import inspect_model, weight_bytes_by_precision
+    from quire.engine.inspect import inspect_model, skipped_layers, weight_bytes_by_precision
     from quire.planner.model_shape import ModelShape
 
     report = inspect_model(EngineConfig(model=model, dtype=args.dtype, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
-    is_gpu = hardware.kind == "gpu"
+    is_gpu, kept_layers = hardware.kind == "gpu", args.kv_cache_dtype_skip_layers
+    if kept_layers is not None and (is_gpu or args.kv_cache_dtype == "auto"):
+        lack = "is not supported on a GPU yet" if is_gpu else "needs a quantised --kv-cache-dtype, got 'auto'"
+        raise ConfigError(f"--kv-cache-dtype-skip-layers {lack}: leave it out")
+    kept = skipped_layers(kept_layers or (), report.spec)
     weight_bytes = weight_bytes_by_precision(report, is_gpu)
     copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - weight_bytes[report.spec.dtype])
-    shape = ModelShape.of(model, report, weight_bytes, copy_bytes)
-    return shape, shape.check_precision(args.quantization), check_kv_format(shape, args.kv_cache_dtype)
+    shape = ModelShape.of(model, report, weight_bytes, copy_bytes, kept)
+    return shape, shape.check_precision(args.quantization), choose_kv_format(shape, args.kv_cache_dtype, is_gpu)
 
 
 def read_limits(args: argparse.Namespace, hardware: Hardware, shape: ModelShape, record: StepsRecord | None) -> Limits:

@@ -165,6 +165,10 @@ def _options(args: argparse.Namespace) -> Any:
         raise ConfigError(
             f"--tensor-parallel-size must divide the {shape.num_kv_heads} KV heads of {shape.name}, got {num_devices}"
         )
+    if shape.has_kept_layers and num_devices > 1:
+        raise ConfigError(
+            f"--tensor-parallel-size must be 1 with --kv-cache-dtype-skip-layers, which ranks do not support, got {num_devices}"
+        )
     if record is not None and num_devices > 1:
         raise ConfigError(
             f"--tensor-parallel-size must be 1 with --measured, whose steps are of one replica, got {num_devices}"
@@ -204,6 +208,7 @@ def _options(args: argparse.Namespace) -> Any:
         hand_over=_hand_over(args, page_bytes),
         tiers=tiers,
         failures=tuple(Failure.parse(text) for text in args.fail),
+        delivery=None if record is None else record.delivery,
         autoscale=_autoscale(args, scheduler, times, shape.windows, goals.limits_s),
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from quire.base.errors import ConfigError
 from quire.contracts.mixer_spec import StateShape
 from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec
 
@@ -16,6 +17,49 @@ QUANTIZED_KV_BITS: dict[str, tuple[int, int]] = {"int8": (8, 8), "fp8": (8, 8), 
 """Bits of an element of K and of V in the quantised formats. Each token and head has one scale in f32 for K and one for V."""
 
 _SCALE_BYTES = 4
+
+MAX_ROTATED_DIM = 2048
+"""The largest vector that the native kernels rotate: they have a table of the signs."""
+
+
+def can_rotate_on_gpu(dim: int) -> bool:
+    """Return whether the kernels of GPUs rotate vectors of this size: powers of two from 16 on."""
+    return 16 <= dim <= MAX_ROTATED_DIM and dim & (dim - 1) == 0
+
+
+def head_dims_of(spec: ModelSpec) -> tuple[int, ...]:
+    """Return the sizes of the heads that have keys and values, each once, ascending."""
+    return tuple(sorted({layer.attention.head_dim for layer in spec.layers if layer.attention.num_kv_heads}))
+
+
+def check_kv_format(kv_format: str, head_dims: Collection[int], has_recurrent_state: bool, is_gpu: bool) -> None:
+    """Raise ConfigError for a quantised KV format that a model with such heads cannot have on such a device.
+
+    head_dims  see head_dims_of; other formats than those of QUANTIZED_KV_BITS are not quantised, and always there
+    """
+    bits = QUANTIZED_KV_BITS.get(kv_format)
+    if bits is None:
+        return
+    if not is_gpu and kv_format == "fp8":
+        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'")
+    if is_gpu and has_recurrent_state:
+        raise ConfigError(
+            f"kv_cache_dtype {kv_format!r} is not supported on a GPU where layers have a recurrent state; choose 'auto'"
+        )
+    if 4 not in bits:
+        return
+    for dim in head_dims:
+        if is_gpu and not can_rotate_on_gpu(dim):
+            raise ConfigError(
+                f"kv_cache_dtype {kv_format!r} needs, on a GPU, heads of a power of two of values from 16 on, but this model "
+                f"has heads of {dim}; choose 'auto', 'int8' or 'fp8'"
+            )
+        if dim > MAX_ROTATED_DIM:
+            raise ConfigError(
+                f"kv_cache_dtype {kv_format!r} allows heads of at most {MAX_ROTATED_DIM} values, but this model has heads of "
+                f"{dim}; choose 'auto' or 'int8'"
+            )
+
 
 MAX_DEFAULT_BLOCKS = 1 << 18
 """Blocks of a pool whose size nobody gave: the scheduler's own record of a block takes time and memory too."""

@@ -178,6 +178,7 @@ class Cost:
 
     per_million_input, per_million_output  the time of a step is divided: what a step takes without prompts is for outputs, the
                                            rest is for prompts
+    per_user_hour  for each sequence that runs at the same time
     joules_per_output_token, kwh_per_million_output  at the devices' full power; None where the table has none
     """
 
@@ -186,6 +187,7 @@ class Cost:
     per_million_output: float
     per_million_total: float
     per_request: float
+    per_user_hour: float
     joules_per_output_token: float | None
     kwh_per_million_output: float | None
 
@@ -204,6 +206,7 @@ def cost_of(operation: Operation, price_per_hour: float, watts: float | None) ->
         per_output * 1e6,
         per_s / total_per_s * 1e6,
         per_s / operation.requests_per_s,
+        price_per_hour / operation.num_sequences,
         joules,
         None if joules is None else joules * 1e6 / 3.6e6,
     )

@@ -1,7 +1,8 @@
 """Hardware: a table of devices with their published rates, and what an engine reaches of these rates.
 
-No figure of the table was measured by quire. Every device says where its figures are from. The efficiencies are from one
-H100 (quire's own runs, batch sizes 1 to 64); for all other devices they are an assumption.
+No figure of the table was measured by quire. Every figure says where it is from, and which page agrees with it. These pages
+are of others than the vendors, whose datasheets could not be read; what no page confirms says so. The efficiencies are from
+one H100 (quire's own runs, batch sizes 1 to 64); for all other devices they are an assumption.
 """
 
 from __future__ import annotations
@@ -93,6 +94,18 @@ class Hardware:
         return self.name if self.is_measured else f"{self.name} (published figures, not measured)"
 
 
+_FIELDS = ("bytes_per_s", "flops_per_s", "fp8_flops_per_s", "memory_bytes", "watts", "link_bytes_per_s")
+_NOT_LINK = _FIELDS[:-1]
+
+
+def _sources(source: str, checks: dict[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return where each figure is from, and the page that agrees with it. checks: fields by the page's address."""
+    pages = {name: page for page, names in checks.items() for name in names}
+    return {
+        name: f"{source}; {f'agrees with {pages[name]}' if name in pages else 'not checked against a page'}" for name in _FIELDS
+    }
+
+
 def _gpu(
     key: str,
     name: str,
@@ -100,10 +113,9 @@ def _gpu(
     memory_gb: float,
     watts: float,
     link_gb_per_s: float | None,
-    source: str,
+    source: dict[str, str],
 ) -> Hardware:
     terabytes, teraflops, fp8 = rates
-    fields = ("bytes_per_s", "flops_per_s", "fp8_flops_per_s", "memory_bytes", "watts", "link_bytes_per_s")
     return Hardware(
         key,
         name,
@@ -114,13 +126,14 @@ def _gpu(
         round(memory_gb * 1e9),
         watts,
         None if link_gb_per_s is None else link_gb_per_s * 1e9,
-        dict.fromkeys(fields, source),
+        source,
         GPU_EFFICIENCY,
     )
 
 
 def _cpu(key: str, name: str, num_channels: int, megatransfers: int, cores_ghz_flops: tuple[int, float, int], watts: float,
-         memory_gb: int) -> Hardware:  # fmt: skip
+         memory_gb: int, page: str) -> Hardware:  # fmt: skip
+    """Return a CPU. page: what was checked, and where; all else of its product page was not."""
     cores, ghz, flops_per_cycle = cores_ghz_flops
     bandwidth = num_channels * megatransfers * 8e6
     return Hardware(
@@ -134,31 +147,58 @@ def _cpu(key: str, name: str, num_channels: int, megatransfers: int, cores_ghz_f
         watts,
         None,
         {
-            "bytes_per_s": f"computed: {num_channels} channels of DDR5-{megatransfers}, 8 bytes a transfer",
-            "flops_per_s": f"computed: {cores} cores x {ghz} GHz (base) x {flops_per_cycle} bf16 FLOP a cycle",
+            "bytes_per_s": f"computed: {num_channels} channels of DDR5-{megatransfers}, 8 bytes a transfer; checked: {page}",
+            "flops_per_s": f"computed: {cores} cores x {ghz} GHz (base) x {flops_per_cycle} bf16 FLOP a cycle; checked: {page}",
             "memory_bytes": "an assumption about how much is installed; give --memory-gb",
-            "watts": "vendor's product page (TDP)",
+            "watts": f"vendor's product page (TDP); checked: {page}",
         },
         CPU_EFFICIENCY,
     )
 
 
+_KLOCKWOOD = "https://glennklockwood.com/garden/processors"
+_H200_REPORT = "https://github.com/alpharomercoma/MI300X-vs-H200"
+_H200_SYSTEM = (
+    "https://github.com/mlcommons/inference_results_v4.1/blob/main/closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
+)
+
 HARDWARE: dict[str, Hardware] = {
     device.key: device
     for device in (
-        _gpu("h100", "NVIDIA H100 SXM 80GB", (3.35, 989.4, 1978.9), 80, 700, 450, f"NVIDIA H100 datasheet; {_NVIDIA_DENSE}"),
-        _gpu("h200", "NVIDIA H200 SXM 141GB", (4.8, 989.4, 1978.9), 141, 700, 450, f"NVIDIA H200 datasheet; {_NVIDIA_DENSE}"),
-        _gpu("b200", "NVIDIA B200 (HGX)", (8.0, 2250, 4500), 180, 1000, 900, f"NVIDIA HGX B200 datasheet; {_NVIDIA_DENSE}"),
-        _gpu("a100", "NVIDIA A100 SXM 80GB", (2.039, 312, None), 80, 400, 300, "NVIDIA A100 80GB datasheet"),
-        _gpu("l40s", "NVIDIA L40S", (0.864, 362.05, 733), 48, 350, 32, f"NVIDIA L40S datasheet; {_NVIDIA_DENSE}; PCIe 4.0 x16"),
-        _gpu("l4", "NVIDIA L4", (0.3, 121, 242.5), 24, 72, 32, f"NVIDIA L4 datasheet; {_NVIDIA_DENSE}; PCIe 4.0 x16"),
+        _gpu("h100", "NVIDIA H100 SXM 80GB", (3.35, 989.4, 1978.9), 80, 700, 450,
+             _sources(f"NVIDIA H100 datasheet; {_NVIDIA_DENSE}", {f"{_KLOCKWOOD}/h100": _FIELDS})),
+        _gpu("h200", "NVIDIA H200 SXM 141GB", (4.8, 989.4, 1978.9), 141, 700, 450,
+             _sources(f"NVIDIA H200 datasheet; {_NVIDIA_DENSE}",
+                      {_H200_REPORT: _FIELDS[:3], _H200_SYSTEM: ("memory_bytes", "watts", "link_bytes_per_s")})),
+        _gpu("b200", "NVIDIA B200 (HGX)", (8.0, 2250, 4500), 180, 1000, 900,
+             _sources(f"NVIDIA HGX B200 datasheet; {_NVIDIA_DENSE}",
+                      {f"{_KLOCKWOOD}/B200": (*_FIELDS[:3], "watts", "link_bytes_per_s"),
+                       "https://docs.vultr.com/inference-cookbook/cuda/getting-started/hardware-overview (179 GB)":
+                           ("memory_bytes",)})),
+        _gpu("a100", "NVIDIA A100 SXM 80GB", (2.039, 312, None), 80, 400, 300,
+             _sources("NVIDIA A100 80GB datasheet", {f"{_KLOCKWOOD}/A100": _FIELDS})),
+        _gpu("l40s", "NVIDIA L40S", (0.864, 362.05, 733), 48, 350, 32,
+             _sources(f"NVIDIA L40S datasheet; {_NVIDIA_DENSE}; PCIe 4.0 x16",
+                      {"https://www.mullet.se/product.html?product_id=355414": _NOT_LINK,
+                       "https://www.itcreations.com/nvidia-gpu/nvidia-l40s-gpu-accelerator": ("link_bytes_per_s",)})),
+        _gpu("l4", "NVIDIA L4", (0.3, 121, 242.5), 24, 72, 32,
+             _sources(f"NVIDIA L4 datasheet; {_NVIDIA_DENSE}; PCIe 4.0 x16",
+                      {"https://grokipedia.com/page/NVIDIA_L4_vs_L40S": _NOT_LINK})),
         _gpu("rtx4090", "NVIDIA GeForce RTX 4090", (1.008, 165.2, 330.3), 24, 450, 32,
-             "NVIDIA Ada architecture whitepaper, products with f32 accumulation; PCIe 4.0 x16"),
+             _sources("NVIDIA Ada architecture whitepaper, products with f32 accumulation; PCIe 4.0 x16",
+                      {"https://waredb.com/processor/nvidia-geforce-rtx-4090": _FIELDS[:4],
+                       "https://holynerdvana.blogspot.com/2022/10/nvidia-geforce-rtx-4090-specifications.html": ("watts",)})),
         _gpu("mi300x", "AMD Instinct MI300X", (5.3, 1307.4, 2614.9), 192, 750, 448,
-             "AMD MI300X datasheet; link: 7 Infinity Fabric links of 64 GB/s a direction"),
-        _cpu("xeon-8480", "Intel Xeon Platinum 8480+ (AMX)", 8, 4800, (56, 2.0, 2048), 350, 512),
-        _cpu("epyc-9654", "AMD EPYC 9654 (AVX-512 BF16)", 12, 4800, (96, 2.4, 64), 360, 768),
-        _cpu("ryzen-7950x", "AMD Ryzen 9 7950X (AVX-512 BF16)", 2, 5200, (16, 4.5, 64), 170, 64),
+             _sources("AMD MI300X datasheet; link: 7 Infinity Fabric links of 64 GB/s a direction",
+                      {_H200_REPORT: _NOT_LINK, "https://gpu.blog/gpus/instinct-mi300x-mi300x": ("link_bytes_per_s",)})),
+        _cpu("xeon-8480", "Intel Xeon Platinum 8480+ (AMX)", 8, 4800, (56, 2.0, 2048), 350, 512,
+             "56 cores, DDR5-4800, 350 W by https://notebookcheck.com/Intel-plant-4-Xeon-Generation-mit-56-Kernen-und-"
+             "350-Watt-TDP.531338.0.html, before the launch; not: channels, clock, FLOP a cycle"),
+        _cpu("epyc-9654", "AMD EPYC 9654 (AVX-512 BF16)", 12, 4800, (96, 2.4, 64), 360, 768,
+             "96 cores, 12 channels by https://atizone.it/news/reader.php?objid=33848; not: transfers, clock, FLOP, TDP"),
+        _cpu("ryzen-7950x", "AMD Ryzen 9 7950X (AVX-512 BF16)", 2, 5200, (16, 4.5, 64), 170, 64,
+             "16 cores, 4.5 GHz, DDR5-5200, 170 W by https://web-autoai.com/articles/amd-ryzen-9-7950x-16-core-32-thread-"
+             "high-end-cpu; not: channels, FLOP a cycle"),
     )
 }  # fmt: skip
 

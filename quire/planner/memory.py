@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from quire.base.errors import ConfigError
-from quire.contracts.kv_spec import PoolDivision, window_blocks_of
+from quire.contracts.kv_spec import QUANTIZED_KV_BITS, PoolDivision, check_kv_format, window_blocks_of
 from quire.contracts.memory import format_bytes
 from quire.planner.hardware import Hardware
 from quire.planner.model_shape import KV_FORMATS, ModelShape
@@ -142,12 +143,26 @@ class DeviceMemory:
         return f"{parts}: DOES NOT FIT, {format_bytes(self.missing_bytes)} are missing"
 
 
-def check_kv_format(shape: ModelShape, kv_format: str) -> str:
-    """Return the KV format, the model's dtype for "auto". Raises ConfigError."""
+def choose_kv_format(shape: ModelShape, kv_format: str, is_gpu: bool) -> str:
+    """Return the KV format, for "auto" the engine's choice: the model's dtype, on a CPU float32 for float16.
+
+    Raises ConfigError for a format that an engine refuses on such a device, too.
+    """
     wanted = shape.dtype if kv_format == "auto" else kv_format
     if wanted not in KV_FORMATS:
         raise ConfigError(f"--kv-cache-dtype must be auto or one of {', '.join(KV_FORMATS)}, got {kv_format!r}")
-    return wanted
+    check_kv_format(wanted, shape.head_dims, shape.state_bytes > 0, is_gpu)
+    return "float32" if kv_format == "auto" and wanted == "float16" and not is_gpu else wanted
+
+
+def usable_kv_formats(shape: ModelShape, is_gpu: bool) -> list[str]:
+    """Return the quantised formats that an engine has for a model on such a device."""
+    found: list[str] = []
+    for name in QUANTIZED_KV_BITS:
+        with suppress(ConfigError):
+            check_kv_format(name, shape.head_dims, shape.state_bytes > 0, is_gpu)
+            found.append(name)
+    return found
 
 
 def activation_bytes(shape: ModelShape, limits: Limits) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.contracts.kv_spec import KvSpec
+from quire.contracts.kv_spec import KvSpec, head_dims_of
 from quire.contracts.memory import ModelReport
-from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec, MoeSpec
 
 _SCALE_BYTES = 4
 KV_FORMATS: dict[str, tuple[float, bool]] = {
@@ -26,9 +26,23 @@ KV_FORMATS: dict[str, tuple[float, bool]] = {
 for V)."""
 
 
-def _kv_bytes(num_rows: int, num_elements: int, kv_format: str) -> float:
+@dataclass(frozen=True, slots=True)
+class KeptLayers:
+    """What layers of kv_cache_dtype_skip_layers have of a group: they keep K and V in the model's dtype.
+
+    num_rows, num_elements  as those of the group, which count them too
+    element_bytes           of the model's dtype
+    """
+
+    num_rows: int = 0
+    num_elements: int = 0
+    element_bytes: float = 0.0
+
+
+def _kv_bytes(num_rows: int, num_elements: int, kv_format: str, kept: KeptLayers) -> float:
     width, has_scales = KV_FORMATS[kv_format]
-    return num_elements * width + (2 * num_rows * _SCALE_BYTES if has_scales else 0)
+    scale_bytes = 2 * (num_rows - kept.num_rows) * _SCALE_BYTES if has_scales else 0
+    return (num_elements - kept.num_elements) * width + scale_bytes + kept.num_elements * kept.element_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +61,11 @@ class AttentionGroup:
     num_kv_rows: int
     num_kv_elements: int
     num_query_elements: int
+    kept: KeptLayers = KeptLayers()
 
     def kv_bytes(self, kv_format: str) -> float:
         """Return the bytes of K and V of one token over these layers."""
-        return _kv_bytes(self.num_kv_rows, self.num_kv_elements, kv_format)
+        return _kv_bytes(self.num_kv_rows, self.num_kv_elements, kv_format, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +80,11 @@ class CacheGroup:
     window_tokens: int | None
     num_rows: int
     num_elements: int
+    kept: KeptLayers = KeptLayers()
 
     def kv_bytes(self, kv_format: str) -> float:
         """Return the bytes of K and V of one token over these layers."""
-        return _kv_bytes(self.num_rows, self.num_elements, kv_format)
+        return _kv_bytes(self.num_rows, self.num_elements, kv_format, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,7 @@ class ModelShape:
     copy_bytes         copies of weights that are held in addition where they are not quantised: of the output head, on a CPU
     caches             what the pools keep, see KvSpec: the full group, and the window group where the engine may have one.
                        Empty: every layer of `attention` keeps all tokens
+    head_dims          sizes of the heads that have keys and values, each once; empty in older records
     """
 
     name: str
@@ -114,10 +131,22 @@ class ModelShape:
     state_bytes: int = 0
     copy_bytes: int = 0
     caches: tuple[CacheGroup, ...] = ()
+    head_dims: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, name: str, report: ModelReport, weight_bytes: Mapping[str, int], copy_bytes: int = 0) -> ModelShape:
-        """Return the shape of an inspected model; weight_bytes: of all weights, by precision."""
+    def of(
+        cls,
+        name: str,
+        report: ModelReport,
+        weight_bytes: Mapping[str, int],
+        copy_bytes: int = 0,
+        kept_layers: Collection[int] = (),
+    ) -> ModelShape:
+        """Return the shape of an inspected model.
+
+        weight_bytes  of all weights, by precision
+        kept_layers   that keep K and V in the model's dtype, whatever the KV format is
+        """
         spec = report.spec
         head = spec.vocab_size * spec.hidden_size
         heads = [layer.attention.num_kv_heads for layer in spec.layers if layer.attention.num_kv_heads]
@@ -132,11 +161,12 @@ class ModelShape:
             max_positions=spec.max_positions,
             num_kv_heads=min(heads, default=1),
             weight_bytes=dict(weight_bytes),
-            attention=_attention_groups(spec),
+            attention=_attention_groups(spec, kept_layers),
             experts=_expert_groups(report),
             state_bytes=report.memory.kv.bytes_per_state,
             copy_bytes=copy_bytes,
-            caches=_cache_groups(spec),
+            caches=_cache_groups(spec, kept_layers),
+            head_dims=head_dims_of(spec),
         )
 
     @classmethod
@@ -145,15 +175,21 @@ class ModelShape:
         return cls(
             **{
                 **figures,
-                "attention": tuple(AttentionGroup(**one) for one in figures["attention"]),
+                "attention": tuple(AttentionGroup(**_with_kept(one)) for one in figures["attention"]),
                 "experts": tuple(ExpertGroup(**one) for one in figures["experts"]),
-                "caches": tuple(CacheGroup(**one) for one in figures.get("caches", ())),
+                "caches": tuple(CacheGroup(**_with_kept(one)) for one in figures.get("caches", ())),
+                "head_dims": tuple(figures.get("head_dims", ())),
             }
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the shape as JSON has it."""
         return asdict(self)
+
+    @property
+    def has_kept_layers(self) -> bool:
+        """Whether layers keep K and V in the model's dtype, whatever the KV format is."""
+        return any(group.kept.num_rows for group in self.attention)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -219,22 +255,43 @@ class ModelShape:
         )
 
 
-def _cache_groups(spec: ModelSpec) -> tuple[CacheGroup, ...]:
+def _with_kept(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of a group with its KeptLayers; older records have none."""
+    return {**figures, "kept": KeptLayers(**figures.get("kept", {}))}
+
+
+def _kept_of(shapes: Sequence[tuple[int, int]], dtype: Dtype) -> KeptLayers:
+    """Return the kept layers of a group by their (kv heads, head size)."""
+    if not shapes:
+        return KeptLayers()
+    num_elements = sum(2 * heads * dim for heads, dim in shapes)
+    return KeptLayers(sum(heads for heads, _ in shapes), num_elements, DTYPE_BYTES[dtype])
+
+
+def _cache_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[CacheGroup, ...]:
     """Return the KV cache groups that an engine has for a model, by the rules of KvSpec."""
     limits_windows = spec.implementation == "quire" and spec.is_causal and not spec.has_recurrent_state
     kv = KvSpec.of(spec, 1, spec.dtype, limits_windows)
     flags = kv.is_windowed or (False,) * len(kv.layer_shapes)
     groups: list[CacheGroup] = []
     for is_windowed in (False, True):
-        shapes = [shape for shape, flag in zip(kv.layer_shapes, flags, strict=True) if flag is is_windowed]
+        of_group = {i: shape for i, (shape, flag) in enumerate(zip(kv.layer_shapes, flags, strict=True)) if flag is is_windowed}
+        shapes = list(of_group.values())
+        kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype)
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
-            groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), sum(2 * heads * dim for heads, dim in shapes)))
+            num_elements = sum(2 * heads * dim for heads, dim in shapes)
+            groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept))
     return tuple(groups)
 
 
-def _attention_groups(spec: ModelSpec) -> tuple[AttentionGroup, ...]:
+def _attention_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[AttentionGroup, ...]:
     layers = [layer.attention for layer in spec.layers if layer.attention.num_kv_heads]
+    kept = [
+        one.attention
+        for i, one in enumerate(spec.layers)
+        if (i if one.attention.kv_source is None else one.attention.kv_source) in kept_layers
+    ]
     groups = []
     for window in dict.fromkeys(one.window for one in layers):
         of_window = [one for one in layers if one.window == window]
@@ -245,6 +302,7 @@ def _attention_groups(spec: ModelSpec) -> tuple[AttentionGroup, ...]:
                 sum(one.num_kv_heads for one in of_window),
                 sum(2 * one.num_kv_heads * one.head_dim for one in of_window),
                 sum(one.num_heads * one.head_dim for one in of_window),
+                _kept_of([(one.num_kv_heads, one.head_dim) for one in kept if one.window == window], spec.dtype),
             )
         )
     return tuple(groups)

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.base.errors import ConfigError
+from quire.planner.apart import ApartPlan, plan_apart
 from quire.planner.capacity import Cost, Objectives, Operation, Replica, cost_of, replicas_needed
 from quire.planner.hardware import Hardware
-from quire.planner.memory import DeviceMemory, Lengths, Limits, divide_memory
-from quire.planner.model_shape import KV_FORMATS, ModelShape
+from quire.planner.memory import DeviceMemory, Lengths, Limits, divide_memory, usable_kv_formats
+from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import RooflineTime, StepTime
 
 
@@ -113,13 +114,20 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The answer. best: None where no layout can be used."""
+    """The answer. best: None where no layout can be used; apart: its replicas divided into prefill and decode, if possible."""
 
     question: Question
     layouts: tuple[LayoutPlan, ...]
     best: LayoutPlan | None
     reason: str
     changes: tuple[Change, ...]
+    apart: ApartPlan | None = None
+
+    @property
+    def kv_formats(self) -> list[str]:
+        """The KV formats that the model may have on this hardware."""
+        quantised = usable_kv_formats(self.question.shape, self.question.hardware.kind == "gpu")
+        return list(dict.fromkeys((self.question.shape.dtype, self.question.kv_format, *quantised)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures, as JSON has them."""
@@ -134,7 +142,7 @@ class Plan:
             "precision": question.precision,
             "kv_cache_dtype": question.kv_format,
             "weight_bytes": shape.weight_bytes,
-            "kv_bytes_per_token": {name: shape.kv_bytes_per_token(name) for name in KV_FORMATS},
+            "kv_bytes_per_token": {name: shape.kv_bytes_per_token(name) for name in self.kv_formats},
             "kv_bytes_of_sequence": {
                 "p50": shape.kv_bytes_of(question.lengths.p50, question.kv_format),
                 "p95": shape.kv_bytes_of(question.lengths.p95, question.kv_format),
@@ -148,6 +156,7 @@ class Plan:
             "best": None if self.best is None else _layout_dict(self.best),
             "reason": self.reason,
             "changes": [asdict(one) for one in self.changes],
+            "apart": None if self.apart is None else asdict(self.apart),
         }
 
 
@@ -159,13 +168,28 @@ def make_plan(question: Question) -> Plan:
     """Return the plan for a question. Raises ConfigError."""
     layouts = tuple(_plan_layout(question, layout) for layout in find_layouts(question))
     best, reason = _choose(question, layouts)
-    return Plan(question, layouts, best, reason, () if best is None else _find_changes(question, best))
+    if best is None:
+        return Plan(question, layouts, None, reason, ())
+    return Plan(question, layouts, best, reason, _find_changes(question, best), _plan_apart(question, best))
+
+
+def _plan_apart(question: Question, best: LayoutPlan) -> ApartPlan | None:
+    replica, _ = replica_of(question, best.layout)
+    return plan_apart(
+        replica,
+        best.layout.num_replicas,
+        question.lengths,
+        question.objectives,
+        question.shape.kv_bytes_per_token(question.kv_format),
+        question.hardware.link_bytes_per_s,
+        question.hit_share,
+    )
 
 
 def find_layouts(question: Question) -> list[Layout]:
     """Return the layouts that use all devices: tensor parallelism divides the KV heads, stages have a layer at least.
 
-    A measurement is of one device, so that it answers for replicas only.
+    A measurement is of one device, so that it answers for replicas only; so do layers that keep the model's KV format.
     """
     num, shape = question.num_devices, question.shape
     found = []
@@ -174,7 +198,7 @@ def find_layouts(question: Question) -> list[Layout]:
             is_divided = num % (tensor * stages) == 0
             if not is_divided or shape.num_kv_heads % tensor or stages > shape.num_layers:
                 continue
-            if question.measured is not None and tensor * stages > 1:
+            if tensor * stages > 1 and (question.measured is not None or shape.has_kept_layers):
                 continue
             found.append(Layout(tensor, stages, num // (tensor * stages)))
     return found
@@ -259,7 +283,7 @@ def _find_changes(question: Question, best: LayoutPlan) -> tuple[Change, ...]:
         ]
         variants += [
             (f"KV cache in {name}", lambda name=name: replace(question, kv_format=name))
-            for name in ("int8", "fp8")
+            for name in usable_kv_formats(question.shape, question.hardware.kind == "gpu")
             if name != question.kv_format
         ]
     variants.append((

@@ -9,6 +9,7 @@ from typing import Any
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import SchedulerConfig
+from quire.planner.delivery import Delivery
 from quire.planner.hardware import CPU_EFFICIENCY, GPU_EFFICIENCY, Hardware
 from quire.planner.model_shape import KV_FORMATS, ModelShape
 from quire.planner.step_time import FittedTime, MachineRates, MeasuredStep, StepWork, fit_steps
@@ -22,6 +23,7 @@ class StepsRecord:
 
     memory_bytes     memory that the engine could plan with
     request_s        median time from adding a request to the start of its first step, at an idle engine
+    delivery         what a server adds to the steps; None: it was not measured
     scheduler        the limits of the scheduler: max_num_seqs, max_num_batched_tokens, block_size, num_kv_blocks,
                      max_model_len, num_window_blocks (0: there is no window group; older records have none)
     provenance       machine, commit, date
@@ -37,10 +39,12 @@ class StepsRecord:
     scheduler: dict[str, int]
     steps: tuple[MeasuredStep, ...]
     provenance: dict[str, Any] = field(default_factory=dict)
+    delivery: Delivery | None = None
 
     def fit(self) -> FittedTime:
-        """Return the fit of all steps. Raises ConfigError for too few steps."""
-        return fit_steps(self.steps, self.shape, self.precision, self.kv_format, self.rates, self.request_s)
+        """Return the fit of the steps, with what a server adds if that was measured. Raises ConfigError for too few steps."""
+        fit = fit_steps(self.steps, self.shape, self.precision, self.kv_format, self.rates, self.request_s)
+        return fit if self.delivery is None else fit.served(self.delivery)
 
     def to_json(self) -> str:
         """Return the record as JSON, with the fit for people who read it; from_json fits again."""
@@ -64,6 +68,7 @@ class StepsRecord:
             "rates": asdict(self.rates),
             "memory_bytes": self.memory_bytes,
             "request_s": self.request_s,
+            "delivery": None if self.delivery is None else asdict(self.delivery),
             "scheduler": self.scheduler,
             "provenance": self.provenance,
             "fit": {"text": fit.describe(), "median_error": fit.median_error, "p90_error": fit.p90_error},
@@ -92,6 +97,7 @@ class StepsRecord:
                 {name: int(value) for name, value in figures["scheduler"].items()},
                 tuple(_step(one) for one in figures["steps"]),
                 figures["provenance"],
+                None if figures.get("delivery") is None else Delivery.from_dict(figures["delivery"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"{option} {path} is damaged ({type(error).__name__}: {error})") from error

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.contracts.memory import format_bytes
+from quire.planner.apart import ApartPlan
 from quire.planner.capacity import Cost
-from quire.planner.model_shape import KV_FORMATS, ModelShape
+from quire.planner.model_shape import ModelShape
 from quire.planner.plan import LayoutPlan, Plan
 
 
@@ -15,7 +18,7 @@ def describe_plan(plan: Plan) -> str:
     in_use = [format_bytes(question.shape.kv_bytes_of(length, question.kv_format)) for length in lengths]
     lines = [
         f"{question.shape.name} on {question.num_devices} x {question.hardware.label}",
-        *describe_model(question.shape, question.precision, question.kv_format),
+        *describe_model(question.shape, question.precision, question.kv_format, plan.kv_formats),
         f"lengths     prompt {question.lengths.mean_input:,.0f}, output {question.lengths.mean_output:,.0f} tokens (mean); "
         f"both together {question.lengths.p50:,} (p50), {question.lengths.p95:,} (p95)",
         f"            of such sequences {' and '.join(in_use)} of KV are in use, windows counted",
@@ -31,14 +34,13 @@ def describe_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_model(shape: ModelShape, precision: str, kv_format: str) -> list[str]:
+def describe_model(shape: ModelShape, precision: str, kv_format: str, kv_formats: Sequence[str]) -> list[str]:
     """Return the weights by precision and the KV of a token by format; what is planned with has a star."""
     weights = ", ".join(
         f"{name}{'*' if name == precision else ''} {format_bytes(size)}" for name, size in shape.weight_bytes.items()
     )
-    formats = [name for name in KV_FORMATS if name in (shape.dtype, kv_format, "int8", "fp8", "turboquant_4bit")]
     cache = ", ".join(
-        f"{name}{'*' if name == kv_format else ''} {format_bytes(shape.kv_bytes_per_token(name))}" for name in formats
+        f"{name}{'*' if name == kv_format else ''} {format_bytes(shape.kv_bytes_per_token(name))}" for name in kv_formats
     )
     return [f"weights     {weights}", f"KV a token  {cache}"]
 
@@ -80,9 +82,20 @@ def _best_lines(plan: Plan, best: LayoutPlan) -> list[str]:
         if question.price is not None:
             per_request = devices * question.price / 3600.0 / question.rate
             lines.append(f"            at that rate {per_request:.6f} per request, {devices * question.price:.2f} per hour")
+    if plan.apart is not None:
+        lines += _apart_lines(plan.apart, best)
     if best.cost is not None:
         lines += _cost_lines(best.cost)
     return lines
+
+
+def _apart_lines(apart: ApartPlan, best: LayoutPlan) -> list[str]:
+    roles = f"{_count(apart.num_prefill, 'replica')} for prefill and {apart.num_decode} for decode (batch {apart.batch})"
+    ratio = apart.requests_per_s / best.requests_per_s
+    return [
+        f"apart       {roles} would serve {apart.requests_per_s:.2f}/s, {ratio:.2f} x of together, limited by {apart.limit}:",
+        f"            TTFT {apart.ttft_s * 1e3:.0f} ms, TPOT {apart.tpot_s * 1e3:.1f} ms without prompts of others",
+    ]
 
 
 def _count(number: int, noun: str) -> str:
@@ -92,7 +105,8 @@ def _count(number: int, noun: str) -> str:
 def _cost_lines(cost: Cost) -> list[str]:
     lines = [
         f"cost        {cost.per_million_input:.4f} per million tokens in, {cost.per_million_output:.4f} out "
-        f"({cost.per_million_total:.4f} of both together), {cost.per_request:.6f} per request, at full use of a replica"
+        f"({cost.per_million_total:.4f} of both together), {cost.per_request:.6f} per request, at full use of a replica",
+        f"            {cost.per_user_hour:.6f} per user (of those that run at the same time) and hour",
     ]
     if cost.kwh_per_million_output is not None:
         lines.append(

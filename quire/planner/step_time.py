@@ -5,12 +5,13 @@ from __future__ import annotations
 import bisect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from quire.base.errors import ConfigError
+from quire.planner.delivery import Delivery
 from quire.planner.hardware import Hardware
 from quire.planner.model_shape import ModelShape
 
@@ -220,6 +221,12 @@ class FittedTime:
     def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
         found = self.residuals.get(region_of(work), ())
         return rng.choice(found) if len(found) >= _MIN_RESIDUALS else 1.0
+
+    def served(self, delivery: Delivery) -> FittedTime:
+        """Return the times at a server, with the median delay of its requests."""
+        constant, sequences, *others = self.coefficients
+        coefficients = (constant + delivery.step_s, sequences + delivery.sequence_s, *others)
+        return replace(self, coefficients=coefficients, request_s=delivery.median_delay_s)
 
     def describe(self) -> str:
         """Return the fit for people."""

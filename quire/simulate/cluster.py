@@ -14,6 +14,9 @@ from quire.simulate.tiers import DiskPages, Pipe
 if TYPE_CHECKING:
     from quire.simulate.run import SimulateOptions
 
+_COLD_STEPS = 32
+"""Steps after a pause that are late as in the requests after such a pause."""
+
 MemberState = Literal["off", "starting", "ready", "draining", "failed"]
 
 
@@ -57,6 +60,9 @@ class Member:
         self.link = None if hand_over is None else Pipe(hand_over.bytes_per_s, hand_over.latency_s, "--link-gb-per-s")
         self.pages_per_s: float | None = None  # of hand-overs to this replica
         self._options = options
+        self._rng = random.Random(options.dataset.seed + index)
+        self._seen_s = self._ended_s = self._pause_s = 0.0
+        self._num_since_pause = 0
         self.replica = self._new()
 
     @property
@@ -77,6 +83,25 @@ class Member:
         if self.state == "ready" and self.next_role != self.role:
             state = "draining"
         return Replica(str(self.index), self.role, state, self.replica.num_unfinished)
+
+    def note_begin(self, now: float) -> None:
+        """A step begins."""
+        if now > self._ended_s:
+            self._pause_s, self._num_since_pause = now - self._ended_s, 0
+
+    def deliver(self, ends_s: list[float]) -> list[float]:
+        """Return when clients see the tokens of steps that ended at ends_s, in their order."""
+        delivery = self._options.delivery
+        if delivery is None:
+            return ends_s
+        self._ended_s = ends_s[-1]
+        seen_s: list[float] = []
+        for end_s in ends_s:
+            pause_s = self._pause_s if self._num_since_pause < _COLD_STEPS else 0.0
+            self._num_since_pause += 1
+            self._seen_s = max(self._seen_s, end_s + delivery.draw_stall(pause_s, self._rng))
+            seen_s.append(self._seen_s)
+        return seen_s
 
     def _new(self) -> SimulatedReplica:
         options = self._options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,6 +71,8 @@ class Loop:
         self._budget = RetryBudget(RETRY_RATIO)
         self._held: deque[SimulatedRequest] = deque()  # by max_concurrency, in the client
         self._num_in_flight = 0
+        self._entered_s = 0.0  # when the last request that was sent comes to a replica
+        self._rng = random.Random(options.dataset.seed)
         self._num_left = len(load.requests)  # that have not reached a replica
         self._num_open = len(load.requests)  # that have not ended
         self._is_closed = False
@@ -114,8 +117,22 @@ class Loop:
             record = self.records[simulated.index]
             record.outcome = "running"
             record.sent_s = now
+            self._entered_s = max(self._entered_s, now + self._delay_s(now))
             self._num_in_flight += 1
-            self._at(now + self._options.times.request_s, self._on_enter, simulated.index)
+            self._at(self._entered_s, self._on_enter, simulated.index)
+
+    def _delay_s(self, now: float) -> float:
+        """Return how long a request takes from its client to a replica, and its first token back."""
+        delivery = self._options.delivery
+        if delivery is None:
+            return self._options.times.request_s
+        idle_s = 0.0 if self._num_in_flight else now - self.last_s if self.chosen else math.inf
+        return delivery.draw_delay(idle_s, self._rng)
+
+    @property
+    def _least_delay_s(self) -> float:
+        delivery = self._options.delivery
+        return self._options.times.request_s if delivery is None else delivery.least_delay_s
 
     def _on_enter(self, index: int, now: float) -> None:
         """Admit a request, and route it."""
@@ -254,6 +271,7 @@ class Loop:
         replica = member.replica
         if member.epoch != epoch or replica.is_running:
             return
+        member.note_begin(now)
         end_s = replica.begin(now, self._horizon_s(member, now))
         if end_s is not None:
             self._at(end_s, self._on_step, member, epoch)
@@ -271,7 +289,7 @@ class Loop:
         horizon_s = math.inf
         next_one = len(self._load.requests) - self._num_left
         if next_one < len(self._load.requests):
-            horizon_s = self._load.requests[next_one].due_s + self._options.times.request_s
+            horizon_s = max(self._load.requests[next_one].due_s + self._least_delay_s, now)
         while self._external and self._external[0] < now:
             heapq.heappop(self._external)
         if self._external:
@@ -288,12 +306,13 @@ class Loop:
             return
         self.last_s = max(self.last_s, now)
         updates, ends_s = member.replica.end(now)
+        seen_s = member.deliver(ends_s)
         for update in updates:
             if update.request_id.startswith(_PREFILL):
                 if update.finish_reason is not None:
                     self._hand_over(RequestId(update.request_id), now)
             else:
-                self._take(update, member, ends_s)
+                self._take(update, member, seen_s)
         self._begin(member, epoch, now)
 
     def _take(self, update: SequenceUpdate, member: Member, ends_s: list[float]) -> None:
@@ -402,7 +421,7 @@ class Loop:
         else:
             self.stats.num_retries += 1
         request = make_request(self._load.requests[index], num_done)
-        self._at_external(now + self._options.times.request_s, self._on_retry, index, request)
+        self._at_external(now + self._delay_s(now), self._on_retry, index, request)
 
     def _on_retry(self, index: int, request: Request, now: float) -> None:
         self._route(index, request, now)

@@ -20,6 +20,7 @@ from quire.bench.serving.setup import Cost, Setup
 from quire.bench.serving.utilization import Peaks
 from quire.bench.serving.workload import Dataset
 from quire.contracts.config import SchedulerConfig
+from quire.planner.delivery import Delivery
 from quire.planner.step_time import StepTime
 from quire.simulate.batching import Batching
 from quire.simulate.cluster import ClusterStats, summed
@@ -41,6 +42,7 @@ class SimulateOptions:
     hand_over    replicas for prefill apart from num_replicas for decode; None: every replica does both
     tiers        of the KV cache; with hand_over the host tier takes the pages in
     failures     of replicas
+    delivery     what a server adds to the steps, in place of the request_s of times; None: that constant delay only
     autoscale    replicas come, go and change their roles; num_replicas are there at first
     max_waiting  requests that may wait at a replica in addition to max_num_seqs that run; more are rejected with 503, as a
                  full server does. None: no limit
@@ -65,6 +67,7 @@ class SimulateOptions:
     tiers: TierOptions | None = None
     failures: tuple[Failure, ...] = ()
     autoscale: AutoscaleOptions | None = None
+    delivery: Delivery | None = None
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:

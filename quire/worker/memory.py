@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +13,10 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvDtype, KvSpec, PoolDivision
+from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvDtype, KvSpec, PoolDivision, check_kv_format, head_dims_of
 from quire.contracts.memory import CONTEXT_CHUNK_TOKENS, HostPart, MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
-from quire.kernels.reference.kv_formats import KV_CODES, MAX_ROTATED_DIM
+from quire.kernels.reference.kv_formats import KV_CODES
 from quire.model.build import runs_natively
 from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
@@ -174,12 +175,7 @@ def kv_dtype(config: EngineConfig, spec: ModelSpec) -> KvDtype:
                 f"kv_cache_dtype {config.kv_cache_dtype!r} needs the native kernels, which do not run this model here; leave "
                 "it at 'auto'"
             )
-        widest = max(layer.attention.head_dim for layer in spec.layers)
-        if "rotated4" in KV_CODES[config.kv_cache_dtype] and widest > MAX_ROTATED_DIM:
-            raise ConfigError(
-                f"kv_cache_dtype {config.kv_cache_dtype!r} allows heads of at most {MAX_ROTATED_DIM} values, but this model "
-                f"has heads of {widest}; choose 'auto' or 'int8'"
-            )
+        check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=False)
         return config.kv_cache_dtype
     # The native kernels have no float16 arithmetic: such a model computes in float32.
     return "float32" if is_native and spec.dtype == "float16" else spec.dtype
@@ -191,10 +187,22 @@ def kv_spec_of(config: EngineConfig, spec: ModelSpec, is_limited: bool) -> KvSpe
     Raises ConfigError for formats, and layers of kv_cache_dtype_skip_layers, that this model cannot have.
     """
     kv = KvSpec.of(spec, cpu_block_size(config), kv_dtype(config, spec), is_limited)
-    skipped, num_layers = config.kv_cache_dtype_skip_layers, len(spec.layers)
-    if skipped is None:
+    if config.kv_cache_dtype_skip_layers is None:
         return kv
-    for layer in skipped:
+    kept = skipped_layers(config.kv_cache_dtype_skip_layers, spec)
+    if config.parallel.world_size > 1:
+        raise ConfigError(
+            "kv_cache_dtype_skip_layers is not supported with tensor-parallel or context-parallel ranks or pipeline stages: "
+            "leave it out"
+        )
+    wide = replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=None)
+    return kv.with_layers(kept, kv_dtype(wide, spec))
+
+
+def skipped_layers(layers: Collection[int], spec: ModelSpec) -> frozenset[int]:
+    """Return the layers of kv_cache_dtype_skip_layers, counted from 0. Raises ConfigError for those that a model has not."""
+    num_layers = len(spec.layers)
+    for layer in layers:
         if not -num_layers <= layer < num_layers:
             raise ConfigError(
                 f"kv_cache_dtype_skip_layers must be from {-num_layers} to {num_layers - 1} for this model, which has "
@@ -206,13 +214,7 @@ def kv_spec_of(config: EngineConfig, spec: ModelSpec, is_limited: bool) -> KvSpe
                 f"kv_cache_dtype_skip_layers: layer {layer} of this model has no keys and values of its own, it reads those of "
                 f"layer {source}, got {layer}: give {source}"
             )
-    if config.parallel.world_size > 1:
-        raise ConfigError(
-            "kv_cache_dtype_skip_layers is not supported with tensor-parallel or context-parallel ranks or pipeline stages: "
-            "leave it out"
-        )
-    wide = replace(config, kv_cache_dtype="auto", kv_cache_dtype_skip_layers=None)
-    return kv.with_layers({layer % num_layers for layer in skipped}, kv_dtype(wide, spec))
+    return frozenset(layer % num_layers for layer in layers)
 
 
 def plan_memory(

@@ -38,14 +38,6 @@ LEVELS: tuple[float, ...] = (*(-level for level in reversed(_POSITIVE_LEVELS)), 
 THRESHOLDS: tuple[float, ...] = tuple((low + high) / 2 for low, high in pairwise(LEVELS))
 """The code of a value is the number of thresholds below it."""
 
-MAX_ROTATED_DIM = 2048
-"""The largest vector that the native kernels rotate: they have a table of the signs."""
-
-
-def can_rotate_on_gpu(dim: int) -> bool:
-    """Return whether the kernels of GPUs rotate vectors of this size: powers of two from 16 on."""
-    return 16 <= dim <= MAX_ROTATED_DIM and dim & (dim - 1) == 0
-
 
 def rotation_signs(dim: int) -> Tensor:
     """Return the signs [dim] f32 of a rotation: the same in every process, as pages of the cache outlive processes."""

@@ -10,8 +10,8 @@ import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.kv_spec import can_rotate_on_gpu
 from quire.contracts.model_spec import AttentionSpec
-from quire.kernels.reference.kv_formats import can_rotate_on_gpu
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_runs
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.kernels.reference.kv_formats import THRESHOLDS, can_rotate_on_gpu
+from quire.contracts.kv_spec import can_rotate_on_gpu
+from quire.kernels.reference.kv_formats import THRESHOLDS
 from quire.kernels.triton.arithmetic import cast_to, rounded
 from quire.kernels.triton.launching import Launch, check_contiguous
 

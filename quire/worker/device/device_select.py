@@ -10,6 +10,7 @@ import torch
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
 from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
+from quire.contracts.kv_spec import check_kv_format
 from quire.contracts.speculative import SpeculativeConfig
 
 logger = get_logger(__name__)
@@ -114,8 +115,7 @@ def _what_it_lacks(device: torch.device) -> str | None:
 
 
 def _refuse_on_cpu(config: EngineConfig) -> None:
-    if config.kv_cache_dtype == "fp8":
-        raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'")
+    check_kv_format(config.kv_cache_dtype, (), False, is_gpu=False)
     if config.attention_backend in ATTENTION_LIBRARIES:
         raise ConfigError(f"attention_backend {config.attention_backend!r} needs a GPU; on the CPU choose 'auto'")
     if config.tile_table is not None:

@@ -14,10 +14,9 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec
+from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import MemoryPlan, format_bytes
-from quire.contracts.model_spec import DTYPE_BYTES, NO_ATTENTION, ModelSpec, MoeSpec
-from quire.kernels.reference.kv_formats import can_rotate_on_gpu
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
 from quire.model.lora.adapter import adapter_bytes
@@ -262,7 +261,7 @@ def estimate_memory(
         shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
-    _check_rotated(config, spec)
+    check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     kv = KvSpec.on_device(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
@@ -306,20 +305,6 @@ def _check_recurrent(config: EngineConfig, spec: ModelSpec) -> None:
     what = f"a {spec.model_type!r} model has layers with a recurrent state"
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"tensor_parallel_size is {config.tensor_parallel_size}: {what}, which run on one GPU; set it to 1")
-    if config.kv_cache_dtype != "auto":
-        raise ConfigError(f"kv_cache_dtype is {config.kv_cache_dtype!r}: {what}, whose cache is not quantised; choose 'auto'")
-
-
-def _check_rotated(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError for heads that the kernels cannot rotate, if the KV format has codes of four bits."""
-    if 4 not in QUANTIZED_KV_BITS.get(config.kv_cache_dtype, ()):
-        return
-    for layer in spec.layers:
-        if layer.attention != NO_ATTENTION and not can_rotate_on_gpu(layer.attention.head_dim):
-            raise ConfigError(
-                f"kv_cache_dtype {config.kv_cache_dtype!r} needs, on a GPU, heads of a power of two of values from 16 on, but "
-                f"this model has heads of {layer.attention.head_dim}; choose 'auto', 'int8' or 'fp8'"
-            )
 
 
 def plan_device_memory(

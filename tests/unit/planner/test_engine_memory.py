@@ -7,7 +7,7 @@ import pytest
 from quire import EngineConfig
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.planner.hardware import find_hardware
-from quire.planner.memory import Limits, check_kv_format, divide_memory, divide_pools
+from quire.planner.memory import Limits, choose_kv_format, divide_memory, divide_pools
 from quire.planner.model_shape import ModelShape
 from quire.planner.record import StepsRecord
 from quire.planner.step_time import MachineRates
@@ -29,13 +29,26 @@ def test_memory_is_that_of_the_engine(model, precision, kv_format):
     sizes = weight_bytes_by_precision(plain)
     shape = ModelShape.of(model, plain, sizes, plain.memory.weight_bytes - sizes["bfloat16"])
     hardware = find_hardware("xeon-8480")
-    wanted = check_kv_format(shape, kv_format)
+    wanted = choose_kv_format(shape, kv_format, is_gpu=False)
     planned = divide_memory(shape, hardware, Limits.usual(hardware, shape), precision, wanted)
     assert planned.weight_bytes == memory.weight_bytes
     assert shape.kv_bytes_per_token(wanted) == memory.kv.bytes_per_token
     total = memory.weight_bytes + memory.activation_bytes + memory.kv_bytes
     own = planned.weight_bytes + planned.activation_bytes + planned.runtime_bytes
     assert own + memory.kv_bytes == pytest.approx(total, rel=0.10)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "k8v4", "turboquant_4bit"])
+def test_layers_that_keep_the_models_format_are_counted_as_in_the_engine(kv_format):
+    options = {"model": "demo", "device": "cpu", "num_kv_blocks": 100}
+    kv = inspect_model(EngineConfig(**options, kv_cache_dtype=kv_format, kv_cache_dtype_skip_layers=(0, -1))).memory.kv
+    report = inspect_model(EngineConfig(**options))
+    shape = ModelShape.of("demo", report, weight_bytes_by_precision(report), kept_layers=(0, 7))
+    assert shape.kv_bytes_per_token(kv_format) == kv.bytes_per_token
+    assert sum(group.kv_bytes(kv_format) for group in shape.attention) == kv.bytes_per_token
+    assert shape.kv_bytes_per_token("bfloat16") == report.memory.kv.bytes_per_token
+    assert shape.has_kept_layers
+    assert ModelShape.from_dict(shape.to_dict()) == shape
 
 
 @pytest.fixture(scope="module", params=["gemma2", "mistral"], ids=["every-other-layer", "all-layers"])
@@ -54,7 +67,7 @@ def test_blocks_of_a_window_model_are_those_of_the_engine(window_model, kv_forma
     options = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 128, "max_model_len": 256, "block_size": 16}
     report = inspect_model(EngineConfig(model=window_model, device="cpu", num_kv_blocks=1))
     shape = ModelShape.of("window", report, weight_bytes_by_precision(report))
-    limits, wanted = limits_of(shape, max_num_seqs=max_num_seqs), check_kv_format(shape, kv_format)
+    limits, wanted = limits_of(shape, max_num_seqs=max_num_seqs), choose_kv_format(shape, kv_format, is_gpu=False)
     block_bytes = shape.kv_bytes_per_token(wanted) * 16
     for num_blocks in (5, 40, 120, 5000):
         memory = inspect_model(

@@ -11,7 +11,15 @@ from quire.base.errors import ConfigError
 from quire.planner.capacity import Objectives, Operation, Replica, cost_of, replicas_needed
 from quire.planner.hardware import find_hardware
 from quire.planner.html_report import frontier, render_plan, roofline_points
-from quire.planner.memory import Lengths, Limits, activation_bytes, check_kv_format, divide_memory, users_that_fit
+from quire.planner.memory import (
+    Lengths,
+    Limits,
+    activation_bytes,
+    choose_kv_format,
+    divide_memory,
+    usable_kv_formats,
+    users_that_fit,
+)
 from quire.planner.model_shape import AttentionGroup, usual_weight_bytes
 from quire.planner.plan import Question, find_layouts, make_plan
 from quire.planner.report import describe_plan
@@ -120,6 +128,7 @@ def test_cost_is_divided_between_prompts_and_outputs():
                           input_tokens_per_s=2000.0)  # fmt: skip
     cost = cost_of(operation, 3.6, watts=700.0)
     assert cost.per_request == pytest.approx(0.001 / 5)
+    assert cost.per_user_hour == pytest.approx(3.6 / operation.num_sequences)
     assert cost.per_million_output == pytest.approx(0.001 * 0.75 / 500 * 1e6)
     assert cost.per_million_input == pytest.approx(0.001 * 0.25 / 2000 * 1e6)
     total = cost.per_million_output * 500 + cost.per_million_input * 2000
@@ -190,6 +199,19 @@ def test_wrong_questions_are_refused(changes, message):
         make_question(**changes)
 
 
+def test_kv_formats_are_those_that_an_engine_has_on_the_device():
+    shape = replace(qwen3_06b(), head_dims=(96, 128))
+    assert usable_kv_formats(shape, is_gpu=True) == ["int8", "fp8"]
+    assert usable_kv_formats(shape, is_gpu=False) == ["int8", "turboquant_4bit", "k8v4"]
+    assert usable_kv_formats(replace(shape, state_bytes=100), is_gpu=True) == []
+    with pytest.raises(ConfigError, match="on a GPU, heads of a power of two of values .* heads of 96"):
+        choose_kv_format(shape, "k8v4", is_gpu=True)
+    with pytest.raises(ConfigError, match="'fp8' needs a GPU"):
+        choose_kv_format(shape, "fp8", is_gpu=False)
+    half = replace(shape, dtype="float16")
+    assert [choose_kv_format(half, "auto", is_gpu) for is_gpu in (False, True)] == ["float32", "float16"]
+
+
 @pytest.mark.parametrize("items", [["ttft"], ["ttft:0"], ["itl:5"], ["tpot:x"], ["ttft:5", "ttft:6"]])
 def test_wrong_objectives_are_refused(items):
     with pytest.raises(ConfigError, match="--slo"):
@@ -199,8 +221,8 @@ def test_wrong_objectives_are_refused(items):
 def test_wrong_formats_and_limits_are_refused():
     shape, hardware = qwen3_06b(), find_hardware("h100")
     with pytest.raises(ConfigError, match="--kv-cache-dtype must be auto or one of float32, .*, got 'int2'"):
-        check_kv_format(shape, "int2")
-    assert check_kv_format(shape, "k8v4") == "k8v4"
+        choose_kv_format(shape, "int2", is_gpu=True)
+    assert choose_kv_format(shape, "k8v4", is_gpu=True) == "k8v4"
     with pytest.raises(ConfigError, match="--quantization must be auto or one of bfloat16, int8, int4, fp8, got 'int3'"):
         shape.check_precision("int3")
     with pytest.raises(ConfigError, match="--max-model-len must be at most 40960"):

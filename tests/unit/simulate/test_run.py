@@ -2,7 +2,7 @@
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from quire.bench.serving.metrics import Goals, metric_values
 from quire.bench.serving.workload import Dataset
 from quire.contracts.config import SchedulerConfig
 from quire.engine.scheduling import Scheduler
+from quire.planner.delivery import Delivery
 from quire.planner.step_time import StepWork
 from quire.simulate.batching import Batching
 from quire.simulate.run import SimulateOptions, simulate
@@ -65,6 +66,19 @@ def test_lonely_requests_take_the_times_of_their_steps():
     assert metric_values(records, "e2el") == pytest.approx([0.035 + 4 * 0.011] * 4)
     assert outcome.num_steps == 20
     assert outcome.busy_shares == [pytest.approx(4 * (0.030 + 0.044) / (3 + 0.079))]
+
+
+def test_delivery_delays_requests_by_their_pause_and_tokens_by_stalls():
+    delivery = Delivery(((0.0, 0.002), (0.8, 0.007)), ((0.0, (0.0,)), (0.8, (0.004,))))
+    records = simulate(make_options(times=PlainTime(request_s=0.5), delivery=delivery)).report.result.records
+    assert all(0.002 <= value - 0.030 <= 0.007 + 0.004 for value in metric_values(records, "ttft"))
+    assert metric_values(records, "itl") == pytest.approx([0.011] * 16)  # every token of a request is as late
+    stalls = replace(delivery, stalls=((0.0, (0.0, 0.0, 0.0, 0.050)),))
+    records = simulate(make_options(delivery=stalls)).report.result.records
+    times = [value for record in records for value in record.content_s]
+    assert times == sorted(times)
+    assert max(metric_values(records, "itl")) > 0.030
+    assert sum(len(record.content_s) for record in records) == 20
 
 
 def test_requests_that_come_together_share_steps_under_the_token_budget():

@@ -1,0 +1,216 @@
+"""Checks what `quire plan` says against runs on this machine: the memory of the process, and the speed of prefill and decode.
+
+    python bench/planner_bars.py memory [--big]   # demo and demo-moe in each precision and KV format; --big: Qwen3-0.6B
+    python bench/planner_bars.py speed            # decode and prefill of demo by a record of steps of the same minute
+
+Memory is what a process takes beyond one that has only imported the engine, with every block of the KV pool written. Speed
+needs an idle machine. Ends with status 1 where a figure is off by more than 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from quire import EngineConfig, SamplingParams
+from quire.bench.steps import StepsTrial, measure_steps
+from quire.engine.inspect import inspect_model, weight_bytes_by_precision
+from quire.engine.llm_engine import LLMEngine
+from quire.planner.hardware import find_hardware
+from quire.planner.memory import Limits, choose_kv_format, divide_memory
+from quire.planner.model_shape import ModelShape
+from quire.planner.step_time import StepWork
+
+LIMIT = 0.10
+POOL_BYTES = 200 << 20
+PRECISIONS = ("bfloat16", "int8", "int4")
+KV_FORMATS = ("auto", "int8", "k8v4", "turboquant_4bit")
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def engine_config(model: str, precision: str, kv_format: str) -> EngineConfig:
+    """Return the engine's options, with a pool that is large against what a process takes anyway."""
+    return EngineConfig(
+        model=model,
+        device="cpu",
+        dtype="bfloat16",
+        quantization=None if precision == "bfloat16" else precision,  # type: ignore[arg-type]
+        kv_cache_dtype=kv_format,  # type: ignore[arg-type]
+        kv_cache_memory_bytes=POOL_BYTES,
+        num_threads=1,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+
+
+def planned_bytes(model: str, precision: str, kv_format: str) -> float:
+    """Return what the plan says such a process takes: weights, activations, and the blocks of the pool."""
+    plain = inspect_model(EngineConfig(model=model, device="cpu", num_kv_blocks=1, dtype="bfloat16", skip_tokenizer_init=True))
+    sizes = weight_bytes_by_precision(plain)
+    shape = ModelShape.of(model, plain, sizes, max(0, plain.memory.weight_bytes - sizes["bfloat16"]))
+    hardware = find_hardware("xeon-8480")
+    limits = Limits.usual(hardware, shape, max_num_seqs=32, max_num_batched_tokens=512)
+    wanted = choose_kv_format(shape, kv_format, is_gpu=False)
+    memory = divide_memory(shape, hardware, limits, precision, wanted)
+    block_bytes = shape.kv_bytes_per_token(wanted) * limits.block_size
+    return memory.weight_bytes + memory.activation_bytes + memory.runtime_bytes + POOL_BYTES // block_bytes * block_bytes
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process at its peak, and start to count anew."""
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    Path("/proc/self/clear_refs").write_text("5")
+    return int(peak.split()[1]) * 1024
+
+
+def taken_bytes(model: str, precision: str, kv_format: str) -> int:
+    """Return the peak of this process while it serves prompts that fill the pool, beyond what it took before the engine."""
+    resident_bytes()
+    before = resident_bytes()
+    engine = LLMEngine(engine_config(model, precision, kv_format))
+    resident_bytes()
+    limits = engine.scheduler.config
+    length = min(limits.max_model_len - 8, 512)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False)
+    num_prompts = -(-limits.num_kv_blocks * limits.block_size // length)
+    for number in range(num_prompts):  # blocks are taken in turn, so that all are written in the end
+        prompt = [(7 * number + place) % 250 for place in range(length)]
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return resident_bytes() - before
+
+
+def compare(name: str, planned: float, measured: float) -> bool:
+    """Print a line; return whether the plan is near enough."""
+    ratio = planned / measured
+    print(f"{name:44} measured {measured:10.4g}  planned {planned:10.4g}  ratio {ratio:.3f}", flush=True)
+    return abs(ratio - 1) <= LIMIT
+
+
+def random_checkpoint(folder: Path) -> str:
+    """Write a checkpoint with the shapes of Qwen3-0.6B and random weights; return its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    hidden, inner, heads, kv_heads, dim = 1024, 3072, 16, 8, 128
+    shapes = {"model.embed_tokens.weight": (151936, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(28):
+        at = f"model.layers.{layer}."
+        shapes |= {
+            f"{at}self_attn.q_proj.weight": (heads * dim, hidden),
+            f"{at}self_attn.k_proj.weight": (kv_heads * dim, hidden),
+            f"{at}self_attn.v_proj.weight": (kv_heads * dim, hidden),
+            f"{at}self_attn.o_proj.weight": (hidden, heads * dim),
+            f"{at}self_attn.q_norm.weight": (dim,),
+            f"{at}self_attn.k_norm.weight": (dim,),
+            f"{at}mlp.gate_proj.weight": (inner, hidden),
+            f"{at}mlp.up_proj.weight": (inner, hidden),
+            f"{at}mlp.down_proj.weight": (hidden, inner),
+            f"{at}input_layernorm.weight": (hidden,),
+            f"{at}post_attention_layernorm.weight": (hidden,),
+        }
+    torch.manual_seed(0)
+    save_file({name: (torch.randn(shape) * 0.02).bfloat16() for name, shape in shapes.items()}, folder / "model.safetensors")
+    return str(folder)
+
+
+def check_memory(is_big: bool) -> bool:
+    """Compare the memory of a process of its own for each model, precision and KV format."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = [random_checkpoint(Path(folder))] if is_big else ["demo", "demo-moe"]
+        is_near = True
+        for model in models:
+            for precision in PRECISIONS:
+                for kv_format in KV_FORMATS if precision == "bfloat16" or not is_big else ("auto",):
+                    command = [sys.executable, __file__, "one", model, precision, kv_format]
+                    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+                    name = f"{'qwen3-0.6b' if is_big else model} {precision}, KV {kv_format}, bytes"
+                    is_near &= compare(name, planned_bytes(model, precision, kv_format), measured)
+    return is_near
+
+
+def check_speed() -> bool:
+    """Compare decode steps and prompts of demo with the fit of a record that is measured first."""
+    config = EngineConfig(
+        model="demo", device="cpu", num_threads=1, num_kv_blocks=2000, enable_prefix_caching=False, skip_tokenizer_init=True
+    )
+    fit = measure_steps(config, StepsTrial(seconds=20.0)).fit()
+    engine = LLMEngine(config)
+    is_near = True
+    for batch, length in ((1, 100), (1, 500), (4, 300), (16, 300), (32, 100)):
+        prompt_s, decode_s = run_batch(engine, batch, length)
+        context = [(length + 16, 1)] * batch
+        work = StepWork.of_spans(context, (None,), batch)
+        is_near &= compare(f"decode, {batch} x {length}, tokens/s", batch / fit.mean_s(work), batch / decode_s)
+        if batch == 1:
+            work = StepWork.of_spans([(0, length)], (None,), 1)
+            is_near &= compare(f"prefill of {length}, tokens/s", length / fit.mean_s(work), length / prompt_s)
+    engine.close()
+    return is_near
+
+
+def run_batch(engine: LLMEngine, batch: int, length: int) -> tuple[float, float]:
+    """Return the median seconds of the step with the prompts, and of a decode step, over seven runs."""
+    params = SamplingParams(max_tokens=33, ignore_eos=True, temperature=0.0, detokenize=False)
+    prompts_s: list[float] = []
+    decodes_s: list[float] = []
+    for run in range(7):
+        for number in range(batch):
+            prompt = [(7 * number + 31 * run + place) % 4000 for place in range(length)]
+            engine.add_request(f"{run}-{number}", {"prompt_token_ids": prompt}, params)
+        times: list[float] = []
+        while engine.has_unfinished_requests():
+            begin_s = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - begin_s)
+        prompts_s.append(times[0])
+        decodes_s += times[-30:]
+    return statistics.median(prompts_s), statistics.median(decodes_s)
+
+
+def main() -> int:
+    """Run what is asked for; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("memory", help="memory of processes").add_argument(
+        "--big", action="store_true", help="Qwen3-0.6B's shapes"
+    )
+    kinds.add_parser("speed", help="decode and prefill")
+    one = kinds.add_parser("one", help="print what one engine takes, in bytes")
+    for name in ("model", "precision", "kv_format"):
+        one.add_argument(name)
+    args = parser.parse_args()
+    if args.kind == "one":
+        print(taken_bytes(args.model, args.precision, args.kv_format))
+        return 0
+    return 0 if (check_speed() if args.kind == "speed" else check_memory(args.big)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
