@@ -198,9 +198,10 @@ def compare_policies(args: argparse.Namespace) -> int:
                 with _running(args, policy) as (replicas, url, _router):
                     figures = _run(args, url, Arrivals(request_rate=share * most), args.goodput)
                     row = (replicas.hit_rate(), figures["mean_ttft_ms"], figures["request_goodput"])
+                    rest = f"p90 TTFT {figures['p90_ttft_ms']:.1f} ms  failed {figures['failed']}"
                 found.setdefault((share, policy), []).append(row)
                 text = f"hits {row[0]:.3f}  mean TTFT {row[1]:8.1f} ms  goodput {row[2]:6.2f} requests/s"
-                print(f"{share:g} of it  {policy:12} {text}  failed {figures['failed']}", flush=True)
+                print(f"{share:g} of it  {policy:12} {text}  {rest}", flush=True)
     is_met = True
     for share in args.shares:
         robin, prefix = ([statistics.median(c) for c in zip(*found[share, p], strict=True)] for p in ("round-robin", "prefix"))
@@ -317,18 +318,18 @@ def main() -> int:
     parser.add_argument("kind", choices=("policies", "cost", "kills"))
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=400, help="KV blocks of a replica")
+    parser.add_argument("--blocks", type=int, default=1600, help="KV blocks of a replica")
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--kv-events", action="store_true", help="the router follows the replicas' KV events")
     parser.add_argument("--prefix-chunk-bytes", type=int, default=256)
     parser.add_argument("--num-prompts", type=int, help="of the trace; default: all")
-    parser.add_argument("--input-scale", type=float, default=1.0, help="by which lengths of prompts are multiplied")
+    parser.add_argument("--input-scale", type=float, default=4.0, help="by which lengths of prompts are multiplied")
     parser.add_argument("--output-scale", type=float, default=1.0)
-    parser.add_argument("--max-input-len", type=int, default=1500)
+    parser.add_argument("--max-input-len", type=int, default=950)
     parser.add_argument("--max-output-len", type=int, default=64)
     parser.add_argument("--shares", nargs="+", type=float, default=(0.7, 0.9), help="of the saturating rate")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--goodput", nargs="+", default=("ttft:500", "tpot:50"))
+    parser.add_argument("--goodput", nargs="+", default=("ttft:50",))
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--kill-every", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=6)
