@@ -34,6 +34,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     running, waiting       requests
     kv_blocks_free         of kv_blocks_total, each of block_size tokens
     max_num_seqs           that run at once
+    replica_id             which ids of the objects that it keeps begin with
     """
 
     running: int | None = None
@@ -42,6 +43,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_blocks_total: int | None = None
     block_size: int | None = None
     max_num_seqs: int | None = None
+    replica_id: str = ""
 
     @property
     def kv_usage(self) -> float:
@@ -80,6 +82,7 @@ class Backend:
     retry_at_s          it is left out until then, after failures of requests
     kv_subscribers      of its KV events, one for each engine; empty without
     num_answers         requests that it has answered whole
+    replica_id          that it last reported; empty where it has none
     """
 
     address: BackendAddress
@@ -101,6 +104,7 @@ class Backend:
     flights: set[Flight] = field(default_factory=set)
     kv_subscribers: tuple[KvSubscriber, ...] = ()
     num_answers: int = 0
+    replica_id: str = ""
     _estimate: CostEstimate = field(default_factory=CostEstimate, repr=False)
 
     @property
@@ -218,6 +222,7 @@ class Backend:
     def take_load(self, load: LoadReport | None) -> None:
         """Take in a report; what this router has in flight there is not counted twice."""
         self.load = load
+        self.replica_id = self.replica_id if load is None else load.replica_id
         if load is None:
             self.num_others = 0
             return
