@@ -84,6 +84,7 @@ class Replicas:
     def __init__(self, args: argparse.Namespace) -> None:
         self._options = ["--num-threads", "1", "--num-kv-blocks", str(args.blocks), "--max-num-seqs", str(args.max_num_seqs)]
         self.ports = _free_ports(args.replicas)
+        self._event_ports = _free_ports(2 * args.replicas) if args.kv_events else []
         self.processes = [self._serve(port) for port in self.ports]
 
     def wait_ready(self) -> None:
@@ -96,8 +97,23 @@ class Replicas:
         """The address of each server."""
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
+    def event_options(self) -> list[str]:
+        """Return the options by which a router follows the KV events of all servers; none without --kv-events."""
+        found = []
+        for url, (events, replay) in zip(self.urls, self._event_endpoints(), strict=False):
+            found += ["--kv-events", f"{url}={events},{replay}"]
+        return found
+
+    def _event_endpoints(self) -> list[tuple[str, str]]:
+        ends = [f"tcp://127.0.0.1:{port}" for port in self._event_ports]
+        return list(zip(ends[::2], ends[1::2], strict=True))
+
     def _serve(self, port: int) -> subprocess.Popen[bytes]:
-        return _start("serve", _MODEL, "--port", str(port), *self._options)
+        options = list(self._options)
+        if self._event_ports:
+            events, replay = self._event_endpoints()[self.ports.index(port)]
+            options += ["--kv-events-endpoint", events, "--kv-events-replay-endpoint", replay]
+        return _start("serve", _MODEL, "--port", str(port), *options)
 
     def kill(self, index: int) -> None:
         """Kill a server with its processes, as an OOM kill of its container would, and start it again."""
@@ -134,7 +150,9 @@ def _running(args: argparse.Namespace, policy: str) -> Generator[tuple[Replicas,
         replicas.wait_ready()
         (port,) = _free_ports(1)
         backends = [word for url in replicas.urls for word in ("--backend", url)]
-        router = _start("router", "--port", str(port), "--policy", policy, "--no-page", *backends)
+        options = ["--policy", policy, "--prefix-chunk-bytes", str(args.prefix_chunk_bytes), "--no-page", *backends]
+        options += replicas.event_options() if policy == "prefix" else []
+        router = _start("router", "--port", str(port), *options)
         stack.callback(_stop, router)
         _wait_ready(f"http://127.0.0.1:{port}", router)
         yield replicas, f"http://127.0.0.1:{port}", router
@@ -142,7 +160,13 @@ def _running(args: argparse.Namespace, policy: str) -> Generator[tuple[Replicas,
 
 def _dataset(args: argparse.Namespace) -> Dataset:
     return Dataset(
-        name="trace", path=args.trace, num_prompts=args.num_prompts, max_input_len=args.max_input_len, max_output_len=64
+        name="trace",
+        path=args.trace,
+        num_prompts=args.num_prompts,
+        input_scale=args.input_scale,
+        output_scale=args.output_scale,
+        max_input_len=args.max_input_len,
+        max_output_len=args.max_output_len,
     )
 
 
@@ -163,7 +187,9 @@ def _run(args: argparse.Namespace, url: str, arrivals: Arrivals, goals: Sequence
 def compare_policies(args: argparse.Namespace) -> int:
     """Print a row for each policy, rate and round; return 1 where a bar is missed."""
     with _running(args, "round-robin") as (_, url, _router):
-        most = _run(args, url, Arrivals(max_concurrency=args.replicas * args.max_num_seqs))["request_throughput"]
+        # "poisson" without a rate: all at once, as places allow; else the trace's own times would set the rate.
+        closed = Arrivals(process="poisson", max_concurrency=args.replicas * args.max_num_seqs)
+        most = _run(args, url, closed)["request_throughput"]
     print(f"saturating rate of round-robin: {most:.1f} requests/s")
     found: dict[tuple[float, str], list[tuple[float, float, float]]] = {}
     for _ in range(args.rounds):
@@ -172,9 +198,10 @@ def compare_policies(args: argparse.Namespace) -> int:
                 with _running(args, policy) as (replicas, url, _router):
                     figures = _run(args, url, Arrivals(request_rate=share * most), args.goodput)
                     row = (replicas.hit_rate(), figures["mean_ttft_ms"], figures["request_goodput"])
+                    rest = f"p90 TTFT {figures['p90_ttft_ms']:.1f} ms  failed {figures['failed']}"
                 found.setdefault((share, policy), []).append(row)
                 text = f"hits {row[0]:.3f}  mean TTFT {row[1]:8.1f} ms  goodput {row[2]:6.2f} requests/s"
-                print(f"{share:g} of it  {policy:12} {text}  failed {figures['failed']}", flush=True)
+                print(f"{share:g} of it  {policy:12} {text}  {rest}", flush=True)
     is_met = True
     for share in args.shares:
         robin, prefix = ([statistics.median(c) for c in zip(*found[share, p], strict=True)] for p in ("round-robin", "prefix"))
@@ -291,13 +318,18 @@ def main() -> int:
     parser.add_argument("kind", choices=("policies", "cost", "kills"))
     parser.add_argument("trace", nargs="?", type=Path)
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=400, help="KV blocks of a replica")
+    parser.add_argument("--blocks", type=int, default=1600, help="KV blocks of a replica")
     parser.add_argument("--max-num-seqs", type=int, default=8)
-    parser.add_argument("--num-prompts", type=int, default=400)
-    parser.add_argument("--max-input-len", type=int, default=1500)
+    parser.add_argument("--kv-events", action="store_true", help="the router follows the replicas' KV events")
+    parser.add_argument("--prefix-chunk-bytes", type=int, default=256)
+    parser.add_argument("--num-prompts", type=int, help="of the trace; default: all")
+    parser.add_argument("--input-scale", type=float, default=4.0, help="by which lengths of prompts are multiplied")
+    parser.add_argument("--output-scale", type=float, default=1.0)
+    parser.add_argument("--max-input-len", type=int, default=950)
+    parser.add_argument("--max-output-len", type=int, default=64)
     parser.add_argument("--shares", nargs="+", type=float, default=(0.7, 0.9), help="of the saturating rate")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--goodput", nargs="+", default=("ttft:500", "tpot:50"))
+    parser.add_argument("--goodput", nargs="+", default=("ttft:50",))
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--kill-every", type=float, default=20.0)
     parser.add_argument("--clients", type=int, default=6)

@@ -143,6 +143,12 @@ def _add_watching_options(parser: argparse.ArgumentParser) -> None:
         default="quire",
         help="prefix of the metrics; vllm: the names that endpoint pickers and dashboards for vLLM read",
     )
+    group.add_argument(
+        "--replica-id",
+        default="",
+        metavar="ID",
+        help="4 to 8 characters of 0-9a-z, which ids of stored objects begin with: a router finds them by it after a restart",
+    )
     group.add_argument("--log-format", choices=("text", "json"), default="text", help="of the log")
     group.add_argument(
         "--access-log", action=argparse.BooleanOptionalAction, default=True, help="log a line for each HTTP request"
@@ -251,6 +257,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         enable_metrics=args.metrics,
         metric_labels=_read_labels(args.metric_labels),
         metrics_names=args.metrics_names,
+        replica_id=args.replica_id,
         kv_events_endpoint=args.kv_events_endpoint,
         kv_events_replay_endpoint=args.kv_events_replay_endpoint,
         kv_events_encoding=args.kv_events_encoding,

@@ -132,7 +132,7 @@ class EngineServer:
         """Return a ReplicaStats for the routers, as Ray carries it. Raises ReplicaError."""
         status, body = await self._ask(b"/load")
         load = msgspec.json.decode(body, type=LoadReport) if status == 200 else None
-        return msgspec.to_builtins(ReplicaStats(load, self._backend.s_per_token, self._backend.request_s))
+        return msgspec.to_builtins(ReplicaStats(load, self._backend.cost, self._backend.request_s))
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the figures of AutoscalePolicy. Raises ReplicaError."""

@@ -11,17 +11,23 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-
 from quire.base.errors import UnsupportedError
-from quire.cli.fleet import check_replica_options
-from quire.cluster.config import RayServeConfig, read_config
-from quire.cluster.engine_server import EngineServer
-from quire.cluster.gateway import Gateway, Items, ReplicaLostError
-from quire.cluster.messages import AnswerFailure, AnswerHead, ForwardedRequest
+
+_MISSING = "the Ray Serve application needs the package {}, which is not installed: pip install 'quire[ray]'"
+
+try:
+    import msgspec
+    from starlette.requests import Request
+    from starlette.responses import Response
+    from starlette.types import Receive, Scope, Send
+
+    from quire.cli.fleet import check_replica_options
+    from quire.cluster.config import RayServeConfig, read_config
+    from quire.cluster.engine_server import EngineServer
+    from quire.cluster.gateway import Gateway, Items, ReplicaLostError
+    from quire.cluster.messages import AnswerFailure, AnswerHead, ForwardedRequest
+except ModuleNotFoundError as error:
+    raise UnsupportedError(_MISSING.format(error.name)) from None
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -169,6 +175,4 @@ def _import_ray() -> tuple[Any, Any]:
     try:
         return importlib.import_module("ray.serve"), importlib.import_module("ray.serve.config")
     except ModuleNotFoundError as error:
-        raise UnsupportedError(
-            f"the Ray Serve application needs the package {error.name}, which is not installed: pip install 'quire[ray]'"
-        ) from None
+        raise UnsupportedError(_MISSING.format(error.name)) from None

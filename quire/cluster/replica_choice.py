@@ -14,11 +14,11 @@ from quire.router.config import BackendAddress, Policy
 from quire.router.policy import make_policy
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import Prompt
+from quire.router.prompt_cost import PromptCost, mean_cost
 from quire.router.upstream import Upstream
 
 logger = get_logger(__name__)
 
-_FIRST_S_PER_TOKEN = 0.0005
 _BYTES_PER_TOKEN = 4
 _MAX_RANKS = 3
 """Replicas that are put into an order; where they are all full, any other one is taken."""
@@ -27,12 +27,12 @@ _MAX_RANKS = 3
 class ReplicaStats(msgspec.Struct, frozen=True):
     """What a replica reports about itself, as `record_routing_stats` returns it.
 
-    load         as `GET /load` has it; None before the first answer
-    s_per_token  that a prompt token takes, as learned from streams; request_s: that a request takes
+    load       as `GET /load` has it; None before the first answer
+    cost       of prompts, as learned from streams; request_s: seconds that a request takes
     """
 
     load: LoadReport | None = None
-    s_per_token: float | None = None
+    cost: PromptCost | None = None
     request_s: float | None = None
 
 
@@ -49,7 +49,7 @@ class ReplicaChooser:
         max_prefix_chunks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._choose = make_policy(policy, self._s_per_token)
+        self._choose = make_policy(policy, self._mean_cost)
         self._chunk_bytes = prefix_chunk_bytes
         self._max_chunks = max_prefix_chunks
         self._clock = clock
@@ -113,7 +113,7 @@ class ReplicaChooser:
         except msgspec.ValidationError as error:
             logger.warning("the report of replica %s is not understood: %s", replica.name, error)
             return
-        replica.s_per_token, replica.request_s = stats.s_per_token, stats.request_s
+        replica.cost, replica.request_s = stats.cost, stats.request_s
         replica.take_load(stats.load)
         load = stats.load
         if load is not None and load.kv_blocks_total and load.block_size:
@@ -124,10 +124,9 @@ class ReplicaChooser:
         now_s = self._clock()
         for replica, flight in self._flights.values():
             if flight.num_prompt_tokens:
-                s_per_token = replica.s_per_token or self._s_per_token()
-                if now_s - flight.started_s > s_per_token * (flight.num_prompt_tokens + flight.num_tokens_ahead):
+                cost, num_tokens = replica.cost or self._mean_cost(), flight.num_prompt_tokens + flight.num_tokens_ahead
+                if now_s - flight.started_s > cost.seconds(1 + flight.num_prompts_ahead, num_tokens):
                     flight.num_prompt_tokens = 0
 
-    def _s_per_token(self) -> float:
-        known = [one.s_per_token for one in self._replicas.values() if one.s_per_token is not None]
-        return sum(known) / len(known) if known else _FIRST_S_PER_TOKEN
+    def _mean_cost(self) -> PromptCost:
+        return mean_cost(one.cost for one in self._replicas.values())

@@ -115,7 +115,8 @@ def describe(backend: Backend) -> dict[str, Any]:
         "num_others": backend.num_others,
         "num_queued_tokens": backend.num_queued_tokens,
         "num_prefix_chunks": len(backend.prefixes),
-        "ms_per_prompt_token": None if backend.s_per_token is None else round(backend.s_per_token * 1000, 4),
+        "ms_per_prompt": None if backend.cost is None else round(backend.cost.s_per_prompt * 1000, 4),
+        "ms_per_prompt_token": None if backend.cost is None else round(backend.cost.s_per_token * 1000, 4),
         "kv_events": [_describe_events(subscriber) for subscriber in backend.kv_subscribers],
         "load": None if load is None else msgspec.to_builtins(load),
     }

@@ -14,12 +14,12 @@ from quire.router.config import BackendAddress, KvEventSource, RouterConfig
 from quire.router.kv_subscriber import KvSubscriber
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import Prompt
+from quire.router.prompt_cost import CostEstimate, PromptCost, mean_cost
 from quire.router.upstream import Upstream
 
 State = Literal["starting", "ready", "unhealthy"]
 STATES: tuple[State, ...] = ("starting", "ready", "unhealthy")
 WILDCARD = "*"
-_FIRST_S_PER_TOKEN = 0.0005
 _LEARNING_RATE = 0.1
 _MAX_PAUSE_S = 30.0
 _MAX_DOUBLINGS = 32
@@ -34,6 +34,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     running, waiting       requests
     kv_blocks_free         of kv_blocks_total, each of block_size tokens
     max_num_seqs           that run at once
+    replica_id             which ids of the objects that it keeps begin with
     """
 
     running: int | None = None
@@ -42,6 +43,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_blocks_total: int | None = None
     block_size: int | None = None
     max_num_seqs: int | None = None
+    replica_id: str = ""
 
     @property
     def kv_usage(self) -> float:
@@ -53,10 +55,15 @@ class LoadReport(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """One request at a backend. num_prompt_tokens: that it has to compute, as predicted; 0 after the first byte."""
+    """One request at a backend.
+
+    num_prompt_tokens                      that it has to compute, as predicted; 0 after the first byte
+    num_tokens_ahead, num_prompts_ahead    that were to be computed there when it was sent
+    """
 
     num_prompt_tokens: int
     num_tokens_ahead: int
+    num_prompts_ahead: int
     started_s: float
     is_streaming: bool
     has_answered: bool = False
@@ -70,11 +77,12 @@ class Backend:
     models              as its /v1/models lists them, {id: entry}; empty until it was asked
     load                its last report, None where it has none
     num_others          requests that other clients have there, by the last report
-    s_per_token         seconds that a prompt token takes, as learned from streams
+    cost                of prompts, as learned from streams; None until one has answered
     request_s           mean duration of a request; None until one has ended
     retry_at_s          it is left out until then, after failures of requests
     kv_subscribers      of its KV events, one for each engine; empty without
     num_answers         requests that it has answered whole
+    replica_id          that it last reported; empty where it has none
     """
 
     address: BackendAddress
@@ -87,7 +95,7 @@ class Backend:
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     load: LoadReport | None = None
     num_others: int = 0
-    s_per_token: float | None = None
+    cost: PromptCost | None = None
     request_s: float | None = None
     retry_at_s: float = 0.0
     recovered_s: float = float("-inf")
@@ -96,6 +104,8 @@ class Backend:
     flights: set[Flight] = field(default_factory=set)
     kv_subscribers: tuple[KvSubscriber, ...] = ()
     num_answers: int = 0
+    replica_id: str = ""
+    _estimate: CostEstimate = field(default_factory=CostEstimate, repr=False)
 
     @property
     def name(self) -> str:
@@ -125,6 +135,11 @@ class Backend:
         """Prompt tokens that it has still to compute, as predicted."""
         return sum([flight.num_prompt_tokens for flight in self.flights])
 
+    @property
+    def num_queued_prompts(self) -> int:
+        """Prompts that it has still to compute, as far as is known."""
+        return sum([flight.num_prompt_tokens > 0 for flight in self.flights])
+
     def num_cached(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt its cache holds: by its KV events, or, where they do not tell, by an estimate."""
         estimate = self.prefixes.num_known(prompt.keys) * prompt.chunk_tokens
@@ -149,16 +164,17 @@ class Backend:
 
     def begin(self, num_prompt_tokens: int, is_streaming: bool) -> Flight:
         """Note that a request is sent."""
-        flight = Flight(num_prompt_tokens, self.num_queued_tokens, self.clock(), is_streaming)
+        ahead = (self.num_queued_tokens, self.num_queued_prompts)
+        flight = Flight(num_prompt_tokens, *ahead, self.clock(), is_streaming)
         self.flights.add(flight)
         return flight
 
     def first_byte(self, flight: Flight, *, is_good: bool) -> float:
-        """Note the first byte of an answer's body; return the seconds it took. Streams teach what a token costs."""
+        """Note the first byte of an answer's body; return the seconds it took. Streams teach what prompts cost."""
         took_s = self.clock() - flight.started_s
         if flight.is_streaming and is_good:
-            sample = took_s / max(flight.num_prompt_tokens + flight.num_tokens_ahead, 1)
-            self.s_per_token = sample if self.s_per_token is None else _mean(self.s_per_token, sample)
+            num_tokens = max(flight.num_prompt_tokens + flight.num_tokens_ahead, 1)
+            self.cost = self._estimate.add(1 + flight.num_prompts_ahead, num_tokens, took_s)
         flight.num_prompt_tokens = 0
         flight.has_answered = True
         return took_s
@@ -206,6 +222,7 @@ class Backend:
     def take_load(self, load: LoadReport | None) -> None:
         """Take in a report; what this router has in flight there is not counted twice."""
         self.load = load
+        self.replica_id = self.replica_id if load is None else load.replica_id
         if load is None:
             self.num_others = 0
             return
@@ -275,7 +292,6 @@ class BackendTable:
         found.pop(WILDCARD, None)
         return found
 
-    def s_per_token(self) -> float:
-        """Return what a prompt token costs on a backend that has not shown it yet."""
-        known = [backend.s_per_token for backend in self._backends.values() if backend.s_per_token is not None]
-        return sum(known) / len(known) if known else _FIRST_S_PER_TOKEN
+    def mean_cost(self) -> PromptCost:
+        """Return what prompts cost on a backend that has not shown it yet."""
+        return mean_cost(backend.cost for backend in self._backends.values())

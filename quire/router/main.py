@@ -45,7 +45,7 @@ class Router:
         self.table = BackendTable(config)
         self.monitor = HealthMonitor(config, self.table)
         metrics, owners = RouterMetrics(self.table), ObjectOwners(self.table)
-        choose = make_policy(config.policy, self.table.s_per_token)
+        choose = make_policy(config.policy, self.table.mean_cost)
         proxy = Proxy(config, self.table, choose, metrics, owners)
         self._state = RouterState()
         admin = AdminApi(self.table, self.monitor)

@@ -16,6 +16,7 @@ logger = get_logger(__name__)
 COLLECTIONS = ("responses", "conversations", "files", "batches", "messages/batches")
 _PATH = re.compile(rf"/v1/({'|'.join(COLLECTIONS)})/([A-Za-z0-9_-]+)(?:/.*)?")
 _ID = re.compile(rb'"id"\s*:\s*"((?:resp|conv|file|batch|msgbatch)[_-][A-Za-z0-9_-]+)"')
+_ID_PREFIX = re.compile("^(?:resp|conv|file|batch|msgbatch)[_-]")
 _OBJECT_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 """An id in a body may be any text. Other characters would change the path that a backend is asked for, or add a request."""
 _ACTIONS = frozenset({"input_tokens", "compact"})
@@ -62,7 +63,7 @@ class ObjectOwners:
                 return owner
             raise _unavailable(object_id, [owner.name])
         unasked: list[str] = []
-        for backend in self._table:
+        for backend in sorted(self._table, key=lambda one: not _is_made_by(one, object_id)):  # its maker first
             if backend.state != "ready":
                 unasked.append(backend.name)
                 continue
@@ -91,6 +92,11 @@ class ObjectOwners:
         answer = await backend.upstream.send("GET", target, headers, idle_timeout_s=_ASK_TIMEOUT_S)
         async with answer:
             return answer.status == 200
+
+
+def _is_made_by(backend: Backend, object_id: str) -> bool:
+    """Return whether an id begins with that of a server (`quire serve --replica-id`)."""
+    return bool(backend.replica_id) and _ID_PREFIX.sub("", object_id).startswith(backend.replica_id)
 
 
 def _unavailable(object_id: str, names: list[str]) -> ApiError:

@@ -1,7 +1,7 @@
 """choose_backend: which backend gets a request. The three policies stand behind one interface.
 
-prefix        least predicted time to the first token: prompt tokens that wait there and those of this prompt that its cache is
-              not known to hold, at what a token costs there, and the wait for a place where all are taken
+prefix        least predicted time to the first token: prompts that wait there, this one, and the tokens that its cache is not
+              known to hold, at what a prompt and a token cost there, and the wait for a place where all are taken
 least-loaded  fewest requests in flight, those of other clients included where the backend reports them
 round-robin   one after the other
 """
@@ -17,6 +17,7 @@ from quire.base.errors import InvariantError
 from quire.router.backend import Backend
 from quire.router.config import Policy
 from quire.router.prompt import Prompt
+from quire.router.prompt_cost import PromptCost
 
 Reason = Literal["only", "prefix", "load", "sticky", "turn", "owner"]
 REASONS: tuple[Reason, ...] = ("only", "prefix", "load", "sticky", "turn", "owner")
@@ -60,8 +61,8 @@ def rendezvous(backends: Sequence[Backend], affinity: bytes) -> list[Backend]:
 class PrefixPolicy:
     """Chooses by predicted time to the first token."""
 
-    def __init__(self, default_s_per_token: Callable[[], float]) -> None:
-        self._default_s_per_token = default_s_per_token
+    def __init__(self, default_cost: Callable[[], PromptCost]) -> None:
+        self._default_cost = default_cost
 
     def __call__(self, backends: Sequence[Backend], prompt: Prompt) -> Choice:
         """Return the backend with the least prediction; equal ones by affinity."""
@@ -83,10 +84,12 @@ class PrefixPolicy:
         return Choice(backend, reason, num_cached, self._predict(backend, prompt.num_tokens - num_cached))
 
     def _predict(self, backend: Backend, num_new_tokens: int) -> float:
-        s_per_token = backend.s_per_token or self._default_s_per_token()
+        cost = backend.cost or self._default_cost()
         num_running = backend.num_in_flight + backend.num_others
         num_ahead = backend.num_queued_tokens + _TOKENS_PER_RUNNING * num_running
-        seconds = s_per_token * (num_ahead + num_new_tokens) + _wait_for_place(backend, num_running)
+        seconds = cost.seconds(backend.num_queued_prompts + 1, num_ahead + num_new_tokens) + _wait_for_place(
+            backend, num_running
+        )
         return seconds * _RECOVERING_FACTOR if backend.is_recovering else seconds
 
 
@@ -121,10 +124,10 @@ class RoundRobinPolicy:
         return Choice(backends[self._turn % len(backends)], "turn")
 
 
-def make_policy(name: Policy, default_s_per_token: Callable[[], float]) -> Choose:
+def make_policy(name: Policy, default_cost: Callable[[], PromptCost]) -> Choose:
     """Return the policy of a name."""
     if name == "prefix":
-        return PrefixPolicy(default_s_per_token)
+        return PrefixPolicy(default_cost)
     if name == "least-loaded":
         return least_loaded
     if name == "round-robin":

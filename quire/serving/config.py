@@ -112,6 +112,8 @@ class ServerConfig:
     kv_events_replay_endpoint  where subscribers ask for events that they missed
     kv_events_encoding    of an event: an array, as in older versions of vLLM, or a map, as in later ones and in SGLang
     metrics_names         prefix of the metrics: quire, vllm (what endpoint pickers read), or both
+    replica_id            begins the random part of the ids of stored responses, conversations, files and batches, so that a
+                          router knows which server keeps them; empty: none
     keep_alive_comment_s  a stream that is silent for so long gets a comment, so that nobody between takes it for dead
     """
 
@@ -167,6 +169,7 @@ class ServerConfig:
     kv_events_replay_endpoint: str | None = None
     kv_events_encoding: Literal["array", "map"] = "array"
     metrics_names: str = "quire"
+    replica_id: str = ""
     metric_labels: dict[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -223,6 +226,8 @@ class ServerConfig:
             raise ConfigError(f"kv_events_encoding must be 'array' or 'map', got {self.kv_events_encoding!r}")
         if self.metrics_names not in ("quire", "vllm", "both"):
             raise ConfigError(f"metrics_names must be 'quire', 'vllm' or 'both', got {self.metrics_names!r}")
+        if not re.fullmatch("([0-9a-z]{4,8})?", self.replica_id):
+            raise ConfigError(f"replica_id must be 4 to 8 of the characters 0-9 and a-z, got {self.replica_id[:100]!r}")
         if len({key.name for key in self.api_keys}) < len(self.api_keys):
             raise ConfigError("api_keys: two keys have the same name")
 

@@ -27,9 +27,10 @@ _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 ID_LENGTH = 26
 
 
-def new_id(prefix: str) -> str:
-    """Return a random id, "file-" or "batch_" with 26 characters that need no quoting in URLs, file names or JSON."""
-    return prefix + "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH))
+def new_id(prefix: str, replica_id: str = "") -> str:
+    """Return an id, "file-" or "batch_" with 26 characters that need no quoting in URLs, file names or JSON: the id of this server,
+    which is at most 8 of them, and random ones."""
+    return prefix + replica_id + "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH - len(replica_id)))
 
 
 def is_id(text: str, prefix: str) -> bool:
@@ -39,9 +40,9 @@ def is_id(text: str, prefix: str) -> bool:
 
 
 def output_file_id(batch_id: str, is_success: bool) -> str:
-    """Return the id of a batch's output or error file: the batch's own characters, the first one changed."""
+    """Return the id of a batch's output or error file: the batch's own characters, the last one changed."""
     text = batch_id.removeprefix("batch_")
-    return f"file-{_ALPHABET[(_ALPHABET.index(text[0]) + (1 if is_success else 2)) % len(_ALPHABET)]}{text[1:]}"
+    return f"file-{text[:-1]}{_ALPHABET[(_ALPHABET.index(text[-1]) + (1 if is_success else 2)) % len(_ALPHABET)]}"
 
 
 class StoredAmount(msgspec.Struct, frozen=True):

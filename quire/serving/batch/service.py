@@ -60,6 +60,7 @@ class BatchService:
         max_running: Callable[[], int],
         report_lines: Callable[[str, int], None] = lambda state, count: None,
         max_batches_of: Callable[[str], int] = lambda owner: NO_LIMIT.num_files,
+        replica_id: str = "",
     ) -> None:
         self.endpoints = endpoints
         self._check_body = check_body
@@ -69,6 +70,7 @@ class BatchService:
         self._runner = BatchRunner(self.call_store, execute, max_running)
         self._report_lines = report_lines
         self._max_batches_of = max_batches_of
+        self._replica_id = replica_id
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._validating: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._housekeeper: asyncio.Task[None] | None = None
@@ -105,7 +107,7 @@ class BatchService:
         now = int(time.time())
         if lifetime_s is None and purpose == "batch":
             lifetime_s = BATCH_LIFETIME_S
-        file_id = new_id("file-")
+        file_id = new_id("file-", self._replica_id)
         num_bytes = await self._write_parts(file_id, parts)
         record = FileRecord(
             id=file_id,
@@ -200,7 +202,7 @@ class BatchService:
             raise invalid(f"the file's purpose must be 'batch', got {file.purpose!r}", "input_file_id")
         now = int(time.time())
         record = BatchRecord(
-            id=new_id("batch_"),
+            id=new_id("batch_", self._replica_id),
             owner=owner,
             endpoint=endpoint,
             input_file_id=input_file_id,

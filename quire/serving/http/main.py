@@ -147,6 +147,7 @@ class Server:
             lambda: self.gateway.batch_window,
             self.metrics.batch_lines,
             config.max_batches_of,
+            config.replica_id,
         )
         await self.batches.opened.start()
         self.responses.opened = await asyncio.to_thread(

@@ -96,6 +96,7 @@ class Load(msgspec.Struct):
     waiting       requests in the server's queue and in the engines'
     block_size    tokens of a KV block
     max_num_seqs  that run at once
+    replica_id    which ids of stored objects begin with; empty: none
     """
 
     server_load: int
@@ -106,6 +107,7 @@ class Load(msgspec.Struct):
     block_size: int
     max_num_seqs: int
     replicas: list[ReplicaLoad]
+    replica_id: str = ""
 
 
 class ReplicaExperts(msgspec.Struct):
@@ -215,6 +217,7 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         block_size=max(one.block_size for one in found),
         max_num_seqs=sum(one.max_num_seqs for one in found),
         replicas=replicas,
+        replica_id=parts.server.config.replica_id,
     )
     return _json(body)
 

@@ -47,7 +47,9 @@ async def create_conversation(routes: ResponseRoutes, call: Call) -> Answer:
     body = await call.body(CreateConversation)
     owner, items = call.owner.name, _new_items(body.items)
     found = StoredConversation(
-        id=make_id("conv_"), created_at=int(time.time()), metadata=msgspec.json.encode(body.metadata or {})
+        id=make_id("conv_" + routes.server.config.replica_id),
+        created_at=int(time.time()),
+        metadata=msgspec.json.encode(body.metadata or {}),
     )
     await routes.store.conversation(lambda table, _, expires_at: table.add(owner, found, items, expires_at))
     return _answer(found)

@@ -104,7 +104,7 @@ async def respond(routes: ResponseRoutes, body: ResponsesRequest, caller: Caller
     served = context.check_model(body.model)
     owner = caller.owner.name
     history = await stored_history(routes, body, owner)
-    response_id = make_id("resp_")
+    response_id = make_id("resp_" + context.config.replica_id)
 
     is_kept = body.is_stored and routes.keeps_responses
     has_store = is_kept or body.conversation_id is not None

@@ -1,5 +1,6 @@
 """The Ray Serve application: its arguments, and the whole of it on a Ray that runs here, where Ray is installed."""
 
+import importlib
 import importlib.util
 import json
 import socket
@@ -44,6 +45,14 @@ def test_numbers_of_the_command_line_are_texts(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UnsupportedError, match=r"needs the package ray.*quire\[ray\]"):
         build_app({"model": "demo", "num_replicas": "2", "options": {"max-model-len": 256}})
+
+
+@pytest.mark.parametrize("package", ["msgspec", "starlette.requests"])
+def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch, package):
+    monkeypatch.delitem(sys.modules, "quire.cluster.ray_serve")
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UnsupportedError, match=rf"needs the package {package}, which.*quire\[ray\]"):
+        importlib.import_module("quire.cluster.ray_serve")
 
 
 def free_port():

@@ -11,7 +11,7 @@ from quire.router.prompt import parse_body
 
 REPORT = {
     "load": {"running": 0, "waiting": 0, "kv_blocks_free": 90, "kv_blocks_total": 100, "block_size": 16},
-    "s_per_token": 0.001,
+    "cost": {"s_per_prompt": 0.0, "s_per_token": 0.001},
 }
 
 

@@ -122,6 +122,17 @@ def test_stored_response_is_found_where_it_was_made():
     run(work())
 
 
+def test_object_whose_id_begins_with_a_servers_own_is_asked_of_it_alone():
+    async def work():
+        fakes = [storing(FakeBackend(load={"replica_id": name}), f"resp_{name}1") for name in ("aaaa", "bbbb", "cccc")]
+        async with backends(*fakes), routing(*fakes) as router:
+            await router.until(lambda: all(router.backend(fake).replica_id for fake in fakes))
+            assert (await router.client.delete("/v1/responses/resp_cccc1")).json()["backend"] == fakes[2].name
+            assert [len(fake.requests) for fake in fakes] == [0, 0, 2]  # whether it has it, and the request
+
+    run(work())
+
+
 def test_response_of_a_conversation_goes_where_the_conversation_is():
     async def work():
         fakes = [storing(FakeBackend(), "conv_first"), storing(FakeBackend(), "conv_second")]

@@ -12,6 +12,7 @@ from quire.router.config import RouterConfig, parse_aliases, parse_backend
 from quire.router.policy import make_policy, rendezvous
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import MAX_CHUNKS, parse_body
+from quire.router.prompt_cost import CostEstimate, PromptCost
 from quire.router.retry_budget import RetryBudget
 
 
@@ -48,7 +49,7 @@ def send(choose, table, prompt):
 
 def test_prompt_goes_where_its_prefix_was_sent():
     table, _, _ = make_table()
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     first = send(choose, table, prompt_of(words(4000, 1)))
     for turn in range(5):
         choice = send(choose, table, prompt_of(words(4000, 1) + words(500 * turn, 2)))
@@ -59,14 +60,14 @@ def test_prompt_goes_where_its_prefix_was_sent():
 
 def test_cold_prompts_spread_over_the_backends():
     table, _, _ = make_table()
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     counts = Counter(send(choose, table, prompt_of(words(2000, seed))).backend.name for seed in range(120))
     assert min(counts.values()) > 20
 
 
 def test_prefix_gives_way_to_load_when_the_wait_is_longer_than_computing():
     table, _, _ = make_table(2)
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     prompt = prompt_of(words(4000, 1))
     home = send(choose, table, prompt).backend
     home.begin(500, True)
@@ -79,8 +80,8 @@ def test_prefix_gives_way_to_load_when_the_wait_is_longer_than_computing():
 
 def test_slow_backend_gets_less():
     table, (fast, slow), _ = make_table(2)
-    fast.s_per_token, slow.s_per_token = 0.001, 0.01
-    choose = make_policy("prefix", table.s_per_token)
+    fast.cost, slow.cost = PromptCost(0.0, 0.001), PromptCost(0.0, 0.01)
+    choose = make_policy("prefix", table.mean_cost)
     for seed in range(20):
         assert choose(list(table), prompt_of(words(2000, seed))).backend is fast
 
@@ -90,20 +91,53 @@ def test_backend_learns_what_a_token_costs_from_streams_only():
     flight = backend.begin(100, True)
     clock.now += 0.5
     backend.first_byte(flight, is_good=True)
-    assert backend.s_per_token == pytest.approx(0.005)
+    assert backend.cost.s_per_token == pytest.approx(0.005)
     other = backend.begin(100, False)
     clock.now += 50
     backend.first_byte(other, is_good=True)
-    assert backend.s_per_token == pytest.approx(0.005)
+    assert backend.cost.s_per_token == pytest.approx(0.005)
     assert backend.num_queued_tokens == 0
     backend.end(flight, is_good=True)
     backend.end(other, is_good=True)
     assert backend.num_in_flight == 0
 
 
+def test_what_each_prompt_costs_is_told_from_what_its_tokens_cost():
+    _, (backend, *_), clock = make_table()
+    random_lengths = random.Random(1)
+    for _ in range(300):
+        flights = [backend.begin(random_lengths.randrange(5, 500), True) for _ in range(random_lengths.randrange(1, 5))]
+        for flight in flights:
+            clock.now += 0.01 + 0.0001 * flight.num_prompt_tokens
+            backend.first_byte(flight, is_good=True)
+            backend.end(flight, is_good=True)
+    assert backend.cost.s_per_prompt == pytest.approx(0.01, rel=0.01)
+    assert backend.cost.s_per_token == pytest.approx(0.0001, rel=0.01)
+
+
+def test_short_prompts_that_wait_are_counted_as_prompts_and_not_only_by_their_tokens():
+    table, (many, one), _ = make_table(2)
+    many.cost = one.cost = PromptCost(0.01, 0.0001)
+    for _ in range(5):
+        many.begin(10, True)
+    one.begin(200, True)
+    assert make_policy("prefix", table.mean_cost)(list(table), prompt_of("short")).backend is one
+
+
+@pytest.mark.parametrize("s_per_prompt, s_per_token", [(0.02, 0.0), (0.0, 0.001)])
+def test_costs_are_never_negative(s_per_prompt, s_per_token):
+    estimate, picks = CostEstimate(), random.Random(2)
+    for _ in range(200):
+        num_prompts, num_tokens = picks.randrange(1, 9), picks.randrange(1, 999)
+        took_s = (s_per_prompt * num_prompts + s_per_token * num_tokens) * picks.uniform(0.5, 1.5)
+        cost = estimate.add(num_prompts, num_tokens, took_s)
+        assert cost.s_per_prompt >= 0 <= cost.s_per_token
+    assert cost.seconds(4, 500) == pytest.approx(s_per_prompt * 4 + s_per_token * 500, rel=0.15)
+
+
 def test_full_backend_is_avoided_unless_all_are():
     table, (first, second), _ = make_table(2)
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     prompt = prompt_of(words(4000, 1))
     first.prefixes.add(prompt.keys)
     assert choose(list(table), prompt).backend is first
@@ -115,7 +149,7 @@ def test_full_backend_is_avoided_unless_all_are():
 
 def test_backend_without_a_free_place_is_waited_for():
     table, (first, second), _ = make_table(2)
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     prompt = prompt_of(words(400, 1))
     first.prefixes.add(prompt.keys)
     first.take_load(LoadReport(running=4, waiting=0, max_num_seqs=4))
@@ -133,7 +167,7 @@ def test_reported_requests_are_those_of_others():
 
 def test_least_loaded_counts_requests_of_others():
     table, (first, second, third), _ = make_table()
-    choose = make_policy("least-loaded", table.s_per_token)
+    choose = make_policy("least-loaded", table.mean_cost)
     first.begin(1, True)
     second.take_load(LoadReport(running=5, waiting=0))
     assert choose(list(table), prompt_of("x")).backend is third
@@ -141,7 +175,7 @@ def test_least_loaded_counts_requests_of_others():
 
 def test_round_robin_takes_turns():
     table, found, _ = make_table()
-    choose = make_policy("round-robin", table.s_per_token)
+    choose = make_policy("round-robin", table.mean_cost)
     assert [choose(found, prompt_of("x")).backend for _ in range(6)] == found * 2
 
 
@@ -155,13 +189,13 @@ def test_affinity_keeps_a_user_together_and_moves_few_when_a_backend_comes():
     moved = [new for old, new in zip(before, after, strict=True) if old is not new]
     assert 40 < len(moved) < 130
     assert {backend.name for backend in moved} == {"127.0.0.1:9999"}
-    choose = make_policy("least-loaded", table.s_per_token)
+    choose = make_policy("least-loaded", table.mean_cost)
     assert len({choose(found, prompt_of(words(900, seed), user="ann")).backend.name for seed in range(20)}) == 1
 
 
 def test_recovered_backend_has_forgotten_and_gets_less_for_a_while():
     table, (first, second), clock = make_table(2)
-    choose = make_policy("prefix", table.s_per_token)
+    choose = make_policy("prefix", table.mean_cost)
     first.prefixes.add(prompt_of(words(4000, 1)).keys)
     first.mark_unhealthy("gone")
     assert not first.is_available

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from quire.serving.batch.lines import MAX_LINE_BYTES, validate
-from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchRecord, FileRecord, StoredAmount, new_id
+from quire.serving.batch.records import BATCH_LIFETIME_S, ENDED, BatchRecord, FileRecord, StoredAmount, is_id, new_id
 from quire.serving.batch.store import ENDED_AT, INPUT_FILE, IS_OPEN, BatchStore
 from quire.serving.errors import ApiError, invalid, overloaded
 from tests.unit.serving.batch.running_batches import URL, Worker, check_body, ended, line, read, run, service_of, upload
@@ -32,6 +32,19 @@ def test_batch_completes_with_one_output_line_for_each_input_line():
     assert set(worker.calls.values()) == {1}
     assert worker.max_running <= 4
     assert msgspec.to_builtins(record.as_json())["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
+
+
+def test_ids_begin_with_the_servers_own_and_are_as_long_as_others():
+    async def work():
+        async with service_of(None, Worker(), replica_id="k3fa") as service:
+            file = await upload(service, [line("a")])
+            record = await service.add_batch("ann", file.id, URL)
+            record = await ended(service, record.id)
+            ids = {file.id: "file-", record.id: "batch_", record.output_file_id: "file-"}
+            assert all(is_id(text, prefix) and text.startswith(prefix + "k3fa") for text, prefix in ids.items())
+            assert len(ids) == 3
+
+    asyncio.run(work())
 
 
 def test_line_goes_to_the_error_file_when_its_request_fails():

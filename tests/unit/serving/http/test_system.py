@@ -94,7 +94,7 @@ def test_load_sums_the_replicas_and_lists_them():
     found = [EngineOccupancy(2, 1, 40, 100, 16, 8), EngineOccupancy(3, 0, 60, 100, 16, 8)]
 
     async def go():
-        async with running([endpoint("/load", load, method="GET")]) as (port, context):
+        async with running([endpoint("/load", load, method="GET")], replica_id="k3fa") as (port, context):
             context.client = SimpleNamespace(replicas=(SimpleNamespace(state="ready"), SimpleNamespace(state="restarting")))
             context.metrics = SimpleNamespace(occupancy=lambda: (found, 4))
             return parse(await exchange(port, b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"))
@@ -114,6 +114,7 @@ def test_load_sums_the_replicas_and_lists_them():
         "kv_blocks_total": 200,
         "block_size": 16,
         "max_num_seqs": 16,
+        "replica_id": "k3fa",
     }
 
 
