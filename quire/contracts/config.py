@@ -203,7 +203,7 @@ class EngineConfig:
     role                    "both": prompts and outputs are computed here; "prefill": computes prompts for decode engines, which
                             pull their KV; "decode": has long prompts computed by prefill engines
     prefill_listen          with role "prefill": where decode engines connect, tcp://HOST:PORT or unix:PATH
-    prefill_urls            with role "decode": where prefill engines listen
+    prefill_urls            with role "decode": where prefill engines listen; None: the server is told by a router
     prefill_min_tokens      with role "decode": prompts with fewer uncached tokens are computed here
     transfer_secret_file    a file with a secret that prefill and decode engines share, made if absent; needed to listen to
                             other machines
@@ -555,11 +555,10 @@ class EngineConfig:
             raise ConfigError("kv_transfer_backend is for the roles 'prefill' and 'decode', but role is 'both'")
         for name, role in (("prefill_listen", "prefill"), ("prefill_urls", "decode")):
             value = getattr(self, name)
-            if (value is not None) != (self.role == role):
-                what = "is missing" if value is None else f"is {value!r}"
-                raise ConfigError(
-                    f"role is {self.role!r}, and {name} {what}: role {role!r} needs it, the others do not take it"
-                )
+            if value is not None and self.role != role:
+                raise ConfigError(f"role is {self.role!r}, and {name} is {value!r}: only role {role!r} takes it")
+        if self.role == "prefill" and self.prefill_listen is None:
+            raise ConfigError("role is 'prefill', and prefill_listen is missing: say where decode engines connect")
         if self.role == "both" and self.transfer_secret_file is not None:
             raise ConfigError("transfer_secret_file is for the roles 'prefill' and 'decode', but role is 'both'")
         if self.role == "prefill" and self.data_parallel_size > 1:
