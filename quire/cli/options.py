@@ -281,7 +281,7 @@ def _add_role_options(group: argparse._ArgumentGroup) -> None:
         dest="prefill_urls",
         type=_addresses,
         metavar="ADDRESS[,ADDRESS]",
-        help="of --role decode: where prefill engines listen",
+        help="of --role decode: where prefill engines listen; without it a router tells them",
     )
     group.add_argument(
         "--prefill-min-tokens", type=int, help="of --role decode: prompts with fewer uncached tokens are computed here"

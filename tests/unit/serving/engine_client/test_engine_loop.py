@@ -3,7 +3,6 @@
 import collections
 import itertools
 import time
-from types import SimpleNamespace
 
 import msgspec
 import pytest
