@@ -130,14 +130,14 @@ def test_decode_servers_behind_a_router_use_the_prefill_servers_that_are_registe
 
         uses(addresses[0])
         assert all(is_computed_elsewhere(f"{number}.") for number in range(3))
-        assert metric(decode, "kv_peer_transfers_total", peer=addresses[0]) == 3
+        decode.wait_for(lambda: metric(decode, "kv_peer_transfers_total", peer=addresses[0]) == 3, timeout_s=30)
         router.post("/router/backends", {"url": prefill[1].url}, headers=key)
         uses(*addresses)
         removed = httpx.delete(f"{router.url}/router/backends/{prefill[0].url.removeprefix('http://')}", headers=key)
         assert removed.status_code == 200
         uses(addresses[1])
         assert all(is_computed_elsewhere(f"{number}.") for number in range(3, 6))
-        assert metric(decode, "kv_peer_transfers_total", peer=addresses[1]) == 3
+        decode.wait_for(lambda: metric(decode, "kv_peer_transfers_total", peer=addresses[1]) == 3, timeout_s=30)
         os.kill(decode.engine_pid(), signal.SIGKILL)  # it is started again, and knows no prefill server then
         router.wait_for(lambda: router.num_ready() == 1 and decode.get("/load").json()["prefill_urls"] == [addresses[1]])
         router.wait_for(lambda: is_computed_elsewhere(f"again {time.monotonic()}"))

@@ -95,7 +95,9 @@ def test_load_sums_the_replicas_and_lists_them():
 
     async def go():
         async with running([endpoint("/load", load, method="GET")]) as (port, context):
-            context.client = SimpleNamespace(replicas=(SimpleNamespace(state="ready"), SimpleNamespace(state="restarting")))
+            replicas = (SimpleNamespace(state="ready"), SimpleNamespace(state="restarting"))
+            info = SimpleNamespace(role="prefill", prefill_listen="unix:/x", takes_prefill_urls=False)
+            context.client = SimpleNamespace(replicas=replicas, info=info)
             context.metrics = SimpleNamespace(occupancy=lambda: (found, 4))
             return parse(await exchange(port, b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"))
 
@@ -107,6 +109,8 @@ def test_load_sums_the_replicas_and_lists_them():
         (1, "restarting", 3, 0),
     ]
     assert body == {
+        "role": "prefill",
+        "prefill_listen": "unix:/x",
         "server_load": 9,
         "running": 5,
         "waiting": 4,
