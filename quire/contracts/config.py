@@ -20,8 +20,8 @@ _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
 _MAX_TIMEOUT_S = 86_400
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8", "turboquant_4bit", "k8v4")
-_KV_SAVES = ("reused", "all", "none")
-KvSave = Literal["reused", "all", "none"]
+_KV_SAVES = ("reused", "all", "write_through", "none")
+KvSave = Literal["reused", "all", "write_through", "none"]
 Role = Literal["both", "prefill", "decode"]
 KvTransferBackend = Literal["sockets", "nixl"]
 _ROLES = ("both", "prefill", "decode")
@@ -199,7 +199,8 @@ class EngineConfig:
                             tier
     kv_disk_bytes           the most that the folder may hold; needed with kv_disk_dir
     kv_save                 which blocks the tiers keep: "reused": those that were asked for at least twice, and those that the
-                            engine has time for while it is idle; "all"; "none": tiers are only read
+                            engine has time for while it is idle; "all", when they leave the pool; "write_through": all, as soon
+                            as they are computed; "none": tiers are only read
     role                    "both": prompts and outputs are computed here; "prefill": computes prompts for decode engines, which
                             pull their KV; "decode": has long prompts computed by prefill engines
     prefill_listen          with role "prefill": where decode engines connect, tcp://HOST:PORT or unix:PATH

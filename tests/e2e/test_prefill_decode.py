@@ -141,7 +141,7 @@ def test_decode_servers_behind_a_router_use_the_prefill_servers_that_are_registe
         os.kill(decode.engine_pid(), signal.SIGKILL)  # it is started again, and knows no prefill server then
         router.wait_for(lambda: router.num_ready() == 1 and decode.get("/load").json()["prefill_urls"] == [addresses[1]])
         router.wait_for(lambda: is_computed_elsewhere(f"again {time.monotonic()}"))
-        prefill[1].kill()
+        prefill[1].process.terminate()
         uses()
         assert not is_computed_elsewhere("alone")
         assert router.metric("requests_total", backend=prefill[1].url.removeprefix("http://")) == 0
