@@ -142,7 +142,7 @@ class Rounds:
 
     def _run(self, inputs, params, is_time, kill) -> tuple[list[list[int]], int]:
         """Return the tokens of each prompt, and the number of pages that had come when `kill` was called."""
-        engine, remote, at = self._decode, self._decode._remote, None
+        engine, remote, at = self._decode, self._decode.remote_prefill, None
         names = [str(number) for number in range(len(inputs))]
         for name, prompt, one in zip(names, inputs, params, strict=True):
             engine.add_request(name, prompt, one)
@@ -164,7 +164,7 @@ class Rounds:
         engine = self._decode
         deadline_s = time.monotonic() + 5
         while time.monotonic() < deadline_s:
-            engine._remote.take_ready(time.monotonic())
+            engine.remote_prefill.take_ready(time.monotonic())
             found = self._held()
             if not found:
                 return []
@@ -178,7 +178,7 @@ class Rounds:
             "unfinished requests": engine.num_unfinished_requests(),
             "pinned slots": tier.num_pinned,
             "used blocks": pool.num_blocks - pool.num_free,
-            "transfers": engine._remote._client.num_active + len(engine._remote._abandoned),
+            "transfers": engine.remote_prefill._client.num_active + len(engine.remote_prefill._abandoned),
             "mapped slots": _num_mapped(),
             "threads": threading.active_count() - self._num_threads - 1,  # one watches connections
             "file descriptors": _num_fds() - self._num_fds - bool(backend_of()),  # NIXL opens one with the first peer

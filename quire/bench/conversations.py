@@ -7,8 +7,11 @@ history of a conversation when its next turn comes. The same turns run in a fres
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 import shutil
+import signal
 import statistics
 import tempfile
 import time
@@ -16,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from quire.base.errors import ConfigError
+from quire.base.errors import ConfigError, WorkerError
 from quire.bench.provenance import Provenance, find_provenance
 from quire.contracts.config import EngineConfig
 from quire.contracts.sampling_params import SamplingParams
@@ -35,7 +38,8 @@ class ConversationOptions:
     first_tokens     of the first prompt; turn_tokens of each later one, after the history
     output_tokens    of each answer
     working_set      tokens of all whole conversations, as a multiple of the KV pool; the number of users follows from it
-    is_restarted     also with an engine that is started anew before the last turn, where there is a disk tier
+    is_restarted     also with an engine that is started anew before the last turn, where there is a disk tier: after one that
+                     has ended, and after one that was killed (SIGKILL) behind the turn before
     """
 
     num_turns: int = 8
@@ -66,9 +70,9 @@ class ConversationOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnTimes:
-    """One case: "off", "tiers" or "restarted".
+    """One case: "off", "tiers", "restarted" or "killed".
 
-    first_token_s   of the turns after the first; of "restarted" only of those after the restart
+    first_token_s   of the turns after the first; of "restarted" and "killed" only of those after the restart
     cached_share    of the prompt tokens of these turns
     is_same         the tokens are those of the case "off"
     """
@@ -163,11 +167,16 @@ def measure_conversations(config: EngineConfig, options: ConversationOptions) ->
         cases.append(_case("tiers", options, trace, off, tiers))
         if folder is not None and options.is_restarted:
             last = options.num_turns - 1
-            trace, tiers = _with_stats(config, options, prepare, range(last, options.num_turns), off)
-            cases.append(_case("restarted", options, trace, off, tiers, first=last))
+            for name in ("restarted", "killed"):
+                if name == "killed":
+                    shutil.rmtree(folder)
+                    Path(folder).mkdir(mode=0o700)
+                    _run_and_kill(config, options, users)
+                trace, tiers = _with_stats(config, options, prepare, range(last, options.num_turns), off)
+                cases.append(_case(name, options, trace, off, tiers, first=last))
     finally:
         if folder is not None:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
     return Conversations(
         model=config.model,
         options=options,
@@ -189,14 +198,37 @@ def _run(config: EngineConfig, options: ConversationOptions, prepare: Callable[[
     return _with_stats(config, options, prepare, range(options.num_turns), None)[0]
 
 
+def _run_and_kill(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]]) -> None:
+    """Run all turns but the last in a process that then kills itself, so that it saves nothing at its end."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(config, options, users))
+    process.start()
+    process.join()
+    if process.exitcode != -signal.SIGKILL:
+        raise WorkerError(f"the engine that was to be killed ended with status {process.exitcode}")
+
+
+def _run_until_killed(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]]) -> None:
+    def prepare(_: LLM) -> list[list[list[int]]]:
+        return users
+
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _with_stats(config, options, prepare, range(options.num_turns - 1), None, end)
+
+
 def _with_stats(
     config: EngineConfig,
     options: ConversationOptions,
     prepare: Callable[[LLM], list[list[list[int]]]],
     turns: range,
     before: _Trace | None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> tuple[_Trace, list[TierStats]]:
-    """Run turns of all conversations, one request at a time; the answers of earlier turns are those of `before`."""
+    """Run turns of all conversations, one request at a time; the answers of earlier turns are those of `before`.
+
+    on_end is called before the engine is closed.
+    """
     llm = LLM(config)
     try:
         users = prepare(llm)
@@ -221,6 +253,7 @@ def _with_stats(
                 trace.num_prompt.append(len(histories[user]))
                 trace.outputs.append(list(output.outputs[0].token_ids))
                 histories[user] += trace.outputs[-1]
+        on_end()
         return trace, llm.llm_engine.stats.tiers
     finally:
         llm.close()

@@ -20,7 +20,10 @@ def add_parser(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     parser.add_argument("--output-tokens", type=int, default=16, help="tokens of each answer")
     parser.add_argument("--working-set", type=float, default=4.0, help="tokens of all conversations, as a multiple of the pool")
     parser.add_argument(
-        "--restart", action=argparse.BooleanOptionalAction, default=True, help="also the last turn after a restart"
+        "--restart",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also the last turn after a restart, and after kill -9",
     )
     add_output_option(parser)
     options.add_engine_options(parser)

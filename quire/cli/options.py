@@ -106,7 +106,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-host-bytes", type=int, help="size of the host tier: KV blocks that leave the pool are kept there")
     group.add_argument("--kv-disk-dir", metavar="DIR", help="folder of the disk tier of KV blocks; it outlives the server")
     group.add_argument("--kv-disk-bytes", type=int, help="the most that the folder of the disk tier may hold")
-    group.add_argument("--kv-save", choices=("reused", "all", "none"), help="which KV blocks the tiers keep")
+    group.add_argument("--kv-save", choices=("reused", "all", "write_through", "none"), help="which KV blocks the tiers keep")
     _add_role_options(group)
     group.add_argument("--long-prefill-token-threshold", type=int, help="prompt tokens of one sequence a step")
     group.add_argument("--scheduling-policy", choices=("fcfs", "priority"), help="order of requests")
@@ -281,7 +281,7 @@ def _add_role_options(group: argparse._ArgumentGroup) -> None:
         dest="prefill_urls",
         type=_addresses,
         metavar="ADDRESS[,ADDRESS]",
-        help="of --role decode: where prefill engines listen",
+        help="of --role decode: where prefill engines listen; without it a router tells them",
     )
     group.add_argument(
         "--prefill-min-tokens", type=int, help="of --role decode: prompts with fewer uncached tokens are computed here"

@@ -68,7 +68,9 @@ def _add_events(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-disk-gb", type=float, help="size of the disk tier in 1e9 bytes; there is none, if not given")
     group.add_argument("--kv-disk-gb-per-s", type=float, default=2.0, help="1e9 bytes per second of reads, and of writes")
     group.add_argument("--kv-disk-latency-ms", type=float, default=1.0, help="of each read for a request")
-    group.add_argument("--kv-save", default="reused", choices=("reused", "all", "none"), help="which blocks the tiers save")
+    group.add_argument(
+        "--kv-save", default="reused", choices=("reused", "all", "write_through", "none"), help="which blocks the tiers save"
+    )
     group = parser.add_argument_group("failures and scaling")
     group.add_argument(
         "--fail",

@@ -20,8 +20,8 @@ _POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
 _MAX_TIMEOUT_S = 86_400
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8", "turboquant_4bit", "k8v4")
-_KV_SAVES = ("reused", "all", "none")
-KvSave = Literal["reused", "all", "none"]
+_KV_SAVES = ("reused", "all", "write_through", "none")
+KvSave = Literal["reused", "all", "write_through", "none"]
 Role = Literal["both", "prefill", "decode"]
 KvTransferBackend = Literal["sockets", "nixl"]
 _ROLES = ("both", "prefill", "decode")
@@ -199,11 +199,12 @@ class EngineConfig:
                             tier
     kv_disk_bytes           the most that the folder may hold; needed with kv_disk_dir
     kv_save                 which blocks the tiers keep: "reused": those that were asked for at least twice, and those that the
-                            engine has time for while it is idle; "all"; "none": tiers are only read
+                            engine has time for while it is idle; "all", when they leave the pool; "write_through": all, as soon
+                            as they are computed; "none": tiers are only read
     role                    "both": prompts and outputs are computed here; "prefill": computes prompts for decode engines, which
                             pull their KV; "decode": has long prompts computed by prefill engines
     prefill_listen          with role "prefill": where decode engines connect, tcp://HOST:PORT or unix:PATH
-    prefill_urls            with role "decode": where prefill engines listen
+    prefill_urls            with role "decode": where prefill engines listen; None: the server is told by a router
     prefill_min_tokens      with role "decode": prompts with fewer uncached tokens are computed here
     transfer_secret_file    a file with a secret that prefill and decode engines share, made if absent; needed to listen to
                             other machines
@@ -555,11 +556,10 @@ class EngineConfig:
             raise ConfigError("kv_transfer_backend is for the roles 'prefill' and 'decode', but role is 'both'")
         for name, role in (("prefill_listen", "prefill"), ("prefill_urls", "decode")):
             value = getattr(self, name)
-            if (value is not None) != (self.role == role):
-                what = "is missing" if value is None else f"is {value!r}"
-                raise ConfigError(
-                    f"role is {self.role!r}, and {name} {what}: role {role!r} needs it, the others do not take it"
-                )
+            if value is not None and self.role != role:
+                raise ConfigError(f"role is {self.role!r}, and {name} is {value!r}: only role {role!r} takes it")
+        if self.role == "prefill" and self.prefill_listen is None:
+            raise ConfigError("role is 'prefill', and prefill_listen is missing: say where decode engines connect")
         if self.role == "both" and self.transfer_secret_file is not None:
             raise ConfigError("transfer_secret_file is for the roles 'prefill' and 'decode', but role is 'both'")
         if self.role == "prefill" and self.data_parallel_size > 1:

@@ -19,7 +19,7 @@ from quire.engine.prefill_service import PrefillService
 from quire.engine.remote_prefill import RemotePrefill
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.kv.tiers.host_slab import HostSlab
-from quire.transfer.address import Address, parse_address
+from quire.transfer.address import Address, parse_reachable
 from quire.transfer.handshake import Identity
 from quire.transfer.nixl_reads import NixlAgent, Region, check_nixl
 from quire.worker.tiers import transfer_fingerprint
@@ -40,17 +40,11 @@ def read_transfer_options(config: EngineConfig) -> TransferOptions:
     """Return what a configuration says of KV transfer, before the model is loaded. Raises ConfigError."""
     if config.kv_transfer_backend == "nixl":
         check_nixl()
-    listen = None if config.prefill_listen is None else parse_address(config.prefill_listen, "prefill_listen")
-    peers = tuple(parse_address(url, "prefill_urls") for url in config.prefill_urls or ())
-    if config.transfer_secret_file is None:
-        for name, address in [("prefill_listen", listen), *(("prefill_urls", peer) for peer in peers)]:
-            if address is not None and not address.is_local:
-                raise ConfigError(
-                    f"{name} is {address}, which is not an address of this machine only: other machines need "
-                    "transfer_secret_file, as pages are prompts"
-                )
-        return TransferOptions(listen, peers, b"")
-    return TransferOptions(listen, peers, _read_secret(Path(config.transfer_secret_file).expanduser()))
+    has_secret, text = config.transfer_secret_file is not None, config.prefill_listen
+    listen = None if text is None else parse_reachable(text, "prefill_listen", has_secret=has_secret)
+    peers = tuple(parse_reachable(url, "prefill_urls", has_secret=has_secret) for url in config.prefill_urls or ())
+    secret = b"" if config.transfer_secret_file is None else _read_secret(Path(config.transfer_secret_file).expanduser())
+    return TransferOptions(listen, peers, secret)
 
 
 def open_transfer(

@@ -102,7 +102,7 @@ class LLMEngine:
         self._compiling = CompilingRequests()
         self._adapters = AdapterRegistry(runner.adapters, config.max_loras)
         try:
-            self.prefill, self._remote = open_transfer(
+            self.prefill, self.remote_prefill = open_transfer(
                 config, report, transfer_options, runner.host_slab, self.scheduler, self._factory.check
             )
         except BaseException:
@@ -243,7 +243,7 @@ class LLMEngine:
 
     def _add_read(self, request: Request) -> None:
         """The same for a request for which nothing is read from the disk tier any more."""
-        if self._remote is not None and self._remote.begin(request):
+        if self.remote_prefill is not None and self.remote_prefill.begin(request):
             self._note_hold(request, "transfer")
         else:
             self.scheduler.add(request, time.monotonic())
@@ -295,7 +295,7 @@ class LLMEngine:
 
     @property
     def _is_loading(self) -> bool:
-        return bool(self._disk) or bool(self._remote)
+        return bool(self._disk) or bool(self.remote_prefill)
 
     def num_unfinished_requests(self) -> int:
         """Requests that have not ended."""
@@ -409,12 +409,12 @@ class LLMEngine:
     def _admit_loaded(self) -> None:
         """Pass requests to the scheduler whose pages were loaded, or are not worth waiting for."""
         if self._is_loading and not self.scheduler.has_unfinished and not self._undelivered and self._steps.is_drained:
-            (self._disk or self._remote).wait(_COMPILE_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
+            (self._disk or self.remote_prefill).wait(_COMPILE_WAIT_S)  # pyright: ignore[reportOptionalMemberAccess]
         if self._disk is not None:
             for request in self._disk.take_ready(time.monotonic()):
                 self._admit(self._add_read, request)
-        if self._remote is not None:
-            for request in self._remote.take_ready(time.monotonic()):
+        if self.remote_prefill is not None:
+            for request in self.remote_prefill.take_ready(time.monotonic()):
                 self._admit(lambda ready: self.scheduler.add(ready, time.monotonic()), request)
 
     def _admit(self, add: Callable[[Request], object], request: Request) -> None:
@@ -463,8 +463,8 @@ class LLMEngine:
         self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
         if self._disk is not None:
             self._disk.note_step(plan, result, now - self._step_started_s)
-        if self._remote is not None:
-            self._remote.note_step(plan, result, now - self._step_started_s)
+        if self.remote_prefill is not None:
+            self.remote_prefill.note_step(plan, result, now - self._step_started_s)
 
     def _collect(self, updates: Iterable[SequenceUpdate], now: float) -> list[EngineOutput]:
         touched: dict[str, OutputStream | EmbeddingStream] = {}
@@ -511,7 +511,7 @@ class LLMEngine:
             is_aside = (
                 self._compiling.remove(request_id)
                 or self._adapters.remove_waiting(request_id)
-                or any(part is not None and part.remove(request_id) for part in (self._disk, self._remote))
+                or any(part is not None and part.remove(request_id) for part in (self._disk, self.remote_prefill))
             )
             if stream is not None and is_aside:
                 left += self._end_compiling(stream)
@@ -569,7 +569,7 @@ class LLMEngine:
         if host is None:
             return []
         found = [host_tier_stats(host, self._held_runner.host_slab, page_bytes(self.report.memory))]
-        return [*found, *(part.tier_stats() for part in (self._disk, self.prefill, self._remote) if part is not None)]
+        return [*found, *(part.tier_stats() for part in (self._disk, self.prefill, self.remote_prefill) if part is not None)]
 
     def close(self) -> None:
         """Abort unfinished requests and release the memory; the engine takes no more requests. May be called again."""
@@ -583,7 +583,7 @@ class LLMEngine:
         if not self._is_closed:
             self._is_closed = True
             self._steps.drain()
-            for part in (self.prefill, self._remote):
+            for part in (self.prefill, self.remote_prefill):
                 if part is not None:
                     part.close()
             if self.config.save_expert_load is not None:

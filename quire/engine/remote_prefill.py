@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.base.ids import RequestId
@@ -18,7 +19,7 @@ from quire.contracts.tier_stats import TierStats
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.scheduler import Scheduler
 from quire.kv.tiers.host_slab import HostSlab
-from quire.transfer.address import Address
+from quire.transfer.address import Address, parse_reachable
 from quire.transfer.handshake import Identity
 from quire.transfer.nixl_reads import NixlAgent
 from quire.transfer.page_client import PageClient, Pull
@@ -66,6 +67,7 @@ class RemotePrefill:
         tier = scheduler.kv.host_tier
         assert tier is not None, "the role needs a host tier"
         self._slab, self._scheduler, self._min_tokens = slab, scheduler, min_tokens
+        self._has_secret = bool(identity.secret)
         self._tier: HostTier = tier
         self._is_news = threading.Event()
         self._client = PageClient(addresses, identity, self._is_news.set, nixl=nixl)
@@ -83,6 +85,10 @@ class RemotePrefill:
         """How transfers ended, see Pull, and why prompts were computed here without one: short, slower, adapter, no_peer,
         no_room."""
         return dict(self._client.outcomes + self.local)
+
+    def set_urls(self, urls: Sequence[str]) -> None:
+        """Ask the prefill engines that listen there from now on, and no others. Raises ConfigError."""
+        self._client.set_peers([parse_reachable(url, "prefill_urls", has_secret=self._has_secret) for url in urls])
 
     def begin(self, request: Request) -> bool:
         """Ask a prefill engine for the rest of a request's prompt; return whether the request is kept aside for it."""

@@ -109,6 +109,8 @@ def describe(backend: Backend) -> dict[str, Any]:
         "url": backend.address.url,
         "state": backend.state,
         "is_draining": backend.is_draining,
+        "role": backend.role,
+        "prefill_url": backend.prefill_url,
         "error": backend.error,
         "models": list(backend.models),
         "num_in_flight": backend.num_in_flight,

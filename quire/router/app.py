@@ -303,15 +303,18 @@ class RouterApp:
         """Return the backends that serve a model, available or not. Raises ApiError where there are none."""
         table = self.parts.table
         if model is None:
-            served = {frozenset(one.models) for one in table if one.models}
+            served = {frozenset(one.models) for one in table if one.models and not one.is_prefill}
             if len(served) > 1:
                 raise invalid("model is needed: the backends serve different ones", "model", code="missing_required_parameter")
-            return list(table)
+            return [one for one in table if one.serves(None)]
         found = [one for one in table if one.serves(model)]
         if found:
             return found
         if not any(one.models for one in table) or any(one.state == "starting" for one in table):
             message = f"no backend has said yet that it serves {model[:100]!r}"
+            raise ApiError(503, message, code="no_backend_available", retry_after_s=RETRY_AFTER_S)
+        if any(one.is_prefill and model in one.models for one in table):
+            message = f"only prefill servers have {model[:100]!r}, which answer no requests: start a decode server"
             raise ApiError(503, message, code="no_backend_available", retry_after_s=RETRY_AFTER_S)
         raise self.unknown_model(model)
 

@@ -12,6 +12,7 @@ import msgspec
 from quire.base.errors import ConfigError
 from quire.router.config import BackendAddress, KvEventSource, RouterConfig
 from quire.router.kv_subscriber import KvSubscriber
+from quire.router.prefill_servers import reachable_url
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import Prompt
 from quire.router.prompt_cost import CostEstimate, PromptCost, mean_cost
@@ -35,6 +36,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_blocks_free         of kv_blocks_total, each of block_size tokens
     max_num_seqs           that run at once
     replica_id             which ids of the objects that it keeps begin with
+    role                   both, prefill or decode
+    prefill_listen         of a prefill server: where decode servers connect
+    prefill_urls           of a decode server that takes them from a router: those in use; None while they are not known
     """
 
     running: int | None = None
@@ -44,6 +48,9 @@ class LoadReport(msgspec.Struct, frozen=True):
     block_size: int | None = None
     max_num_seqs: int | None = None
     replica_id: str = ""
+    role: str = "both"
+    prefill_listen: str | None = None
+    prefill_urls: list[str] | msgspec.UnsetType | None = msgspec.UNSET
 
     @property
     def kv_usage(self) -> float:
@@ -83,6 +90,8 @@ class Backend:
     kv_subscribers      of its KV events, one for each engine; empty without
     num_answers         requests that it has answered whole
     replica_id          that it last reported; empty where it has none
+    role                by its last report: prefill servers get no requests
+    prefill_url         where decode servers of other machines connect to it; None: it is no prefill server
     """
 
     address: BackendAddress
@@ -106,19 +115,27 @@ class Backend:
     num_answers: int = 0
     replica_id: str = ""
     _estimate: CostEstimate = field(default_factory=CostEstimate, repr=False)
+    role: str = "both"
+    prefill_url: str | None = None
 
     @property
     def name(self) -> str:
         return self.address.name
 
     def serves(self, model: str | None) -> bool:
-        """Return whether it lists a model; None for any."""
-        return model is None or model in self.models or WILDCARD in self.models
+        """Return whether it answers requests for a model; None for any."""
+        return not self.is_prefill and (model is None or model in self.models or WILDCARD in self.models)
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether it is a prefill server, which answers no requests of clients."""
+        return self.role == "prefill"
 
     @property
     def is_available(self) -> bool:
         """Whether it is sent new requests."""
-        return self.state == "ready" and not self.is_draining and self.clock() >= self.retry_at_s
+        is_open = self.state == "ready" and not self.is_draining and not self.is_prefill
+        return is_open and self.clock() >= self.retry_at_s
 
     @property
     def is_recovering(self) -> bool:
@@ -226,6 +243,7 @@ class Backend:
         if load is None:
             self.num_others = 0
             return
+        self.role, self.prefill_url = load.role, reachable_url(load.prefill_listen, self.address)
         self.num_others = max((load.running or 0) + (load.waiting or 0) - self.num_in_flight, 0)
 
 
@@ -286,7 +304,7 @@ class BackendTable:
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the models of all backends, each with the entry of the first that lists it."""
         found: dict[str, dict[str, Any]] = {}
-        for backend in self._backends.values():
+        for backend in [one for one in self if not one.is_prefill]:
             for name, entry in backend.models.items():
                 found.setdefault(name, entry)
         found.pop(WILDCARD, None)

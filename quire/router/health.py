@@ -10,7 +10,8 @@ import msgspec
 from quire.base.logging import get_logger
 from quire.router.backend import Backend, BackendTable, LoadReport
 from quire.router.config import RouterConfig
-from quire.router.upstream import UpstreamError
+from quire.router.prefill_servers import PrefillServers
+from quire.router.upstream import Headers, UpstreamError
 
 logger = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class HealthMonitor:
         self._table = table
         self._tasks: dict[str, asyncio.Task[None]] = {}
         key = config.backend_key
+        self._prefill_servers = PrefillServers(table)
         self._headers = [] if key is None else [(b"authorization", b"Bearer " + key.encode())]
 
     def start(self) -> None:
@@ -101,6 +103,21 @@ class HealthMonitor:
         if load is not None and load.kv_blocks_total and load.block_size:
             held_bytes = load.kv_blocks_total * load.block_size * _BYTES_PER_TOKEN
             backend.prefixes.limit(min(held_bytes // self._config.prefix_chunk_bytes, self._config.max_prefix_chunks))
+        await self._tell_prefill_urls(backend)
+
+    async def _tell_prefill_urls(self, backend: Backend) -> None:
+        """Tell a decode server the prefill servers, where it uses others."""
+        urls = self._prefill_servers.news_for(backend)
+        if urls is None:
+            return
+        body = msgspec.json.encode({"urls": urls})
+        headers = [*self._headers, (b"content-type", b"application/json")]
+        try:
+            status, answer = await self._send(backend, "PUT", b"/prefill_urls", headers, body)
+        except UpstreamError as error:
+            status, answer = 0, str(error).encode()
+        said = "" if status == 200 else f"{status} {answer[:500].decode(errors='replace')}"
+        self._prefill_servers.note_answer(backend, urls, said)
 
     def _note_failure(self, backend: Backend, error: str, *, is_refused: bool) -> None:
         backend.num_probe_failures += 1
@@ -146,10 +163,13 @@ class HealthMonitor:
             return None
 
     async def _get(self, backend: Backend, path: bytes) -> tuple[int, bytes]:
+        return await self._send(backend, "GET", path, self._headers)
+
+    async def _send(self, backend: Backend, method: str, path: bytes, headers: Headers, body: bytes = b"") -> tuple[int, bytes]:
         timeout_s = self._config.health_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await backend.upstream.send("GET", path, self._headers, idle_timeout_s=timeout_s)
+                answer = await backend.upstream.send(method, path, headers, body, idle_timeout_s=timeout_s)
                 async with answer:
                     return answer.status, await answer.read(_MAX_ANSWER_BYTES)
         except TimeoutError:

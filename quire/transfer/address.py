@@ -89,6 +89,17 @@ def parse_address(text: str, name: str) -> Address:
     return Address(host=match["host"].strip("[]"), port=int(match["port"]))
 
 
+def parse_reachable(text: str, name: str, *, has_secret: bool) -> Address:
+    """Return the address that an option names; without a secret only one of this machine. Raises ConfigError."""
+    address = parse_address(text, name)
+    if not has_secret and not address.is_local:
+        raise ConfigError(
+            f"{name} is {address}, which is not an address of this machine only: other machines need transfer_secret_file, as "
+            "pages are prompts"
+        )
+    return address
+
+
 def _is_answering(path: str) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)

@@ -208,6 +208,14 @@ class PageClient:
         self._outcomes: Counter[str] = Counter()
         self.pull_s = 0.0
 
+    def set_peers(self, addresses: Sequence[Address]) -> None:
+        """Ask these peers from now on; transfers from others go on, and what is known of those that stay is kept."""
+        with self._lock:
+            known = {peer.address: peer for peer in self._peers}
+            self._peers = [known.pop(address, None) or _Peer(address) for address in dict.fromkeys(addresses)]
+            for peer in known.values():
+                _drop(peer.idle, list(peer.idle))
+
     @property
     def outcomes(self) -> Counter[str]:
         """How many transfers have ended with each outcome, see Pull."""
@@ -440,7 +448,7 @@ class PageClient:
                     self._judge(peer, "lost", str(error))
             return
         with self._lock:
-            if self._closing.is_set():
+            if self._closing.is_set() or peer not in self._peers:
                 connection.close()
             else:
                 peer.idle.append(connection)
@@ -502,7 +510,7 @@ class PageClient:
             pull.use(None)
             with self._lock:
                 is_kept = is_clean and not pull.is_cancelled and not self._closing.is_set()
-                if is_kept and len(peer.idle) < _MAX_IDLE_CHANNELS:
+                if is_kept and peer in self._peers and len(peer.idle) < _MAX_IDLE_CHANNELS:
                     self._keep(peer, connection)
                 else:
                     connection.close()

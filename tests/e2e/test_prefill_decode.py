@@ -3,12 +3,14 @@
 import contextlib
 import os
 import signal
+import time
 
+import httpx
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs quire[server]")
 
-from tests.e2e.router_process import routing
+from tests.e2e.router_process import RouterProcess, routing
 from tests.e2e.server_process import serving
 
 pytestmark = pytest.mark.slow
@@ -107,3 +109,39 @@ def test_decode_server_behind_a_router_uses_all_prefill_servers_and_passes_over_
         asked += [ask(router, f"{number}.") for number in range(4, 7)]
         assert all(usage["prompt_tokens_details"]["cached_tokens"] >= 200 for _, usage in asked)
         decode.wait_for(lambda: metric(decode, "kv_transfers_total", outcome="complete") == 7, timeout_s=30)
+
+
+def test_decode_servers_behind_a_router_use_the_prefill_servers_that_are_registered_there(tmp_path):
+    common = ("--num-threads", "1", "--num-kv-blocks", "400", "--transfer-secret-file", str(tmp_path / "secret"))
+    addresses = [f"unix:{tmp_path}/pages{number}" for number in range(2)]
+    key = {"authorization": "Bearer admin"}
+    with contextlib.ExitStack() as stack:
+        prefill = [stack.enter_context(serving("--role", "prefill", "--prefill-listen", one, *common)) for one in addresses]
+        decode = stack.enter_context(serving("--role", "decode", "--prefill-min-tokens", "64", *common))
+        router = RouterProcess(prefill[0], decode, options=("--admin-key", "admin"))
+        stack.callback(router.kill)
+        router.wait_for(lambda: router.num_ready() == 1)
+
+        def uses(*expected):
+            router.wait_for(lambda: decode.get("/load").json()["prefill_urls"] == list(expected), timeout_s=60)
+
+        def is_computed_elsewhere(name):
+            return ask(router, name)[1]["prompt_tokens_details"]["cached_tokens"] >= 200
+
+        uses(addresses[0])
+        assert all(is_computed_elsewhere(f"{number}.") for number in range(3))
+        decode.wait_for(lambda: metric(decode, "kv_peer_transfers_total", peer=addresses[0]) == 3, timeout_s=30)
+        router.post("/router/backends", {"url": prefill[1].url}, headers=key)
+        uses(*addresses)
+        removed = httpx.delete(f"{router.url}/router/backends/{prefill[0].url.removeprefix('http://')}", headers=key)
+        assert removed.status_code == 200
+        uses(addresses[1])
+        assert all(is_computed_elsewhere(f"{number}.") for number in range(3, 6))
+        decode.wait_for(lambda: metric(decode, "kv_peer_transfers_total", peer=addresses[1]) == 3, timeout_s=30)
+        os.kill(decode.engine_pid(), signal.SIGKILL)  # it is started again, and knows no prefill server then
+        router.wait_for(lambda: router.num_ready() == 1 and decode.get("/load").json()["prefill_urls"] == [addresses[1]])
+        router.wait_for(lambda: is_computed_elsewhere(f"again {time.monotonic()}"))
+        prefill[1].process.terminate()
+        uses()
+        assert not is_computed_elsewhere("alone")
+        assert router.metric("requests_total", backend=prefill[1].url.removeprefix("http://")) == 0

@@ -125,6 +125,11 @@ class HostTier:
         self._enter(key, slot)
         return True
 
+    def write_through(self, entry: PrefixEntry) -> None:
+        """Save the page of a block that was just published, where all are to be saved at once."""
+        if self._kv_save == "write_through" and entry.content.key not in self._slots:
+            self.save(entry.block_id, entry.content.key)
+
     def retain(self, entry: PrefixEntry, keep_s: float) -> None:
         """Save the page of a published block in the next plan, whatever else is saved, and keep it longer than others."""
         if self._kv_save == "none":

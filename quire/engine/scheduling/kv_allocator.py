@@ -412,8 +412,10 @@ class KvAllocator:
             sequence.num_published_blocks, sequence.last_entry = index + 1, entry
             if self.windows is not None and entry.block_id != sequence.block_ids[index]:
                 self._move_entry(entry, sequence.block_ids[index], self.windows)
-            if keep_s > 0 and (index + 1) * self.block_size <= sequence.num_prompt_tokens and self.host_tier is not None:
-                self.host_tier.retain(entry, keep_s)
+            if self.host_tier is not None:
+                if keep_s > 0 and (index + 1) * self.block_size <= sequence.num_prompt_tokens:
+                    self.host_tier.retain(entry, keep_s)
+                self.host_tier.write_through(entry)
 
     def _cacheable(self, sequence: Sequence) -> list[BlockContent]:
         """Return the blocks at the start of a sequence that may come from a cache."""

@@ -33,6 +33,7 @@ from quire.serving.engine_client.messages import (
     Ready,
     RebalanceExperts,
     RequestDelta,
+    SetPrefillUrls,
     Sleep,
     SleepState,
     StepOutputs,
@@ -186,7 +187,12 @@ class EngineClient:
         already, 503 while the engine is not ready."""
         await self._command(RebalanceExperts(f"experts-{uuid.uuid4().hex}"))
 
-    async def _command(self, command: LoadAdapter | RebalanceExperts) -> None:
+    async def set_prefill_urls(self, urls: list[str]) -> None:
+        """Set the prefill engines that a decode engine asks. Raises ApiError: 400 if it takes none, or not these, 503 while it
+        is not ready."""
+        await self._command(SetPrefillUrls(f"prefill-urls-{uuid.uuid4().hex}", urls))
+
+    async def _command(self, command: LoadAdapter | RebalanceExperts | SetPrefillUrls) -> None:
         """Send a command, and wait for its answer. Raises ApiError: 400 if it is refused, 503 while the engine is not ready."""
         if self.state != "ready":
             raise engine_unavailable(_UNAVAILABLE[self.state])

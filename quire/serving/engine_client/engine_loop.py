@@ -22,6 +22,7 @@ from quire.serving.engine_client.messages import (
     LoadAdapter,
     RebalanceExperts,
     RequestDelta,
+    SetPrefillUrls,
     Sleep,
     SleepState,
     StepOutputs,
@@ -160,6 +161,8 @@ class EngineLoop:
             self._wake_up(command)
         elif isinstance(command, RebalanceExperts):
             self._rebalance_experts(command)
+        elif isinstance(command, SetPrefillUrls):
+            self._set_prefill_urls(command)
         elif isinstance(command, AskTimelines):
             self._send_timelines(command)
 
@@ -228,6 +231,17 @@ class EngineLoop:
         try:
             if not self._engine.rebalance_experts():
                 delta.error, delta.is_refused = "the experts are being moved already: wait until that has ended", True
+        except ConfigError as error:
+            delta.error, delta.is_refused = str(error), True
+        self._replies.append(delta)
+
+    def _set_prefill_urls(self, command: SetPrefillUrls) -> None:
+        delta, remote = RequestDelta(command.request_id, [], True), self._engine.remote_prefill
+        try:
+            if remote is None or self._engine.config.prefill_urls is not None:
+                what = "is no decode engine" if remote is None else "was started with prefill_urls, which are fixed"
+                raise ConfigError(f"this engine {what}: start it with the role 'decode' and without prefill_urls")
+            remote.set_urls(command.urls)
         except ConfigError as error:
             delta.error, delta.is_refused = str(error), True
         self._replies.append(delta)

@@ -221,6 +221,14 @@ class RebalanceExperts(msgspec.Struct, frozen=True, tag="rebalance_experts", for
     request_id: str
 
 
+class SetPrefillUrls(msgspec.Struct, frozen=True, tag="set_prefill_urls", forbid_unknown_fields=True):
+    """Ask the prefill engines that listen at these addresses from now on; the answer is a RequestDelta with request_id,
+    finished, with an error if this engine takes none, or not these."""
+
+    request_id: str
+    urls: list[str]
+
+
 class AskTimelines(msgspec.Struct, frozen=True, tag="timelines", forbid_unknown_fields=True):
     """Send the timelines so far of unfinished requests, in one Timelines with the same number. Unknown ids are left out."""
 
@@ -249,7 +257,8 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Abort all requests, release the memory, and end the process with status 0."""
 
 
-ToEngine = Submit | Abort | Watch | LoadAdapter | UnloadAdapter | RebalanceExperts | AskTimelines | Sleep | WakeUp | Stop
+_Commands = LoadAdapter | UnloadAdapter | RebalanceExperts | SetPrefillUrls | Sleep | WakeUp | Stop
+ToEngine = Submit | Abort | Watch | AskTimelines | _Commands
 
 
 # From the engine.
@@ -292,6 +301,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     pooler                   the model's task and pooling
     enable_lora              whether requests may have LoRA adapters
     role                     of EngineConfig
+    prefill_listen           where decode engines connect to this one; None: it is no prefill engine
+    takes_prefill_urls       whether the addresses of prefill engines come by SetPrefillUrls
     """
 
     model: str
@@ -324,6 +335,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes_per_s: float | None = None
     peak_flops_per_s: float | None = None
     role: Role = "both"
+    prefill_listen: str | None = None
+    takes_prefill_urls: bool = False
     chat_template: str | None = None
     pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
     enable_lora: bool = False

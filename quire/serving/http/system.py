@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 import quire
+from quire.api.decode import Body
+from quire.base.logging import get_logger
+from quire.contracts.config import Role
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.tier_stats import TierStats
-from quire.serving.answers import Answer, Ready
+from quire.serving.answers import Answer, Ready, Unary
 from quire.serving.auth import Authenticator
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint
@@ -23,6 +27,8 @@ from quire.serving.errors import ApiError, invalid
 from quire.serving.http.openapi import document
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
+
+logger = get_logger(__name__)
 
 _COMPAT = {"name": "compat", "in": "query", "required": False, "schema": {"enum": ["vllm"]}}
 
@@ -97,6 +103,9 @@ class Load(msgspec.Struct):
     block_size    tokens of a KV block
     max_num_seqs  that run at once
     replica_id    which ids of stored objects begin with; empty: none
+    role          of the engines: both, prefill or decode
+    prefill_listen  of prefill servers: where decode servers connect
+    prefill_urls  of decode servers that take them by `PUT /prefill_urls`: those in use; null while the replicas differ
     """
 
     server_load: int
@@ -108,6 +117,15 @@ class Load(msgspec.Struct):
     max_num_seqs: int
     replicas: list[ReplicaLoad]
     replica_id: str = ""
+    role: Role = "both"
+    prefill_listen: str | msgspec.UnsetType = msgspec.UNSET
+    prefill_urls: list[str] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class PrefillUrls(Body):
+    """Where the prefill servers listen that a decode server is to use, as tcp://HOST:PORT or unix:PATH; none: []."""
+
+    urls: Annotated[list[Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=256)]
 
 
 class ReplicaExperts(msgspec.Struct):
@@ -219,7 +237,35 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         replicas=replicas,
         replica_id=parts.server.config.replica_id,
     )
+    info = parts.client.info
+    if info is not None:
+        body.role = info.role
+        if info.prefill_listen is not None:
+            body.prefill_listen = info.prefill_listen
+        if info.takes_prefill_urls:
+            body.prefill_urls = _prefill_urls(parts.client.replicas)
     return _json(body)
+
+
+def _prefill_urls(replicas: Sequence[EngineClient]) -> list[str] | None:
+    """Return the prefill servers that the engines use, as of the last heartbeat; None if they use different ones."""
+    found = {tuple(sorted(url for tier in replica.tiers for url in tier.peer_transfers)) for replica in replicas}
+    return list(found.pop()) if len(found) == 1 else None
+
+
+async def put_prefill_urls(parts: SystemParts, call: Call) -> Answer:
+    """Set the prefill servers of a decode server, for callers with an admin key."""
+    if not call.owner.is_admin:
+        raise ApiError(403, "prefill servers are set with an admin key (admin: true in --api-key-file)", code="admin_only")
+    body = await call.body(PrefillUrls)
+
+    async def work() -> Ready:
+        for client in parts.client.replicas:
+            await client.set_prefill_urls(body.urls)
+        logger.info("the prefill servers are now %s", ", ".join(body.urls) or "none")
+        return _json(body)
+
+    return Unary(work)
 
 
 async def experts(parts: SystemParts, call: Call) -> Answer:
@@ -295,6 +341,15 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
             summary="Balance the experts over the ranks by the load of the last steps (enable_eplb)",
             tag="system",
             answer=Rebalancing,
+        ),
+        Endpoint(
+            method="PUT",
+            path="/prefill_urls",
+            handler=put_prefill_urls,
+            summary="Set the prefill servers of a decode server",
+            tag="system",
+            body=PrefillUrls,
+            answer=PrefillUrls,
         ),
         Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
     ]

@@ -19,16 +19,17 @@ ENGINE = {"model": "demo", "num_threads": 1, "num_kv_blocks": 12, "max_model_len
 def test_later_turns_find_their_history_in_the_tiers(tmp_path):
     tiers = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
     found = measure_conversations(EngineConfig(**ENGINE, **tiers), OPTIONS)
-    assert [case.case for case in found.cases] == ["off", "tiers", "restarted"]
+    assert [case.case for case in found.cases] == ["off", "tiers", "restarted", "killed"]
     assert all(case.is_same for case in found.cases)
     assert found.num_users == 5
-    off, with_tiers, restarted = found.cases
+    off, with_tiers, restarted, killed = found.cases
     assert off.cached_share < 0.3
     assert with_tiers.cached_share > 0.5
-    assert (len(off.first_token_s), len(restarted.first_token_s)) == (10, 5)
+    assert [len(case.first_token_s) for case in (off, restarted, killed)] == [10, 5, 5]
+    assert killed.cached_share > 0.3
     assert list((tmp_path / "tier").iterdir()) == []
-    assert json.loads(found.to_json())["medians"].keys() == {"off", "tiers", "restarted"}
-    assert found.describe().count("median time to first token") == 3
+    assert json.loads(found.to_json())["medians"].keys() == {"off", "tiers", "restarted", "killed"}
+    assert found.describe().count("median time to first token") == 4
 
 
 def test_options_that_make_no_sense_are_refused(capsys):

@@ -246,7 +246,7 @@ def test_prompts_are_computed_here_if_the_peer_differs_and_both_values_are_named
 def test_prompts_are_computed_here_if_the_peer_is_slower(monkeypatch, cold, decode):
     monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1.5)
     run(decode, PROMPTS[:1])
-    remote = decode.llm_engine._remote
+    remote = decode.llm_engine.remote_prefill
     remote._client._peers[0].load.s_per_page, remote._tokens_per_s = 1.0, 1e9
     assert run(decode, PROMPTS[1:2]) == (run(cold, PROMPTS[1:2])[0], [0])
     assert outcomes(decode) == {"complete": 1, "slower": 1}
@@ -274,7 +274,7 @@ def test_aborted_requests_leave_nothing_behind(cold):
                 engine.step()
             assert engine.abort_request(f"r{number}").finished
         assert run(llm, [PREFIX])[0] == run(cold, [PREFIX])[0]
-        assert wait_until(lambda: not engine._remote.take_ready(0.0) and not engine._remote._abandoned)
+        assert wait_until(lambda: not engine.remote_prefill.take_ready(0.0) and not engine.remote_prefill._abandoned)
         check_nothing_is_held(engine)
         assert wait_until(lambda: not peer.engine.prefill.num_lendings and not peer.engine.scheduler.has_unfinished)
         check_nothing_is_held(peer.engine)
@@ -324,7 +324,7 @@ def test_prefill_engine_that_is_killed_or_stopped_between_pages_is_given_up(cold
             engine = llm.llm_engine
             expected = cold.generate(PREFIX, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
             engine.add_request("one", PREFIX, SamplingParams(temperature=0.0, max_tokens=8))
-            transfer = engine._remote._transfers["one"]
+            transfer = engine.remote_prefill._transfers["one"]
             assert wait_until(lambda: transfer.pull.num_done >= 2)
             subprocess.run(["kill", f"-{sent.upper()}", str(process.pid)], check=True)
             began_s, outputs = time.monotonic(), []
@@ -397,7 +397,6 @@ def test_fingerprints_differ_where_torch_runs_the_model():
     [
         ({"role": "some"}, "role must be one of"),
         ({"role": "prefill"}, "prefill_listen is missing"),
-        ({"role": "decode"}, "prefill_urls is missing"),
         ({"prefill_listen": "tcp://127.0.0.1:1"}, "role is 'both', and prefill_listen is 'tcp://127.0.0.1:1'"),
         ({"role": "prefill", "prefill_listen": "unix:/x", "prefill_urls": ("unix:/y",)}, "prefill_urls is"),
         ({"role": "decode", "prefill_urls": ()}, "prefill_urls must be"),

@@ -183,3 +183,27 @@ def test_a_transfer_waits_as_long_as_is_expected_of_the_peer_that_is_asked(is_me
         assert pull.address == str(servers[1].address)
         assert (pull.expected_s is not None and pull.expected_s > 300) is is_measured
         assert pull.asked_s > 0
+
+
+def test_peers_are_replaced_while_transfers_run_and_those_that_stay_are_known():
+    with peers() as (client, sources, servers):
+        first, second = (server.address for server in servers)
+        client.set_peers([first])
+        assert finish(start(client)) == "complete"
+        known = loads(client)[0]
+        sources[0].is_instant = False
+        running = start(client)
+        assert wait_until(lambda: len(sources[0].jobs) == 2)
+        client.set_peers([second, first, second])
+        assert loads(client)[1] is known
+        client.set_peers([second])
+        assert list(client.num_transfers) == [str(second)]
+        sources[0].compute(4)
+        sources[0].jobs[-1].complete()
+        assert finish(running) == "complete"
+        assert finish(start(client)) == "complete"
+        assert [len(source.jobs) for source in sources] == [2, 1]
+        assert wait_until(lambda: servers[0].num_connections == 0)  # none is kept to a server that is not used
+        client.set_peers([])
+        assert not client.is_available
+        assert wait_until(lambda: servers[1].num_connections == 0)

@@ -88,6 +88,18 @@ def test_prompt_is_saved_at_once_when_it_is_to_be_retained():
     driver.check_outputs()
 
 
+def test_prompt_and_output_are_saved_as_they_are_computed_with_write_through():
+    driver = Driver(tier_config(kv_save="write_through"))
+    driver.add(make_request(0, range(22), max_tokens=7))
+    driver.run()
+    tier = driver.scheduler.kv.host_tier
+    assert len(tier) == 7  # 28 of 29 tokens, while the pool still has them
+    assert sum(len(plan.page_saves) for plan in driver.worker.plans) == 7
+    run_one(driver, 1, range(50, 78))
+    assert run_one(driver, 2, range(22)) == 20
+    driver.check_outputs()
+
+
 def test_retained_pages_are_passed_over_until_the_tier_was_filled_with_others_several_times():
     driver = Driver(tier_config(num_host_pages=8))
     run_one(driver, 0, range(22), keep_s=300.0)

@@ -20,6 +20,7 @@ from quire.serving.engine_client.messages import (
     KvReport,
     LoadAdapter,
     RebalanceExperts,
+    SetPrefillUrls,
     Sleep,
     SleepState,
     StepOutputs,
@@ -29,6 +30,7 @@ from quire.serving.engine_client.messages import (
     WakeUp,
     Watch,
 )
+from quire.transfer.address import parse_reachable
 
 SESSION = b"session!"
 
@@ -382,6 +384,40 @@ def test_rebalancing_of_experts_is_answered(engine, monkeypatch, started, error)
     assert delta.finished
     assert delta.is_refused == (error is not None)
     assert delta.error is None if error is None else error in delta.error
+
+
+class RemotePrefill:
+    """Of a decode engine that waits for nothing."""
+
+    def __init__(self):
+        self.peers = []
+
+    def __bool__(self):
+        return False
+
+    def set_urls(self, urls):
+        self.peers = [parse_reachable(url, "prefill_urls", has_secret=False) for url in urls]
+
+
+@pytest.mark.parametrize(
+    ("urls", "error"),
+    [
+        (["unix:/x", "tcp://127.0.0.1:7"], None),
+        (["tcp://10.0.0.1:7"], "need transfer_secret_file"),
+        (None, "is no decode engine"),
+    ],
+    ids=["told", "without-secret", "role-both"],
+)
+def test_prefill_urls_are_told_to_a_decode_engine(engine, monkeypatch, urls, error):
+    remote = RemotePrefill()
+    if urls is not None:
+        monkeypatch.setattr(engine, "remote_prefill", remote)
+    port = ScriptedPort([[SetPrefillUrls("urls-1", urls or ["unix:/x"])]])
+    EngineLoop(engine, port).run()
+    (delta,) = port.deltas("urls-1")
+    assert (delta.finished, delta.is_refused) == (True, error is not None)
+    assert delta.error is None if error is None else error in delta.error
+    assert [str(one) for one in remote.peers] == ([] if error else urls)
 
 
 def test_an_adapter_is_refused_while_the_engine_is_asleep(engine):

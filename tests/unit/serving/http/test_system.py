@@ -11,7 +11,7 @@ from quire.contracts.tier_stats import TierStats
 from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, invalid
-from quire.serving.http.system import experts, health, load, rebalance
+from quire.serving.http.system import _prefill_urls, experts, health, load, put_prefill_urls, rebalance
 from quire.serving.metrics.engine_metrics import EngineOccupancy
 from tests.unit.serving.http.shell import endpoint, exchange, running
 from tests.unit.serving.http.test_shell import parse
@@ -96,6 +96,10 @@ def test_load_sums_the_replicas_and_lists_them():
     async def go():
         async with running([endpoint("/load", load, method="GET")], replica_id="k3fa") as (port, context):
             context.client = SimpleNamespace(replicas=(SimpleNamespace(state="ready"), SimpleNamespace(state="restarting")))
+        async with running([endpoint("/load", load, method="GET")]) as (port, context):
+            replicas = (SimpleNamespace(state="ready"), SimpleNamespace(state="restarting"))
+            info = SimpleNamespace(role="prefill", prefill_listen="unix:/x", takes_prefill_urls=False)
+            context.client = SimpleNamespace(replicas=replicas, info=info)
             context.metrics = SimpleNamespace(occupancy=lambda: (found, 4))
             return parse(await exchange(port, b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"))
 
@@ -107,6 +111,8 @@ def test_load_sums_the_replicas_and_lists_them():
         (1, "restarting", 3, 0),
     ]
     assert body == {
+        "role": "prefill",
+        "prefill_listen": "unix:/x",
         "server_load": 9,
         "running": 5,
         "waiting": 4,
@@ -202,3 +208,31 @@ def test_experts_are_rebalanced_for_admin_keys_only(is_admin, status):
     assert (found, len(asked)) == (status, int(is_admin))
     if not is_admin:
         assert json.loads(body)["error"]["code"] == "admin_only"
+
+
+@pytest.mark.parametrize(("is_admin", "status"), [(False, 403), (True, 200)])
+def test_prefill_urls_are_set_for_admin_keys_only_and_reported(is_admin, status):
+    tiers = [SimpleNamespace(peer_transfers={})]
+
+    async def set_prefill_urls(urls):
+        tiers[0].peer_transfers = dict.fromkeys(urls, 0)
+
+    async def go():
+        keys = (ApiKey("a", hash_key("k"), is_admin=is_admin),)
+        async with running([endpoint("/prefill_urls", put_prefill_urls)], api_keys=keys) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(set_prefill_urls=set_prefill_urls, tiers=tiers),))
+            body = b'{"urls": ["unix:/b", "unix:/a"]}'
+            head = b"POST /prefill_urls HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
+            lines = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            return parse(await exchange(port, head + lines + body)), _prefill_urls(context.client.replicas)
+
+    (found, _, body), reported = asyncio.run(go())
+    assert found == status
+    assert reported == (["unix:/a", "unix:/b"] if is_admin else [])
+    if not is_admin:
+        assert json.loads(body)["error"]["code"] == "admin_only"
+
+
+def test_replicas_with_different_prefill_servers_have_no_common_list():
+    replicas = [SimpleNamespace(tiers=[SimpleNamespace(peer_transfers=peers)]) for peers in ({"unix:/a": 1}, {})]
+    assert _prefill_urls(replicas) is None
