@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <exception>
 #include <mutex>
-#include <utility>
 
 #include "thread_binding.h"
 
@@ -68,11 +67,11 @@ void pack_share(const Packing& job, i64 share) {
 }
 
 // Write to each page of the panels that this thread will read, those of next_of_share: Linux places a page on the node of the thread
-// that writes it first.
+// that writes it first. What is packed already stays.
 void place_pages(const NativeWeight& weight, const Worker& worker) {
     const i64 panels = panels_of(weight.weight), bytes = weight.weight.panel_bytes;
     volatile u8* const end = weight.memory.data + share_start(panels, worker.rank + 1, worker.size) * bytes;
-    for (volatile u8* at = weight.memory.data + share_start(panels, worker.rank, worker.size) * bytes; at < end; at += PAGE_BYTES) *at = 0;
+    for (volatile u8* at = weight.memory.data + share_start(panels, worker.rank, worker.size) * bytes; at < end; at += PAGE_BYTES) *at = *at;
 }
 
 // Each thread takes the shares that are left. There is no barrier inside, so a thread may end early.
@@ -177,7 +176,7 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
         for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
     }
     std::vector<std::vector<Exception>> found(weight.format == Format::bf12 ? static_cast<size_t>(ceil_div(count, 16)) : 0);
-    const bool places_pages = !std::exchange(has_pages, true) && are_teams_bound(num_threads);
+    const bool places_pages = first == 0 && are_teams_bound(num_threads);  // a weight is packed from its first row on
     Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data(), places_pages, {}};
     run_team(num_threads, pack_shares, &job);
     job.failure.raise();

@@ -45,7 +45,6 @@ struct NativeWeight {
     // bf12: panel after panel, and where those of each are.
     std::vector<Exception> exceptions;
     std::vector<Window> windows;
-    bool has_pages = false;  // something was packed
 
     NativeWeight(const std::string& format, i32 n, i32 k, i32 group, i32 input_group);
     void pack(uintptr_t source, i64 stride, i32 first, i32 count, uintptr_t levels, int num_levels, bool is_mapped, int num_threads);
