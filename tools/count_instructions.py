@@ -4,6 +4,10 @@
 
 Needs objdump for each architecture (binutils, binutils-aarch64-linux-gnu). The counts are of the code, not of what is executed:
 they show whether a level compiles to the instructions that it is written for, and how often the stack is read and written.
+
+    python tools/count_instructions.py --loops 'dot_group<1, 4, true, false>' avx2:FOLDER neon:FOLDER
+
+prints instead the innermost loops with multiply-adds, those that are equal once, of the functions whose names match a pattern.
 """
 
 from __future__ import annotations
@@ -15,6 +19,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))
+from stack_traffic import functions, innermost_loops
+
 KERNELS = ("linear", "attention", "elementwise", "sampler", "quantize", "recurrence")
 OBJDUMPS = {62: "objdump", 183: "aarch64-linux-gnu-objdump"}
 """By the machine of an ELF header."""
@@ -23,8 +30,9 @@ KINDS = {
     "byte products": re.compile(r"vpdpbusd|vpmaddubsw|[us]{1,2}dot|[us]{1,2}mmla"),
     "bf16 products": re.compile(r"vdpbf16ps|bfmlal|bfdot"),
 }
+COLUMNS = ("instructions", *KINDS, "stack")
 STACK = re.compile(r"\(%rsp|\[sp[,\]]")
-INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\t([a-z][a-z0-9.]*)(.*)$")
+INSTRUCTION = re.compile(r"^\s*[0-9a-f]+:\t(?:\{vex\} )?([a-z][a-z0-9.]*)(.*)$")
 
 
 def objdump_of(path: Path) -> str:
@@ -62,20 +70,42 @@ def count_object(path: Path) -> Counter[str]:
     return count(done.stdout)
 
 
+def count_loops(path: Path, patterns: list[str]) -> dict[str, list[Counter[str]]]:
+    """Return the counts of the innermost loops with multiply-adds, by the pattern that matches the name of their function."""
+    found: dict[str, list[Counter[str]]] = {pattern: [] for pattern in patterns}
+    for name, code in functions(str(path), objdump_of(path)):
+        for pattern in (pattern for pattern in patterns if re.search(pattern, name)):
+            for first, last in innermost_loops(code):
+                counts = count("\n".join(f"{at:x}:\t{line}" for at, line in code if first <= at <= last))
+                if counts["multiply-adds"] and counts not in found[pattern]:
+                    found[pattern].append(counts)
+    return found
+
+
+def print_counts(name: str, level: str, counts: Counter[str]) -> None:
+    """Print a row of the table."""
+    print(f"| {name} | `{level}` | {' | '.join(f'{counts[column]:,}' for column in COLUMNS)} |")
+
+
 def main(argv: list[str]) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("levels", nargs="+", metavar="LEVEL:FOLDER", help="a level, and the folder of its objects")
-    columns = ("instructions", *KINDS, "stack")
-    print(f"| kernel | level | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 2) + "|")
+    parser.add_argument("--loops", action="append", metavar="PATTERN", help="print loops of functions with such names")
+    options = parser.parse_args(argv)
+    print(f"| kernel | level | {' | '.join(COLUMNS)} |")
+    print("|---" * (len(COLUMNS) + 2) + "|")
     for kernel in KERNELS:
-        for level, _, folder in (text.partition(":") for text in parser.parse_args(argv).levels):
+        for level, _, folder in (text.partition(":") for text in options.levels):
             path = Path(folder) / f"{kernel}_{level}.cpp.o"
-            if not path.is_file():
+            if options.loops is None and not path.is_file():
                 raise SystemExit(f"{path} is missing: build quire there first")
-            counts = count_object(path)
-            print(f"| {kernel} | `{level}` | {' | '.join(f'{counts[column]:,}' for column in columns)} |")
+            if options.loops is None:
+                print_counts(kernel, level, count_object(path))
+            elif path.is_file():  # AVX-VNNI has few kernels of its own
+                for pattern, loops in count_loops(path, options.loops).items():
+                    for counts in loops:
+                        print_counts(pattern, level, counts)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,17 @@ from collections.abc import Iterator
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 INSTRUCTION = re.compile(r"^ *([0-9a-f]+):\t(.*)$")
-JUMP = re.compile(r"^j\w+ +([0-9a-f]+) ")
+# Of x86-64 and AArch64: there the address may follow a register, and the number of a bit.
+JUMP = re.compile(r"^(?:j\w+ +|(?:b(?:\.\w+)?|cbn?z|tbn?z)\t(?:[wx]\w+, (?:#\w+, )?)?)([0-9a-f]+) ")
 # A frame below %rbp or above %rsp; what lies above %rbp is no frame but an array.
 ON_STACK = re.compile(r"(-0x[0-9a-f]+\(%rbp|\(%rsp).*%[yz]mm|%[yz]mm.*(-0x[0-9a-f]+\(%rbp|\(%rsp)")
 
 Code = list[tuple[int, str]]
 
 
-def functions(path: str) -> Iterator[tuple[str, Code]]:
+def functions(path: str, objdump: str = "objdump") -> Iterator[tuple[str, Code]]:
     """Yield the name of each function of an object file, and its (address, instruction)s."""
-    command = ["objdump", "-d", "-C", "--no-show-raw-insn", path]
+    command = [objdump, "-d", "-C", "--no-show-raw-insn", path]
     listing = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     name, code = "", []
     for line in listing.splitlines():

@@ -17,6 +17,7 @@ constexpr i32 ROWS_PER_SHARE = 64;
 constexpr i64 SLAB_BYTES = 64 << 20;
 // For bf12, one line after the last panel is read but not used.
 constexpr i64 PAST_PANELS = 64;
+constexpr i64 PAGE_BYTES = 4096;
 
 // The first exception of a team: exceptions must not leave the OpenMP region.
 struct Failure {
@@ -41,7 +42,7 @@ struct Packing {
     i32 num_levels;
     bool is_mapped;
     std::vector<Exception>* found;  // bf12: of every panel that is packed
-    bool is_bound;                  // the threads of the team are bound to cores
+    bool places_pages;              // before anything is packed, by threads that are bound to NUMA nodes
     Failure failure;
 };
 
@@ -65,30 +66,31 @@ void pack_share(const Packing& job, i64 share) {
     if (job.is_mapped) forget_pages(source, rows * job.stride * width);
 }
 
-// Each thread takes the shares that are left. Threads that are bound to NUMA nodes pack the panels that they will read, those of
-// next_of_share: Linux places a page on the node of the thread that writes it first.
-void pack_shares(const Packing& job, Worker& worker) {
-    const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
-    if (!job.is_bound) {
-        for (i64 share = next(worker, shares, 1); share < shares; share = next(worker, shares, 1)) pack_share(job, share);
-        return;
-    }
-    const i64 panels = panels_of(job.weight->weight);
-    const i64 begin = share_start(panels, worker.rank, worker.size), end = share_start(panels, worker.rank + 1, worker.size);
-    for (i64 share = 0; share < shares; ++share) {
-        const i64 panel = (job.first + share * ROWS_PER_SHARE) / 16;
-        if (panel >= begin && panel < end) pack_share(job, share);
-    }
+// Write to each page of the panels that this thread will read, those of next_of_share: Linux places a page on the node of the thread
+// that writes it first. What is packed already stays.
+void place_pages(const NativeWeight& weight, const Worker& worker) {
+    const i64 panels = panels_of(weight.weight), bytes = weight.weight.panel_bytes;
+    volatile u8* const end = weight.memory.data + share_start(panels, worker.rank + 1, worker.size) * bytes;
+    for (volatile u8* at = weight.memory.data + share_start(panels, worker.rank, worker.size) * bytes; at < end; at += PAGE_BYTES) *at = *at;
 }
 
-// There is no barrier inside, so a thread may end early.
-void try_to_pack(void* argument, Worker& worker) {
-    Packing& job = *static_cast<Packing*>(argument);
+// Each thread takes the shares that are left. There is no barrier inside, so a thread may end early.
+void try_to_pack(Packing& job, Worker& worker) {
     try {
-        pack_shares(job, worker);
+        const i64 shares = ceil_div(job.count, ROWS_PER_SHARE);
+        for (i64 share = next(worker, shares, 1); share < shares; share = next(worker, shares, 1)) pack_share(job, share);
     } catch (...) {
         job.failure.note();
     }
+}
+
+void pack_shares(void* argument, Worker& worker) {
+    Packing& job = *static_cast<Packing*>(argument);
+    if (job.places_pages) {
+        place_pages(*job.weight, worker);
+        barrier(worker);
+    }
+    try_to_pack(job, worker);
 }
 
 Format format_named(const std::string& name) {
@@ -174,8 +176,9 @@ void NativeWeight::pack(uintptr_t source, i64 stride, i32 first, i32 count, uint
         for (int i = 0; i < num_levels; ++i) weight.table[i] = static_cast<u8>(reinterpret_cast<const i8*>(levels)[i] + 128);
     }
     std::vector<std::vector<Exception>> found(weight.format == Format::bf12 ? static_cast<size_t>(ceil_div(count, 16)) : 0);
-    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data(), are_teams_bound(num_threads), {}};
-    run_team(num_threads, try_to_pack, &job);
+    const bool places_pages = first == 0 && are_teams_bound(num_threads);  // a weight is packed from its first row on
+    Packing job = {this, reinterpret_cast<const void*>(source), stride, first, count, reinterpret_cast<const i8*>(levels), num_levels, is_mapped, found.data(), places_pages, {}};
+    run_team(num_threads, pack_shares, &job);
     job.failure.raise();
     if (weight.format == Format::bf12) take_exceptions(static_cast<size_t>(first) / 16, found);
 }
