@@ -95,8 +95,6 @@ def test_load_sums_the_replicas_and_lists_them():
 
     async def go():
         async with running([endpoint("/load", load, method="GET")], replica_id="k3fa") as (port, context):
-            context.client = SimpleNamespace(replicas=(SimpleNamespace(state="ready"), SimpleNamespace(state="restarting")))
-        async with running([endpoint("/load", load, method="GET")]) as (port, context):
             replicas = (SimpleNamespace(state="ready"), SimpleNamespace(state="restarting"))
             info = SimpleNamespace(role="prefill", prefill_listen="unix:/x", takes_prefill_urls=False)
             context.client = SimpleNamespace(replicas=replicas, info=info)
