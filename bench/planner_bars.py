@@ -28,7 +28,7 @@ from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import StepWork
 
 LIMIT = 0.10
-POOL_BYTES = 200 << 20
+POOL_BYTES = 100 << 20
 PRECISIONS = ("bfloat16", "int8", "int4")
 KV_FORMATS = ("auto", "int8", "k8v4", "turboquant_4bit")
 QWEN3_06B = {
@@ -60,24 +60,24 @@ def engine_config(model: str, precision: str, kv_format: str) -> EngineConfig:
         kv_cache_dtype=kv_format,  # type: ignore[arg-type]
         kv_cache_memory_bytes=POOL_BYTES,
         num_threads=1,
-        max_num_seqs=32,
+        max_num_seqs=256,
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
     )
 
 
-def planned_bytes(model: str, precision: str, kv_format: str) -> float:
-    """Return what the plan says such a process takes: weights, activations, and the blocks of the pool."""
+def planned_bytes(model: str, precision: str, kv_format: str, num_blocks: int) -> float:
+    """Return what the plan says such a process takes: weights, activations, and so many blocks."""
     plain = inspect_model(EngineConfig(model=model, device="cpu", num_kv_blocks=1, dtype="bfloat16", skip_tokenizer_init=True))
     sizes = weight_bytes_by_precision(plain)
     shape = ModelShape.of(model, plain, sizes, max(0, plain.memory.weight_bytes - sizes["bfloat16"]))
     hardware = find_hardware("xeon-8480")
-    limits = Limits.usual(hardware, shape, max_num_seqs=32, max_num_batched_tokens=512)
+    limits = Limits.usual(hardware, shape, max_num_seqs=256, max_num_batched_tokens=512)
     wanted = choose_kv_format(shape, kv_format, is_gpu=False)
     memory = divide_memory(shape, hardware, limits, precision, wanted)
-    block_bytes = shape.kv_bytes_per_token(wanted) * limits.block_size
-    return memory.weight_bytes + memory.activation_bytes + memory.runtime_bytes + POOL_BYTES // block_bytes * block_bytes
+    kv_bytes = num_blocks * shape.kv_bytes_per_token(wanted) * limits.block_size
+    return memory.weight_bytes + memory.activation_bytes + memory.runtime_bytes + kv_bytes
 
 
 def resident_bytes() -> int:
@@ -87,22 +87,26 @@ def resident_bytes() -> int:
     return int(peak.split()[1]) * 1024
 
 
-def taken_bytes(model: str, precision: str, kv_format: str) -> int:
-    """Return the peak of this process while it serves prompts that fill the pool, beyond what it took before the engine."""
+def taken_bytes(model: str, precision: str, kv_format: str) -> tuple[int, int]:
+    """Return what this process takes beyond what it took before, while sequences hold the pool, and the blocks they hold."""
     resident_bytes()
     before = resident_bytes()
     engine = LLMEngine(engine_config(model, precision, kv_format))
     resident_bytes()
     limits = engine.scheduler.config
-    length = min(limits.max_model_len - 8, 512)
-    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, detokenize=False)
-    num_prompts = -(-limits.num_kv_blocks * limits.block_size // length)
-    for number in range(num_prompts):  # blocks are taken in turn, so that all are written in the end
-        prompt = [(7 * number + place) % 250 for place in range(length)]
+    num_prompts = min(limits.max_num_seqs, -(-limits.num_kv_blocks * limits.block_size // 512))
+    # A sequence lives until the prompts of all others are computed, one in a step.
+    params = SamplingParams(max_tokens=num_prompts + 2, ignore_eos=True, temperature=0.0, detokenize=False)
+    for number in range(num_prompts - 1):
+        prompt = [(7 * number + place) % 250 for place in range(512)]
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    while engine.has_unfinished_requests():
+    ranked = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0.0, detokenize=False)  # the largest step there is
+    engine.add_request("ranked", {"prompt_token_ids": list(range(512))}, ranked)
+    least_free = limits.num_kv_blocks
+    while engine.has_unfinished_requests() and least_free > 0.02 * limits.num_kv_blocks:
         engine.step()
-    return resident_bytes() - before
+        least_free = min(least_free, engine.scheduler.kv.pool.num_free)
+    return resident_bytes() - before, limits.num_kv_blocks - least_free
 
 
 def compare(name: str, planned: float, measured: float) -> bool:
@@ -149,9 +153,10 @@ def check_memory(is_big: bool) -> bool:
             for precision in PRECISIONS:
                 for kv_format in KV_FORMATS if precision == "bfloat16" or not is_big else ("auto",):
                     command = [sys.executable, __file__, "one", model, precision, kv_format]
-                    measured = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+                    words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+                    measured, num_blocks = int(words[-2]), int(words[-1])
                     name = f"{'qwen3-0.6b' if is_big else model} {precision}, KV {kv_format}, bytes"
-                    is_near &= compare(name, planned_bytes(model, precision, kv_format), measured)
+                    is_near &= compare(name, planned_bytes(model, precision, kv_format, num_blocks), measured)
     return is_near
 
 
@@ -202,12 +207,12 @@ def main() -> int:
         "--big", action="store_true", help="Qwen3-0.6B's shapes"
     )
     kinds.add_parser("speed", help="decode and prefill")
-    one = kinds.add_parser("one", help="print what one engine takes, in bytes")
+    one = kinds.add_parser("one", help="print the bytes that one engine takes, and the blocks of its pool in use")
     for name in ("model", "precision", "kv_format"):
         one.add_argument(name)
     args = parser.parse_args()
     if args.kind == "one":
-        print(taken_bytes(args.model, args.precision, args.kv_format))
+        print(*taken_bytes(args.model, args.precision, args.kv_format))
         return 0
     return 0 if (check_speed() if args.kind == "speed" else check_memory(args.big)) else 1
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import bisect
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ FEATURES = ("constant", "sequences", "tokens", "attended_tokens", "bytes", "oper
 _MIN_STEPS = 12
 _REGION_EDGES = (2, 8, 32, 128, 512)
 _MIN_RESIDUALS = 8
+_MIN_CORRECTED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +192,14 @@ def nnls(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return solution
 
 
+def kind_of(work: StepWork) -> str:
+    """Return "decode" for a step of one token for each sequence, else "prefill"."""
+    return "decode" if work.num_tokens == work.num_sequences else "prefill"
+
+
 def region_of(work: StepWork) -> str:
     """Return the name of the region whose residuals belong together: by tokens, decode steps apart from those with prompts."""
-    kind = "decode" if work.num_tokens == work.num_sequences else "prefill"
+    kind = kind_of(work)
     place = bisect.bisect_left(_REGION_EDGES, work.num_tokens)
     return f"{kind}<={_REGION_EDGES[place]}" if place < len(_REGION_EDGES) else f"{kind}>{_REGION_EDGES[-1]}"
 
@@ -201,6 +208,8 @@ def region_of(work: StepWork) -> str:
 class FittedTime:
     """Times from a fit. coefficients: seconds per unit of FEATURES; residuals: measured over predicted, by region.
 
+    corrections  by kind of step: (log2 of its tokens, factor), ascending. Kernels work on tiles, so that times grow in steps of
+                 the batch, which no coefficient has; between two batches the factor is interpolated
     median_error, p90_error  of |predicted / measured - 1| over the steps of the fit
     """
 
@@ -213,10 +222,12 @@ class FittedTime:
     median_error: float
     p90_error: float
     request_s: float = 0.0
+    corrections: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     def mean_s(self, work: StepWork) -> float:
         values = features(work, self.shape, self.precision, self.kv_format, self.rates)
-        return sum(factor * value for factor, value in zip(self.coefficients, values, strict=True))
+        factor = correction_of(self.corrections.get(kind_of(work), ()), work.num_tokens)
+        return factor * sum(factor * value for factor, value in zip(self.coefficients, values, strict=True))
 
     def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
         found = self.residuals.get(region_of(work), ())
@@ -232,9 +243,30 @@ class FittedTime:
         """Return the fit for people."""
         parts = [f"{value:.3g} s per {name}" for name, value in zip(FEATURES, self.coefficients, strict=True) if value > 0]
         return (
-            f"step time = {' + '.join(parts)}\n"
+            f"step time = {' + '.join(parts)}, corrected by kind and number of tokens\n"
             f"error of the fit: median {self.median_error:.1%}, 90% of steps within {self.p90_error:.1%}"
         )
+
+
+def correction_of(points: Sequence[tuple[float, float]], num_tokens: int) -> float:
+    """Return the factor for a step of so many tokens: interpolated between points, the nearest beyond them, 1 without any."""
+    if not points:
+        return 1.0
+    return float(np.interp(math.log2(max(1, num_tokens)), [at for at, _ in points], [factor for _, factor in points]))
+
+
+def _find_corrections(steps: Sequence[MeasuredStep], ratios: np.ndarray) -> dict[str, list[tuple[float, float]]]:
+    """Return the median ratios of measured to fitted times, by kind, of half octaves of tokens with enough steps."""
+    bins: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for step, ratio in zip(steps, ratios.tolist(), strict=True):
+        at = math.log2(step.work.num_tokens)
+        bins.setdefault((kind_of(step.work), round(2 * at)), []).append((at, ratio))
+    found: dict[str, list[tuple[float, float]]] = {}
+    for (kind, _), points in sorted(bins.items()):
+        if len(points) >= _MIN_CORRECTED:
+            at, factor = float(np.mean([one for one, _ in points])), float(np.median([two for _, two in points]))
+            found.setdefault(kind, []).append((round(at, 4), round(factor, 4)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +299,12 @@ def fit_steps(
         scale = max(float(np.median(errors)), 1e-6)
         weights = np.sqrt(np.minimum(1.0, 2.0 * scale / np.maximum(errors, 1e-12)))
     ratios = 1.0 / np.maximum(rows @ factors, 1e-12)
+    corrections = _find_corrections(usable, ratios)
+    ratios /= [correction_of(corrections.get(kind_of(step.work), ()), step.work.num_tokens) for step in usable]
     residuals: dict[str, list[float]] = {}
     for step, ratio in zip(usable, ratios.tolist(), strict=True):
         residuals.setdefault(region_of(step.work), []).append(round(ratio, 4))
-    errors = np.abs(rows @ factors - 1.0)
+    errors = np.abs(1.0 / ratios - 1.0)
     return FittedTime(
         shape,
         precision,
@@ -281,4 +315,5 @@ def fit_steps(
         float(np.median(errors)),
         float(np.percentile(errors, 90)),
         request_s,
+        corrections,
     )

@@ -125,6 +125,19 @@ def test_interrupted_steps_do_not_pull_the_fit():
     assert fit.median_error < 0.05
 
 
+def test_times_that_grow_in_steps_of_the_batch_are_corrected():
+    shape, steps = synthetic_steps()
+    tiled = [
+        MeasuredStep(one.work, one.duration_s * (0.7 if one.work.num_tokens == one.work.num_sequences == 4 else 1.0))
+        for one in steps * 3
+    ]
+    fit = fit_steps(tiled, shape, "bfloat16", "bfloat16", RATES)
+    plain = fit_steps(steps, shape, "bfloat16", "bfloat16", RATES)
+    for number, factor in ((1, 1.0), (4, 0.7), (8, 1.0), (64, 1.0)):
+        work = StepWork.of_spans([(300, 1)] * number, shape.windows, number)
+        assert fit.mean_s(work) / plain.mean_s(work) == pytest.approx(factor, rel=0.05)
+
+
 def test_too_few_steps_are_refused():
     shape, steps = synthetic_steps()
     with pytest.raises(ConfigError, match="at least 12 steps with tokens, got 5"):
