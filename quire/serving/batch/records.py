@@ -28,8 +28,8 @@ ID_LENGTH = 26
 
 
 def new_id(prefix: str, replica_id: str = "") -> str:
-    """Return an id, "file-" or "batch_" with 26 characters that need no quoting in URLs, file names or JSON: the id of this server,
-    which is at most 8 of them, and random ones."""
+    """Return an id, "file-" or "batch_" with 26 characters that need no quoting in URLs, file names or JSON: first those of
+    the id of this server (at most 8), then random ones."""
     return prefix + replica_id + "".join(secrets.choice(_ALPHABET) for _ in range(ID_LENGTH - len(replica_id)))
 
 

@@ -125,10 +125,14 @@ def test_stored_response_is_found_where_it_was_made():
 def test_object_whose_id_begins_with_a_servers_own_is_asked_of_it_alone():
     async def work():
         fakes = [storing(FakeBackend(load={"replica_id": name}), f"resp_{name}1") for name in ("aaaa", "bbbb", "cccc")]
-        async with backends(*fakes), routing(*fakes) as router:
-            await router.until(lambda: all(router.backend(fake).replica_id for fake in fakes))
-            assert (await router.client.delete("/v1/responses/resp_cccc1")).json()["backend"] == fakes[2].name
-            assert [len(fake.requests) for fake in fakes] == [0, 0, 2]  # whether it has it, and the request
+        async with backends(*fakes):
+            async with routing(*fakes, policy="round-robin") as router:
+                for _ in fakes:
+                    await router.post({"model": "m", "input": "x"}, "/v1/responses")
+            async with routing(*fakes) as router:  # knows of nothing
+                await router.until(lambda: all(router.backend(fake).replica_id for fake in fakes))
+                assert (await router.client.delete("/v1/responses/resp_cccc1")).json()["backend"] == fakes[2].name
+        assert [len(fake.requests) for fake in fakes] == [1, 1, 3]  # the last is asked whether it has it
 
     run(work())
 
