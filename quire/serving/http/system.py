@@ -97,6 +97,7 @@ class Load(msgspec.Struct):
     block_size    tokens of a KV block
     max_num_seqs  that run at once
     replica_id    which ids of stored objects begin with; empty: none
+    model_content  of weights, tokenizer and options that decide tokens: servers with another one serve another model
     """
 
     server_load: int
@@ -108,6 +109,7 @@ class Load(msgspec.Struct):
     max_num_seqs: int
     replicas: list[ReplicaLoad]
     replica_id: str = ""
+    model_content: str = ""
 
 
 class ReplicaExperts(msgspec.Struct):
@@ -218,6 +220,7 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         max_num_seqs=sum(one.max_num_seqs for one in found),
         replicas=replicas,
         replica_id=parts.server.config.replica_id,
+        model_content="" if parts.server.served is None else parts.server.served.content,
     )
     return _json(body)
 
