@@ -96,7 +96,8 @@ def _simulate(args: argparse.Namespace) -> int:
 
     hardware, num_devices = parse_cluster(args.simulate)
     found = inspect_model(EngineConfig(model=args.model, device="cpu", num_kv_blocks=1, skip_tokenizer_init=True))
-    shape = ModelShape.of(args.model, found, weight_bytes_by_precision(found, hardware.kind == "gpu"))
+    is_gpu = hardware.kind == "gpu"
+    shape = ModelShape.of(args.model, found, weight_bytes_by_precision(found, is_gpu), is_gpu=is_gpu)
     precision = shape.check_precision(args.quantization)
     layouts = usual_layouts(num_devices, bool(shape.experts))
     if args.layout is not None:

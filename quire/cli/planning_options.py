@@ -149,7 +149,7 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
     kept = skipped_layers(kept_layers or (), report.spec)
     weight_bytes = weight_bytes_by_precision(report, is_gpu)
     copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - weight_bytes[report.spec.dtype])
-    shape = ModelShape.of(model, report, weight_bytes, copy_bytes, kept)
+    shape = ModelShape.of(model, report, weight_bytes, copy_bytes, kept, is_gpu)
     return shape, shape.check_precision(args.quantization), choose_kv_format(shape, args.kv_cache_dtype, is_gpu)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvSpec, head_dims_of
 from quire.contracts.memory import ModelReport
-from quire.contracts.model_spec import DTYPE_BYTES, Dtype, ModelSpec, MoeSpec
+from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, ModelSpec, MoeSpec
 
 _SCALE_BYTES = 4
 KV_FORMATS: dict[str, tuple[float, bool]] = {
@@ -141,11 +141,13 @@ class ModelShape:
         weight_bytes: Mapping[str, int],
         copy_bytes: int = 0,
         kept_layers: Collection[int] = (),
+        is_gpu: bool = False,
     ) -> ModelShape:
         """Return the shape of an inspected model.
 
         weight_bytes  of all weights, by precision
         kept_layers   that keep K and V in the model's dtype, whatever the KV format is
+        is_gpu        the cache is that of a GPU, see KvSpec.on_device
         """
         spec = report.spec
         head = spec.vocab_size * spec.hidden_size
@@ -161,11 +163,11 @@ class ModelShape:
             max_positions=spec.max_positions,
             num_kv_heads=min(heads, default=1),
             weight_bytes=dict(weight_bytes),
-            attention=_attention_groups(spec, kept_layers),
+            attention=_attention_groups(spec, kept_layers, is_gpu),
             experts=_expert_groups(report),
             state_bytes=report.memory.kv.bytes_per_state,
             copy_bytes=copy_bytes,
-            caches=_cache_groups(spec, kept_layers),
+            caches=_cache_groups(spec, kept_layers, is_gpu),
             head_dims=head_dims_of(spec),
         )
 
@@ -268,10 +270,15 @@ def _kept_of(shapes: Sequence[tuple[int, int]], dtype: Dtype) -> KeptLayers:
     return KeptLayers(sum(heads for heads, _ in shapes), num_elements, DTYPE_BYTES[dtype])
 
 
-def _cache_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[CacheGroup, ...]:
+def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
+    """Return how many times the cache of a layer holds a row of each KV head: as key and value, or as both at once."""
+    return 1 if is_gpu and one.latent is not None else 2
+
+
+def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
     """Return the KV cache groups that an engine has for a model, by the rules of KvSpec."""
     limits_windows = spec.implementation == "quire" and spec.is_causal and not spec.has_recurrent_state
-    kv = KvSpec.of(spec, 1, spec.dtype, limits_windows)
+    kv = KvSpec.on_device(spec, 1, spec.dtype) if is_gpu else KvSpec.of(spec, 1, spec.dtype, limits_windows)
     flags = kv.is_windowed or (False,) * len(kv.layer_shapes)
     groups: list[CacheGroup] = []
     for is_windowed in (False, True):
@@ -280,12 +287,12 @@ def _cache_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[CacheG
         kept = _kept_of([shape for i, shape in of_group.items() if i in kept_layers], spec.dtype)
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
-            num_elements = sum(2 * heads * dim for heads, dim in shapes)
+            num_elements = sum((1 if kv.is_joined else 2) * heads * dim for heads, dim in shapes)
             groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept))
     return tuple(groups)
 
 
-def _attention_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[AttentionGroup, ...]:
+def _attention_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[AttentionGroup, ...]:
     layers = [layer.attention for layer in spec.layers if layer.attention.num_kv_heads]
     kept = [
         one.attention
@@ -300,7 +307,7 @@ def _attention_groups(spec: ModelSpec, kept_layers: Collection[int]) -> tuple[At
                 window,
                 len(of_window),
                 sum(one.num_kv_heads for one in of_window),
-                sum(2 * one.num_kv_heads * one.head_dim for one in of_window),
+                sum(_num_stored(one, is_gpu) * one.num_kv_heads * one.head_dim for one in of_window),
                 sum(one.num_heads * one.head_dim for one in of_window),
                 _kept_of([(one.num_kv_heads, one.head_dim) for one in kept if one.window == window], spec.dtype),
             )

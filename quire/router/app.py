@@ -187,6 +187,9 @@ class RouterApp:
         silent = [one.name for one in self.parts.table if any(sub.state == "silent" for sub in one.kv_subscribers)]
         if silent:
             body["kv_events_silent"] = silent
+        differing = self.parts.table.differing()
+        if differing:
+            body["models_differ"] = differing
         headers = [] if is_good else [("retry-after", "1")]
         await incoming.answer(200 if is_good else 503, msgspec.json.encode(body), headers)
 

@@ -36,6 +36,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     kv_blocks_free         of kv_blocks_total, each of block_size tokens
     max_num_seqs           that run at once
     replica_id             which ids of the objects that it keeps begin with
+    model_content          equal for servers that give the same tokens
     role                   both, prefill or decode
     prefill_listen         of a prefill server: where decode servers connect
     prefill_urls           of a decode server that takes them from a router: those in use; None while they are not known
@@ -48,6 +49,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     block_size: int | None = None
     max_num_seqs: int | None = None
     replica_id: str = ""
+    model_content: str = ""
     role: str = "both"
     prefill_listen: str | None = None
     prefill_urls: list[str] | msgspec.UnsetType | None = msgspec.UNSET
@@ -89,7 +91,7 @@ class Backend:
     retry_at_s          it is left out until then, after failures of requests
     kv_subscribers      of its KV events, one for each engine; empty without
     num_answers         requests that it has answered whole
-    replica_id          that it last reported; empty where it has none
+    replica_id, model_content  that it last reported; empty where it has none
     role                by its last report: prefill servers get no requests
     prefill_url         where decode servers of other machines connect to it; None: it is no prefill server
     """
@@ -114,6 +116,7 @@ class Backend:
     kv_subscribers: tuple[KvSubscriber, ...] = ()
     num_answers: int = 0
     replica_id: str = ""
+    model_content: str = ""
     _estimate: CostEstimate = field(default_factory=CostEstimate, repr=False)
     role: str = "both"
     prefill_url: str | None = None
@@ -239,7 +242,8 @@ class Backend:
     def take_load(self, load: LoadReport | None) -> None:
         """Take in a report; what this router has in flight there is not counted twice."""
         self.load = load
-        self.replica_id = self.replica_id if load is None else load.replica_id
+        if load is not None:
+            self.replica_id, self.model_content = load.replica_id, load.model_content
         if load is None:
             self.num_others = 0
             return
@@ -309,6 +313,14 @@ class BackendTable:
                 found.setdefault(name, entry)
         found.pop(WILDCARD, None)
         return found
+
+    def differing(self) -> dict[str, list[str]]:
+        """Return {model: its backends} of models under whose name backends serve different weights, tokenizers or options."""
+        found: dict[str, dict[str, list[str]]] = {}
+        for backend in self._backends.values():
+            for model in backend.models if backend.model_content else ():
+                found.setdefault(model, {}).setdefault(backend.model_content, []).append(backend.name)
+        return {model: [name for names in by.values() for name in names] for model, by in found.items() if len(by) > 1}
 
     def mean_cost(self) -> PromptCost:
         """Return what prompts cost on a backend that has not shown it yet."""

@@ -99,7 +99,10 @@ class HealthMonitor:
             return
         if backend.mark_ready():
             logger.info("backend %s is ready: %s", backend.name, ", ".join(backend.models))
+        content = backend.model_content
         backend.take_load(load)
+        if backend.model_content != content:
+            self._warn_of_differing(backend)
         if load is not None and load.kv_blocks_total and load.block_size:
             held_bytes = load.kv_blocks_total * load.block_size * _BYTES_PER_TOKEN
             backend.prefixes.limit(min(held_bytes // self._config.prefix_chunk_bytes, self._config.max_prefix_chunks))
@@ -118,6 +121,11 @@ class HealthMonitor:
             status, answer = 0, str(error).encode()
         said = "" if status == 200 else f"{status} {answer[:500].decode(errors='replace')}"
         self._prefill_servers.note_answer(backend, urls, said)
+
+    def _warn_of_differing(self, backend: Backend) -> None:
+        for model, names in self._table.differing().items():
+            if backend.name in names:
+                logger.error("backends serve different models as %r: %s; streams are not continued between them", model, names)
 
     def _note_failure(self, backend: Backend, error: str, *, is_refused: bool) -> None:
         backend.num_probe_failures += 1

@@ -126,6 +126,7 @@ class Proxy:
     ) -> str:
         """Let other backends continue a stream; end it with an error event where none can. Return the last one's name."""
         name, last, resumes = broken.backend.name, broken.backend, 0
+        candidates = [one for one in candidates if one.model_content in ("", last.model_content) or not last.model_content]
         failed = [last]
         while stream is not None and resumes < self._config.max_resumes:
             resumes += 1

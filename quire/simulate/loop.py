@@ -493,6 +493,7 @@ class Loop:
             self._switch_off(member, now)
         elif member.next_role != member.role:
             member.role = member.next_role
+            self.stats.actions.append((now, f"replica {member.index} is {member.role}"))
 
     def _switch_off(self, member: Member, now: float) -> None:
         self.stats.replica_s += now - member.started_s

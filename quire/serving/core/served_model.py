@@ -15,6 +15,7 @@ from quire.contracts.lora import LoRARequest
 from quire.engine.request_factory import RequestFactory, RequestRules
 from quire.serving.config import ServerConfig
 from quire.serving.core.executor import TokenizerPool
+from quire.serving.core.model_content import content_digest
 from quire.serving.engine_client.messages import EngineInfo
 from quire.text.parsing.detection import ParserChoice, detect_formats
 from quire.text.parsing.formats import FALLBACK_TOOL_FORMAT, find_reasoning_format, find_tool_format, markers_of
@@ -45,6 +46,7 @@ class ServedModel:
     max_prompt_characters  of one prompt
     lora              the LoRA adapter of all its requests; None: it is the base model
     fingerprint       the API's system_fingerprint; changes with the weights, the precision or the server's version
+    content           as of content_digest: equal where two servers give the same tokens
     """
 
     info: EngineInfo
@@ -61,6 +63,7 @@ class ServedModel:
     max_prompt_characters: int = LEAST_PROMPT_CHARACTERS
     count_tool_output: Callable[[str, str], None] = _count_nothing
     has_default_name: bool = False
+    content: str = ""
     lora: LoRARequest | None = None
     _indexes: itertools.count[int] = field(default_factory=itertools.count)
     _name: str = field(init=False)
@@ -148,6 +151,7 @@ def make_served_model(info: EngineInfo, config: ServerConfig, tokenizer: Tokeniz
         parsers=parsers,
         marker_token_ids=_special_markers(tokenizer, parsers),
         fingerprint=_fingerprint(info),
+        content=content_digest(info),
         created_s=int(time.time()),
         preparation=TokenizerPool(weight_of=config.weight_of),
         template_variables=_template_variables(tokenizer),

@@ -103,6 +103,7 @@ class Load(msgspec.Struct):
     block_size    tokens of a KV block
     max_num_seqs  that run at once
     replica_id    which ids of stored objects begin with; empty: none
+    model_content  of weights, tokenizer and options that decide tokens: servers with another one serve another model
     role          of the engines: both, prefill or decode
     prefill_listen  of prefill servers: where decode servers connect
     prefill_urls  of decode servers that take them by `PUT /prefill_urls`: those in use; null while the replicas differ
@@ -117,6 +118,7 @@ class Load(msgspec.Struct):
     max_num_seqs: int
     replicas: list[ReplicaLoad]
     replica_id: str = ""
+    model_content: str = ""
     role: Role = "both"
     prefill_listen: str | msgspec.UnsetType = msgspec.UNSET
     prefill_urls: list[str] | msgspec.UnsetType | None = msgspec.UNSET
@@ -236,6 +238,7 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         max_num_seqs=sum(one.max_num_seqs for one in found),
         replicas=replicas,
         replica_id=parts.server.config.replica_id,
+        model_content="" if parts.server.served is None else parts.server.served.content,
     )
     info = parts.client.info
     if info is not None:

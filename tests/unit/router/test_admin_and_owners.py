@@ -80,9 +80,9 @@ def test_admin_api_needs_its_key_and_says_what_is_wrong():
     run(work())
 
 
-def storing(fake, object_id, is_made=False):
-    """Let a backend make an object of an id and know it; is_made: it has it already."""
-    made = [object_id] if is_made else []
+def storing(fake, object_id):
+    """Let a backend make an object of an id and know it."""
+    made = []
 
     async def answer(request, writer):
         path, method = request["path"], request["method"]
@@ -124,13 +124,15 @@ def test_stored_response_is_found_where_it_was_made():
 
 def test_object_whose_id_begins_with_a_servers_own_is_asked_of_it_alone():
     async def work():
-        fakes = [
-            storing(FakeBackend(load={"replica_id": name}), f"resp_{name}1", is_made=True) for name in ("aaaa", "bbbb", "cccc")
-        ]
-        async with backends(*fakes), routing(*fakes) as router:
-            await router.until(lambda: all(router.backend(fake).replica_id for fake in fakes))
-            assert (await router.client.delete("/v1/responses/resp_cccc1")).json()["backend"] == fakes[2].name
-            assert [len(fake.requests) for fake in fakes] == [0, 0, 2]  # whether it has it, and the request
+        fakes = [storing(FakeBackend(load={"replica_id": name}), f"resp_{name}1") for name in ("aaaa", "bbbb", "cccc")]
+        async with backends(*fakes):
+            async with routing(*fakes, policy="round-robin") as router:
+                for _ in fakes:
+                    await router.post({"model": "m", "input": "x"}, "/v1/responses")
+            async with routing(*fakes) as router:  # knows of nothing
+                await router.until(lambda: all(router.backend(fake).replica_id for fake in fakes))
+                assert (await router.client.delete("/v1/responses/resp_cccc1")).json()["backend"] == fakes[2].name
+        assert [len(fake.requests) for fake in fakes] == [1, 1, 3]  # the last is asked whether it has it
 
     run(work())
 

@@ -149,6 +149,23 @@ def test_stream_that_no_backend_can_continue_ends_with_an_error_event():
     run(work())
 
 
+def test_stream_is_not_continued_by_another_model_of_the_same_name(caplog):
+    async def work():
+        broken, other = Counting(2), Counting()
+        broken.load, other.load = {"model_content": "a"}, {"model_content": "b"}
+        async with backends(broken, other), routing(broken, other, policy="round-robin") as router:
+            await router.until(lambda: all(one.model_content for one in router.router.table))
+            assert (await router.client.get("/health")).json()["models_differ"] == {"m": [broken.name, other.name]}
+            assert "backends serve different models as 'm'" in caplog.text
+            got = await router.post(BODY)
+            assert got.content.startswith(whole(0, 2))
+            assert b"backend_failed" in got.content[len(whole(0, 2)) :]
+            assert not other.requests
+            assert (await router.post(BODY)).content == whole(0, 10) + b"data: [DONE]\n\n"  # nothing else suffers
+
+    run(work())
+
+
 def test_streams_are_continued_no_more_often_than_allowed():
     async def work():
         fakes = [Counting(1) for _ in range(3)]

@@ -281,7 +281,16 @@ def test_autoscaler_attains_more_than_the_best_fixed_split_at_equal_replica_hour
     attained, scaled = run(1, 3, scaling)
     num_replicas = scaled.stats.replica_s / scaled.report.result.end_s  # on average
     assert num_replicas <= 4
-    assert any("becomes decode" in text for _, text in scaled.stats.actions)
+    begun, flips_s = {}, []
+    for at_s, text in scaled.stats.actions:
+        if "becomes" in text:
+            begun[text.replace("becomes", "is")] = at_s
+        elif text in begun:
+            flips_s.append(at_s - begun[text])
+    assert any(text.endswith("is decode") for text in begun)
+    assert len(flips_s) >= len(begun)
+    assert max(flips_s) < 5.0, flips_s
+    assert scaled.report.to_dict()["failed"] == 0
     fixed = [run(num_decode, 4 - num_decode)[0] for num_decode in (1, 2, 3)]
     assert attained > max(fixed)
     assert attained / num_replicas >= 1.3 * max(fixed) / 4, (attained, num_replicas, fixed)

@@ -119,6 +119,7 @@ def test_load_sums_the_replicas_and_lists_them():
         "block_size": 16,
         "max_num_seqs": 16,
         "replica_id": "k3fa",
+        "model_content": "",
     }
 
 
