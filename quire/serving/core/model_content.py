@@ -14,8 +14,10 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def content_digest(info: EngineInfo) -> str:
-    """Return 16 hexadecimal digits of what decides which tokens a model gives: the checkpoint's configuration, its tokenizer,
-    its weights (the sizes of files, and samples from the middle and the end) and how they are run. Names of folders do not count.
+    """Return 16 hexadecimal digits of what decides which tokens a model gives.
+
+    That is the checkpoint's configuration, its tokenizer, its weights (the sizes of files, and samples from the middle and the
+    end) and how they are run. Names of folders do not count.
 
     A file that cannot be read does not count either. Takes milliseconds, but reads files: do not call it on an event loop.
     """

@@ -23,7 +23,7 @@ OPTIONS = (
     "--max-stored-bytes 1 --max-held-body-bytes 1 --max-prompt-characters 1 "
     "--metrics-names both --kv-events-endpoint tcp://*:5557 --kv-events-replay-endpoint tcp://*:5558 --kv-events-encoding map "
     "--uds u --ssl-keyfile k --ssl-certfile c "
-    "--root-path /p/ --no-access-log --cache-secret-file s --lora-modules sql=/a chat=/b --max-timelines 1"
+    "--root-path /p/ --no-access-log --cache-secret-file s --lora-modules sql=/a chat=/b --max-timelines 1 --replica-id k3fa"
 )
 
 
