@@ -96,9 +96,11 @@ def _run_route(parts: ShellParts, route: Route) -> Callable[[Request], Awaitable
 
 
 def _style_finder(endpoints: Sequence[Endpoint[Any]]) -> Callable[[str], ErrorStyle]:
-    """Return what says of a path which API's shape its errors have: that of an endpoint with the path, or with one above it."""
+    """Return what says of a path which API's shape its errors have: that of an endpoint with the path, or with one above it;
+    Ollama's API has all of /api."""
     styles = {endpoint.path: endpoint.error_style for endpoint in endpoints if endpoint.error_style != "openai"}
     folders = [(f"{path}/", style) for path, style in styles.items()]
+    folders += [("/api/", "ollama")] if "ollama" in styles.values() else []
 
     def style_of(path: str) -> ErrorStyle:
         found = styles.get(path)

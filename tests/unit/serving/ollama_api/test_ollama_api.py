@@ -154,6 +154,7 @@ def test_question_without_a_prompt_only_loads(path, body):
         ("/api/generate", {"prompt": "x", "context": [1]}, 400, "context"),
         ("/api/show", {"model": "nope"}, 404, "'nope' does not exist"),
         ("/api/embed", {}, 400, "input is required"),
+        ("/api/pull", {}, 404, "there is no '/api/pull' here"),
     ],
 )
 def test_what_is_not_supported_is_refused_in_the_shape_of_the_api(path, body, status, words):
