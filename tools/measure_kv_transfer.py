@@ -2,7 +2,7 @@
 
     python tools/measure_kv_transfer.py MODEL --length 4000 --link-bits 1e9
 
-A prefill server (one thread) computes prompts for a decode engine (one thread) of this process, through a relay that passes on
+A prefill engine (one thread) computes prompts for a decode engine (one thread) of this process, through a relay that passes on
 so many bits a second. Then one engine with one thread computes prompts of the same length: an ideal transfer takes no time.
 """
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import multiprocessing
 import random
+import select
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
-from quire import LLM, SamplingParams
+from quire import LLM, LLMEngine, SamplingParams
 from quire.bench.provenance import find_provenance
 
 _CHUNK = 1 << 16
@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens in one step of either engine")
     parser.add_argument("--host-bytes", type=int, default=1 << 30, help="host memory for pages on either side")
     args = parser.parse_args()
-    with _prefill_server(args) as port:
+    with _prefill_engine(args) as port:
         relay = _Relay(port, args.link_bits / 8)
         urls = (f"tcp://127.0.0.1:{relay.port}",)
         apart, num_pulled, num_bytes = _first_token_s(args, role="decode", prefill_urls=urls, kv_host_bytes=args.host_bytes)
@@ -63,24 +63,42 @@ def _first_token_s(args: argparse.Namespace, **options: object) -> tuple[float, 
 
 
 @contextlib.contextmanager
-def _prefill_server(args: argparse.Namespace) -> Iterator[int]:
-    """Yield the port of a prefill server's pages."""
+def _prefill_engine(args: argparse.Namespace) -> Iterator[int]:
+    """Yield the port of a prefill engine in a process of its own. Raises RuntimeError if it ends."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    sizes = {"max-num-batched-tokens": args.chunk, "max-model-len": args.length + 16, "max-num-seqs": 1, "num-threads": 1}
-    words = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    role = ["--role", "prefill", "--prefill-listen", f"tcp://127.0.0.1:{port}", "--kv-host-bytes", str(args.host_bytes)]
-    server = subprocess.Popen([sys.executable, "-m", "quire", "serve", args.model, "--port", "0", *role, *words])
+    process = multiprocessing.get_context("spawn").Process(target=_serve_pages, args=(args, port), daemon=True)
+    process.start()
     try:
-        while server.poll() is None:
+        while process.is_alive():
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", port)).close()
-                break
+                yield port
+                return
             time.sleep(0.1)
-        yield port
+        raise RuntimeError(f"the prefill engine ended with status {process.exitcode}")
     finally:
-        server.terminate()
-        server.wait()
+        process.kill()
+        process.join()
+
+
+def _serve_pages(args: argparse.Namespace, port: int) -> None:
+    engine = LLMEngine(
+        args.model,
+        role="prefill",
+        prefill_listen=f"tcp://127.0.0.1:{port}",
+        kv_host_bytes=args.host_bytes,
+        max_num_batched_tokens=args.chunk,
+        max_model_len=args.length + 16,
+        max_num_seqs=1,
+        num_threads=1,
+        skip_tokenizer_init=True,
+    )
+    assert engine.prefill is not None
+    while True:
+        select.select([engine.prefill.wake_fd], [], [], 0.05)
+        while engine.has_unfinished_requests():
+            engine.step()
 
 
 class _Relay:

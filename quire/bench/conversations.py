@@ -38,8 +38,8 @@ class ConversationOptions:
     first_tokens     of the first prompt; turn_tokens of each later one, after the history
     output_tokens    of each answer
     working_set      tokens of all whole conversations, as a multiple of the KV pool; the number of users follows from it
-    is_restarted     also with an engine that is started anew before the last turn, where there is a disk tier: after one that
-                     has ended, and after one that was killed (SIGKILL) behind the turn before
+    is_restarted     also the last turn alone, where there is a disk tier: after an engine that had run the turns before has
+                     ended, and after it was killed (SIGKILL)
     """
 
     num_turns: int = 8
@@ -73,12 +73,14 @@ class TurnTimes:
     """One case: "off", "tiers", "restarted" or "killed".
 
     first_token_s   of the turns after the first; of "restarted" and "killed" only of those after the restart
+    off_s           the median of the same turns without tiers
     cached_share    of the prompt tokens of these turns
     is_same         the tokens are those of the case "off"
     """
 
     case: str
     first_token_s: list[float]
+    off_s: float
     cached_share: float
     is_same: bool
     tiers: list[TierStats]
@@ -102,7 +104,7 @@ class Conversations:
 
     def describe(self) -> str:
         """Return the results as readable lines."""
-        options, base = self.options, self.cases[0].median_s
+        options = self.options
         lines = [
             f"{self.num_users} conversations of {options.num_turns} turns and {options.conversation_tokens} tokens; "
             f"the KV pool has {self.pool_tokens} tokens"
@@ -110,8 +112,9 @@ class Conversations:
         for case in self.cases:
             same = "" if case.is_same else "; OTHER TOKENS"
             lines.append(
-                f"{case.case:<10} median time to first token {case.median_s * _SHOWN_MS:.1f} ms, {case.median_s / base:.2f} of "
-                f"that without tiers; {case.cached_share:.1%} of the prompts cached{same}"
+                f"{case.case:<10} median time to first token {case.median_s * _SHOWN_MS:.1f} ms, "
+                f"{case.median_s / case.off_s:.2f} of that of the same turns without tiers; "
+                f"{case.cached_share:.1%} of the prompts cached{same}"
             )
         return "\n".join(lines)
 
@@ -168,10 +171,9 @@ def measure_conversations(config: EngineConfig, options: ConversationOptions) ->
         if folder is not None and options.is_restarted:
             last = options.num_turns - 1
             for name in ("restarted", "killed"):
-                if name == "killed":
-                    shutil.rmtree(folder)
-                    Path(folder).mkdir(mode=0o700)
-                    _run_and_kill(config, options, users)
+                shutil.rmtree(folder)
+                Path(folder).mkdir(mode=0o700)
+                _run_apart(config, options, users, is_killed=name == "killed")
                 trace, tiers = _with_stats(config, options, prepare, range(last, options.num_turns), off)
                 cases.append(_case(name, options, trace, off, tiers, first=last))
     finally:
@@ -198,21 +200,22 @@ def _run(config: EngineConfig, options: ConversationOptions, prepare: Callable[[
     return _with_stats(config, options, prepare, range(options.num_turns), None)[0]
 
 
-def _run_and_kill(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]]) -> None:
-    """Run all turns but the last in a process that then kills itself, so that it saves nothing at its end."""
-    process = multiprocessing.get_context("spawn").Process(target=_run_until_killed, args=(config, options, users))
+def _run_apart(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]], *, is_killed: bool) -> None:
+    """Run all turns but the last in a process of their own, which ends, or kills itself and so saves nothing at its end."""
+    process = multiprocessing.get_context("spawn").Process(target=_run_most_turns, args=(config, options, users, is_killed))
     process.start()
     process.join()
-    if process.exitcode != -signal.SIGKILL:
-        raise WorkerError(f"the engine that was to be killed ended with status {process.exitcode}")
+    if process.exitcode != (-signal.SIGKILL if is_killed else 0):
+        raise WorkerError(f"the engine of the turns before the restart ended with status {process.exitcode}")
 
 
-def _run_until_killed(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]]) -> None:
+def _run_most_turns(config: EngineConfig, options: ConversationOptions, users: list[list[list[int]]], is_killed: bool) -> None:
     def prepare(_: LLM) -> list[list[list[int]]]:
         return users
 
     def end() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
 
     _with_stats(config, options, prepare, range(options.num_turns - 1), None, end)
 
@@ -267,6 +270,7 @@ def _case(
     return TurnTimes(
         case=name,
         first_token_s=trace.times[skipped:],
+        off_s=statistics.median(off.times[(first or 1) * num_users :]),
         cached_share=sum(trace.num_cached[skipped:]) / sum(trace.num_prompt[skipped:]),
         is_same=trace.outputs == off.outputs[first * num_users :],
         tiers=tiers,

@@ -106,9 +106,9 @@ class HealthMonitor:
         if load is not None and load.kv_blocks_total and load.block_size:
             held_bytes = load.kv_blocks_total * load.block_size * _BYTES_PER_TOKEN
             backend.prefixes.limit(min(held_bytes // self._config.prefix_chunk_bytes, self._config.max_prefix_chunks))
-        await self._tell_prefill_urls(backend)
+        await self._send_prefill_urls(backend)
 
-    async def _tell_prefill_urls(self, backend: Backend) -> None:
+    async def _send_prefill_urls(self, backend: Backend) -> None:
         """Tell a decode server the prefill servers, where it uses others."""
         urls = self._prefill_servers.news_for(backend)
         if urls is None:
