@@ -372,9 +372,9 @@ def test_engines_have_what_an_endpoint_picker_reads():
 
 def test_alerts_and_dashboard_are_those_of_deploy():
     (rule,) = of_kind("fleet", "PrometheusRule")
-    assert rule["spec"] == yaml.safe_load((DEPLOY / "prometheus-alerts.yaml").read_text())
+    assert rule["spec"] == yaml.safe_load((DEPLOY / "helm/quire/files/prometheus-alerts.yaml").read_text())
     (board,) = of_kind("fleet", "ConfigMap")
-    assert json.loads(board["data"]["quire.json"]) == json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    assert json.loads(board["data"]["quire.json"]) == json.loads((DEPLOY / "helm/quire/files/grafana-dashboard.json").read_text())
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
     for path in (CHART / "files").iterdir():
         assert path.is_symlink()

@@ -35,7 +35,7 @@ def exported():
 
 
 def board():
-    return json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+    return json.loads((DEPLOY / "helm/quire/files/grafana-dashboard.json").read_text())
 
 
 def dashboard_expressions():
@@ -49,7 +49,7 @@ def dashboard_expressions():
 
 
 def alert_rules():
-    groups = yaml.safe_load((DEPLOY / "prometheus-alerts.yaml").read_text())["groups"]
+    groups = yaml.safe_load((DEPLOY / "helm/quire/files/prometheus-alerts.yaml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 
 
