@@ -29,6 +29,7 @@ from quire.planner.step_time import StepWork
 
 LIMIT = 0.10
 POOL_BYTES = 100 << 20
+MAX_NUM_SEQS = 64
 PRECISIONS = ("bfloat16", "int8", "int4")
 KV_FORMATS = ("auto", "int8", "k8v4", "turboquant_4bit")
 QWEN3_06B = {
@@ -60,7 +61,7 @@ def engine_config(model: str, precision: str, kv_format: str) -> EngineConfig:
         kv_cache_dtype=kv_format,  # type: ignore[arg-type]
         kv_cache_memory_bytes=POOL_BYTES,
         num_threads=1,
-        max_num_seqs=256,
+        max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=512,
         enable_prefix_caching=False,
         skip_tokenizer_init=True,
@@ -73,7 +74,7 @@ def planned_bytes(model: str, precision: str, kv_format: str, num_blocks: int) -
     sizes = weight_bytes_by_precision(plain)
     shape = ModelShape.of(model, plain, sizes, max(0, plain.memory.weight_bytes - sizes["bfloat16"]))
     hardware = find_hardware("xeon-8480")
-    limits = Limits.usual(hardware, shape, max_num_seqs=256, max_num_batched_tokens=512)
+    limits = Limits.usual(hardware, shape, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=512)
     wanted = choose_kv_format(shape, kv_format, is_gpu=False)
     memory = divide_memory(shape, hardware, limits, precision, wanted)
     kv_bytes = num_blocks * shape.kv_bytes_per_token(wanted) * limits.block_size
@@ -95,13 +96,15 @@ def taken_bytes(model: str, precision: str, kv_format: str) -> tuple[int, int]:
     resident_bytes()
     limits = engine.scheduler.config
     num_prompts = min(limits.max_num_seqs, -(-limits.num_kv_blocks * limits.block_size // 512))
-    # A sequence lives until the prompts of all others are computed, one in a step.
-    params = SamplingParams(max_tokens=num_prompts + 2, ignore_eos=True, temperature=0.0, detokenize=False)
-    for number in range(num_prompts - 1):
-        prompt = [(7 * number + place) % 250 for place in range(512)]
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     ranked = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0.0, detokenize=False)  # the largest step there is
     engine.add_request("ranked", {"prompt_token_ids": list(range(512))}, ranked)
+    while engine.has_unfinished_requests():
+        engine.step()
+    # A sequence lives until the prompts of all others are computed, one in a step.
+    params = SamplingParams(max_tokens=num_prompts + 2, ignore_eos=True, temperature=0.0, detokenize=False)
+    for number in range(num_prompts):
+        prompt = [(7 * number + place) % 250 for place in range(512)]
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     least_free = limits.num_kv_blocks
     while engine.has_unfinished_requests() and least_free > 0.02 * limits.num_kv_blocks:
         engine.step()
