@@ -58,14 +58,17 @@ def attention_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
         for length in setup.lengths:
             for num_sequences in (1, 16):
                 name = f"decode S={num_sequences} context {length}"
-                yield _attention_case(setup, shapes, (number_format, name), num_sequences, 1, length)
-            yield _attention_case(setup, shapes, (number_format, f"prefill {length}"), 1, length, length)
+                yield attention_case(setup, shapes, (number_format, name), num_sequences, 1, length)
+            yield attention_case(setup, shapes, (number_format, f"prefill {length}"), 1, length, length)
 
 
-def _attention_case(
+def attention_case(
     setup: Setup, shapes: ModelShapes, name: tuple[str, str], num_sequences: int, num_queries: int, length: int
 ) -> KernelCase:
-    """Return attention of the last num_queries of `length` tokens of each sequence; name: of the format, and of the case."""
+    """Return attention of the last num_queries of `length` tokens of each sequence.
+
+    name  format of the cache (bf16, f32, int8, k8v4, turboquant_4bit), and the text that the case is shown with
+    """
     native, heads, kv_heads, dim = setup.native, shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     blocks = num_sequences * -(-length // _BLOCK_SIZE)
     kv_bytes = num_sequences * length * kv_heads * _head_bytes(name[0], dim)

@@ -1,9 +1,10 @@
 """Predicted decode steps of one and of two ranks of this machine, next to measured ones.
 
-A step is predicted from counts (bytes of weights, cached tokens, barriers) and four constants that are measured apart from
-it: the bytes of weights per second that products reach at the rows of the step, in the form in which the weights are packed;
-the peak rates, for attention; the time of a barrier; and a step of a small model, for scheduling and sampling. The peak rates
-do not bound products of few rows: these spend their time on unpacking weights and loading inputs.
+A step is predicted from counts (bytes of weights, layers, barriers, exchanged bytes) and constants that are measured apart
+from it: the bytes of weights per second that products reach at the rows of the step, in the form in which the weights are
+packed; the kernels of a layer that are no products (attention, norms, rotation); the sampler; the time of a barrier and the
+bandwidth; and a step of a small model, for scheduling. The peak rates bound neither products of few rows nor attention over
+few tokens: these spend their time on unpacking weights and loading inputs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import Any
 from torch import Tensor
 
 from quire.base.errors import ConfigError
-from quire.bench.kernel_setup import Setup, noise, shapes_of
+from quire.bench.attention_cases import attention_case
+from quire.bench.kernel_setup import KernelCase, Setup, noise, shapes_of
+from quire.bench.kernels import default_working_set
 from quire.bench.linear_cases import pack_weight
 from quire.bench.parallel import measure_parallel
 from quire.bench.provenance import Provenance, find_provenance
+from quire.bench.row_cases import norm_cases, sampler_cases, turn_cases
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.sampling_params import SamplingParams
@@ -34,12 +38,12 @@ from quire.planner.parallel_time import Layout, LayoutTime, Load, ParallelSimula
 
 _PROMPT_TOKENS = 16
 _WARM_UP = 4
-_WORKING_SET_BYTES = 64 << 20
-"""Of the weights whose products are timed: more than any cache."""
 _NUM_PASSES = 5
 _SMALL_MODEL = "demo-draft"
 _PACKED = {"float32": "f32", "float16": "f32", "bfloat16": "bf16", "int8": "int8", "int4": "int4", "fp8": "fp8"}
 """Formats of quire.bench.linear_cases by the precision of the weights."""
+_CACHES = {"bfloat16": "bf16", "float32": "f32", "int8": "int8"}
+"""Formats of quire.bench.attention_cases by the type of the KV cache."""
 _MOST_BITS_OF_BF12 = 14
 
 
@@ -62,12 +66,17 @@ class MeasuredRates:
     """What a prediction is made from. rates are of all ranks together, each with one thread.
 
     product_bytes_per_s  bytes of weights that products read per second, at the rows of the step
-    peaks                see measure_peaks
+    layer_s              the kernels of a layer that are no products: attention over the step's cached tokens, two norms, and
+                         the rotation of heads
+    sampler_s            sampling a token of each sequence
+    peaks                see measure_peaks; their bandwidth is that of exchanged bytes
     barrier_s            one barrier; 0 with one rank
-    small_step_s         a step of a small model with as many sequences: scheduling, sampling, and calls
+    small_step_s         a step of a small model with as many sequences: scheduling and calls
     """
 
     product_bytes_per_s: float
+    layer_s: float
+    sampler_s: float
     peaks: Peaks
     barrier_s: float
     small_step_s: float
@@ -94,8 +103,9 @@ class ComparisonRecord:
         for step, one in zip(self.steps, self.rates, strict=True):
             lines.append(
                 f"{step.num_ranks} ranks: products {one.product_bytes_per_s / 1e9:.1f} GB/s of weights at {self.num_sequences} "
-                f"rows, peaks {one.peaks.bytes_per_s / 1e9:.1f} GB/s and {one.peaks.flops_per_s / 1e9:.0f} GFLOP/s, barrier "
-                f"{one.barrier_s * 1e6:.2f} us, small step {one.small_step_s * 1e3:.2f} ms"
+                f"rows, other kernels of a layer {one.layer_s * 1e6:.0f} us, sampler {one.sampler_s * 1e3:.2f} ms, peak "
+                f"{one.peaks.bytes_per_s / 1e9:.1f} GB/s, barrier {one.barrier_s * 1e6:.2f} us, small step "
+                f"{one.small_step_s * 1e3:.2f} ms"
             )
         return "\n".join(lines)
 
@@ -109,7 +119,7 @@ def predict_here(
 ) -> LayoutTime:
     """Return the prediction for ranks of this machine, which reach these rates together."""
     # A device of the simulation is one rank: it has its part of the rates.
-    fixed = {"layer_s": 0.0, "fused_layer_s": 0.0, "sequence_s": 0.0, "step_s": rates.small_step_s}
+    fixed = {"layer_s": 0.0, "fused_layer_s": 0.0, "sequence_s": 0.0, "step_s": rates.small_step_s + rates.sampler_s}
     efficiency = replace(CPU_EFFICIENCY, bandwidth=1.0, compute=1.0, collective_s=rates.barrier_s, **fixed)
     peaks = rates.peaks
     device = Hardware(
@@ -129,7 +139,8 @@ def predict_here(
     # As the weights are packed: bfloat16 may take 12 bits.
     shape = replace(shape, weight_bytes={precision: report.packed_weight_bytes or shape.weight_bytes[precision]})
     rate = rates.product_bytes_per_s / num_ranks
-    simulation = ParallelSimulation(report.spec, shape, device, precision, report.memory.kv.dtype, True, 4, rate)
+    layers_s = rates.layer_s * len(report.spec.layers)
+    simulation = ParallelSimulation(report.spec, shape, device, precision, report.memory.kv.dtype, True, 4, rate, layers_s)
     return simulation.step(Layout(num_tensor=num_ranks), load)
 
 
@@ -145,8 +156,7 @@ def packed_format(report: ModelReport, precision: str) -> str:
 def measure_products(report: ModelReport, number_format: str, num_rows: int, num_threads: int) -> float:
     """Return the bytes of weights per second that the products of the model's linear layers read, each shape weighted by its
     part of a step."""
-    native = native_extension()
-    setup = Setup(native, native.isa(), num_threads, _WORKING_SET_BYTES, (num_rows,), ())
+    setup = _setup(num_rows, num_threads)
     num_bytes = duration_s = 0.0
     for name, (n, k) in shapes_of(report.spec).linears.items():
         weights = [pack_weight(setup, number_format, n, k)]
@@ -156,7 +166,7 @@ def measure_products(report: ModelReport, number_format: str, num_rows: int, num
         def run(weights: list[Any] = weights, x: Tensor = x, out: Tensor = out) -> None:
             for weight in weights:
                 addresses = (x.data_ptr(), weight.k, num_rows, out.data_ptr(), weight.n)
-                native.linear(weight, None, *addresses, num_threads=num_threads, isa=setup.isa)
+                setup.native.linear(weight, None, *addresses, num_threads=num_threads, isa=setup.isa)
 
         run()
         times: list[float] = []
@@ -168,6 +178,33 @@ def measure_products(report: ModelReport, number_format: str, num_rows: int, num
         num_bytes += count * weights[0].num_bytes
         duration_s += count * statistics.median(times)
     return num_bytes / duration_s
+
+
+def measure_other_kernels(report: ModelReport, load: Load, num_threads: int) -> tuple[float, float]:
+    """Return the seconds of the kernels of a layer that are no products, and of the sampler. Raises ConfigError."""
+    setup, shapes = _setup(load.num_sequences, num_threads), shapes_of(report.spec)
+    cache = _CACHES.get(report.memory.kv.dtype)
+    if cache is None:
+        raise ConfigError(f"the KV cache is {report.memory.kv.dtype}: attention is timed for {', '.join(_CACHES)}")
+    layer_s = _time_of(attention_case(setup, shapes, (cache, "step"), load.num_sequences, 1, load.context_len))
+    layer_s += 2 * _time_of(*norm_cases(setup, shapes)) + _time_of(*turn_cases(setup, shapes))
+    return layer_s, max(_time_of(case) for case in sampler_cases(setup, shapes))
+
+
+def _setup(num_rows: int, num_threads: int) -> Setup:
+    native = native_extension()
+    return Setup(native, native.isa(), num_threads, default_working_set(), (num_rows,), ())
+
+
+def _time_of(case: KernelCase) -> float:
+    """Return the median over passes of the mean seconds of a call."""
+    times: list[float] = []
+    for _ in range(_NUM_PASSES):
+        began = time.perf_counter()
+        for copy in range(case.num_copies):
+            case.run(copy)
+        times.append((time.perf_counter() - began) / case.num_copies)
+    return statistics.median(times)
 
 
 def compare_here(
@@ -194,6 +231,7 @@ def compare_here(
         small_s, _ = _measure(replace(small, **sizes), num_sequences, num_steps)
         rates = MeasuredRates(
             measure_products(report, packed_format(report, precision), num_sequences, count),
+            *measure_other_kernels(report, load, count),
             measure_peaks(report, SHORT, num_threads=count),
             barrier_s if count > 1 else 0.0,
             small_s,

@@ -164,6 +164,7 @@ class ParallelSimulation:
     value_bytes      of what ranks exchange, 2 on GPUs, 4 on CPUs
     product_bytes_per_s  bytes of weights per second that a device's products reach at the rows of the step, where that was
                      measured; None: the larger of the times for the bytes and for the operations, at the device's rates
+    attention_s      of all layers of a step, where that was measured; None: from bytes and operations, too
     """
 
     spec: ModelSpec
@@ -174,6 +175,7 @@ class ParallelSimulation:
     is_gathered: bool
     value_bytes: int = 2
     product_bytes_per_s: float | None = None
+    attention_s: float | None = None
 
     def step(self, layout: Layout, load: Load) -> LayoutTime:
         """Return the time of a layout. Raises ConfigError for one that has more ranks or stages than there is to divide."""
@@ -194,7 +196,9 @@ class ParallelSimulation:
         linear_s = max(read / bandwidth, flops / (device.flops_of(self.precision) * peak))
         if self.product_bytes_per_s is not None:
             linear_s = read / self.product_bytes_per_s
-        attention_s = max(cached / bandwidth, attention_flops * share / (device.flops_per_s * peak))
+        attention_s = self.attention_s
+        if attention_s is None:
+            attention_s = max(cached / bandwidth, attention_flops * share / (device.flops_per_s * peak))
         exchange = step_exchange(self.spec, layout, self.is_gathered, self.value_bytes)
         rate = device.link_bytes_per_s or device.bytes_per_s / 2
         exchange_s = exchange.num_calls * reached.collective_s + exchange.num_bytes * batch / rate
