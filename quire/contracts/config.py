@@ -239,8 +239,8 @@ class EngineConfig:
                             with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
     enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
-    enable_expert_parallel  each of these processes holds whole experts of a mixture model, instead of a part of every
-                            expert. The same tokens at any number of them. On a CPU
+    enable_expert_parallel  each of these processes, at least two, holds whole experts of a mixture model, instead of a part of
+                            every expert. The same tokens at any number of them. On a CPU
     expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load

@@ -131,6 +131,11 @@ def _check_engines(config: EngineConfig) -> None:
         if size > 1 and (config.enable_expert_parallel or config.save_expert_load is not None):
             name = "enable_expert_parallel" if config.enable_expert_parallel else "save_expert_load"
             raise ConfigError(f"{name} and {other} {size}: both together are not supported; leave one of them out")
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        raise ConfigError(
+            "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all experts anyway: raise "
+            "tensor_parallel_size, or leave enable_expert_parallel out"
+        )
     for name in ("save_expert_load", "save_expert_placement"):
         if getattr(config, name) is not None and config.data_parallel_size > 1:
             raise ConfigError(

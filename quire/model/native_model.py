@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -237,6 +237,10 @@ class NativeModelBuilder:
         head = embed if is_tied else self._pack("lm_head")
         self._parameters |= kept | biases
         return embed, head
+
+    def pack_vocabulary(self, name: Literal["embed", "lm_head"]) -> NativeWeight:
+        """Return the whole embedding or LM head; of a builder that builds no plan."""
+        return self._pack(name)
 
     def _layer_shard(self, index: int) -> LayerShard | None:
         return None if self._shard is None else self._shard.layers[index]

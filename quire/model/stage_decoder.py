@@ -126,6 +126,10 @@ class StageDecoder(NativeDecoder):
         self._plan.use_rows(rows)
         self.logits_into(places, address)
 
+    def write_layer_inputs(self, count: int, address: int) -> None:
+        """Write the kept inputs [count, layers, hidden_size] f32 of the first tokens of the last step; see keep_inputs."""
+        self._plan.layer_inputs(list(range(count)), address)
+
     def write_hidden_states(self, rows: int, places: list[int], address: int) -> None:
         """Write the hidden states [R, hidden_size] after the final norm, as write_logits."""
         self._plan.use_rows(rows)

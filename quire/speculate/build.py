@@ -13,9 +13,10 @@ from quire.contracts.model_spec import ModelSpec
 from quire.contracts.speculative import SpeculativeConfig
 from quire.kernels.native import load_native
 from quire.kv.pool import KvPool
-from quire.model.build import build_model, runs_natively
+from quire.model.build import Model, build_model, runs_natively
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.build import build_head
+from quire.model.heads.native_vocabulary import NativeVocabulary
 from quire.model.heads.parallel_model import ParallelModel
 from quire.model.native_decoder import NativeDecoder
 from quire.quant.policy import POLICIES, QuantizationPolicy
@@ -49,13 +50,14 @@ _NONE: Mapping[str, Proposer] = {}
 def build_speculator(
     config: SpeculativeConfig,
     report: ModelReport,
-    target: Target | None,
+    target: Target | NativeVocabulary | None,
     limits: StepLimits,
     there: Mapping[str, Proposer] = _NONE,
 ) -> Speculator:
     """Return a speculator with the proposers of the configuration's methods.
 
-    report, target  of the model that verifies; the target is None if only proposers in `there` read the model
+    report, target  of the model that verifies; the target is None if only proposers in `there` read the model, and its
+                    vocabulary if its layers are in other processes
     limits          of its steps
     there           method -> proposer that is already built, such as those that draft on a GPU
 
@@ -103,7 +105,7 @@ class _Builder:
 
     config: SpeculativeConfig
     report: ModelReport
-    target: Target | None
+    target: Target | NativeVocabulary | None
     limits: StepLimits
     taken: list[DraftBytes] = field(default_factory=list[DraftBytes])
     names: list[str] = field(default_factory=list[str])
@@ -128,12 +130,12 @@ class _Builder:
                 return NgramProposer(config)
 
     def _layer_head(self, method: str) -> HeadProposer:
-        config, model, memory = self.config, self._target.model, self.report.memory
+        config, model, memory = self.config, self._head_target, self.report.memory
         folder, head = find_layer_head(config, method, self.report)
         kv = _kv_spec(self.report, head.body, self.report.spec)
         num_kv_bytes = kv.bytes_per_block * memory.num_kv_blocks
         self._check_fits(str(folder), layer_head_bytes(head, num_kv_bytes, memory, self.limits))
-        if head.aux_hidden_state_layers:
+        if head.aux_hidden_state_layers and not isinstance(model, NativeVocabulary):
             model.keep_inputs(head.aux_hidden_state_layers)
         max_len = longest_drafted(config, head.body, self.report)
         pool = KvPool(kv, memory.num_kv_blocks)
@@ -144,7 +146,8 @@ class _Builder:
         config = self.config
         folder, head = find_parallel_head(config, self.report)
         self._check_fits(str(folder), parallel_head_bytes(head, self.limits))
-        model = ParallelModel(head, load_native() if isinstance(self._target.model, NativeDecoder) else None, self._policy)
+        is_native = isinstance(self._head_target, NativeDecoder | NativeVocabulary)
+        model = ParallelModel(head, load_native() if is_native else None, self._policy)
         return MedusaProposer(model, head.vocabulary, config.top_k, config.depth_of("medusa"), medusa_tree(config, head))
 
     def _draft_model(self) -> DraftModelProposer:
@@ -165,9 +168,13 @@ class _Builder:
 
     @property
     def _target(self) -> Target:
-        if self.target is None:
+        if self.target is None or isinstance(self.target, NativeVocabulary):
             raise InvariantError(f"the methods {self.config.methods} need the target model, which was not given")
         return self.target
+
+    @property
+    def _head_target(self) -> Model | NativeVocabulary:
+        return self.target if isinstance(self.target, NativeVocabulary) else self._target.model
 
     @property
     def _policy(self) -> QuantizationPolicy | None:

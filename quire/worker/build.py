@@ -15,10 +15,12 @@ from quire.contracts.memory import ModelReport
 from quire.kernels.native import load_native
 from quire.model.build import build_model
 from quire.model.checkpoint import open_parameters
+from quire.model.heads.native_vocabulary import NativeVocabulary
 from quire.model.native_decoder import NativeDecoder
 from quire.model.transformers_backend.decoder import load_transformers_model
 from quire.model.transformers_backend.probe import read_transformers_model
-from quire.quant.policy import POLICIES
+from quire.parallel.barrier import native_extension
+from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.speculate.build import build_speculator
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.device.device_select import choose_device, library_device
@@ -101,12 +103,22 @@ def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[Pipeline
     speculator = None
     try:
         if config.speculative_config is not None:
-            speculator = build_speculator(config.speculative_config, report, None, step_limits(config))
+            target = _vocabulary(config, report) if config.speculative_config.has_draft_heads else None
+            speculator = build_speculator(config.speculative_config, report, target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
         return PipelinedStepDriver(executor, speculator), report
     except BaseException:
         executor.close()
         raise
+
+
+def _vocabulary(config: EngineConfig, report: ModelReport) -> NativeVocabulary:
+    """Return the embedding and the LM head for draft heads in the leader of a pipeline, which has no layers."""
+    spec = report.spec
+    parameters = open_parameters(report.folder, spec)
+    policy = None if config.quantization is None else POLICIES[config.quantization]
+    quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
+    return NativeVocabulary(native_extension(), spec, parameters, quantize)
 
 
 def _bind_threads(is_alone: bool) -> None:

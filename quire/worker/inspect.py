@@ -37,7 +37,7 @@ from quire.worker.lora import check_lora
 from quire.worker.memory import leave_room, max_num_batched_tokens, plan_memory, uses_native_kernels, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
 from quire.worker.parallel_launch import check_backend
-from quire.worker.pipeline_plan import check_pipeline, check_stage_options
+from quire.worker.pipeline_plan import check_pipeline, check_stage_options, draft_bytes
 from quire.worker.tiers import check_tiers
 
 
@@ -114,6 +114,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         check_device_sources(config.speculative_config, report)
         return report  # what a device has left for the cache is measured, with drafts
     drafts = count_drafts(config.speculative_config, report, step_limits(config))
+    if config.pipeline_parallel_size > 1:
+        drafts += draft_bytes(config, report)
     return replace(report, memory=leave_room(config, memory, drafts))
 
 

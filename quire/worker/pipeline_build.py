@@ -18,7 +18,7 @@ from quire.worker.parallel_build import divide_threads, threads_release
 from quire.worker.parallel_launch import launch_options
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.pipeline_memory import PipelineSizes
-from quire.worker.pipeline_plan import stages_of
+from quire.worker.pipeline_plan import kept_layers_of, stages_of
 from quire.worker.pipeline_stage import StageConfig
 
 logger = get_logger(__name__)
@@ -53,7 +53,9 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
 
 def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[int, ...]) -> StageConfig:
     spec, memory = report.spec, report.memory
-    stages = stages_of(config, report)
+    stages, kept_layers = stages_of(config, report), kept_layers_of(config, report)
+    drafts = config.speculative_config
+    has_heads = drafts is not None and drafts.has_draft_heads
     return StageConfig(
         folder=str(report.folder),
         dtype=spec.dtype,
@@ -76,7 +78,9 @@ def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[i
             row_floats=row_floats(native_extension(), spec.hidden_size),
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
+            feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
+        kept_layers=kept_layers,
     )
 
 

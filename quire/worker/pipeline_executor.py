@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from quire.base.errors import DeviceLostError, InvariantError, QuireError, WorkerError
@@ -46,6 +47,7 @@ class SentStep:
     wants_best: bool
     keeps_all: bool
     num_logit_rows: int
+    num_tokens: int
 
 
 class PipelineExecutor:
@@ -86,6 +88,9 @@ class PipelineExecutor:
         self._pages: PageSupply | None = None
         self._draft_pools: Sequence[KvPool] = ()
         self._num_sent = self._num_taken = self._num_asked = 0
+        self._taken: SentStep | None = None
+        self._kept_layers = config.kept_layers
+        self._kept_parts = [config.kept_part(stage) for stage in config.stages]
         self._is_closed = False
         self.release: Callable[[], None] | None = None
 
@@ -137,21 +142,21 @@ class PipelineExecutor:
         reads: Sequence[DraftInput],
     ) -> SentStep:
         """See StepExecutor."""
-        if reads:
-            raise InvariantError(f"drafts read {', '.join(reads)}, which pipeline stages do not hand out")
         number = self._num_sent
         # A step that was started and never collected may still be under way in its slot.
         self._wait(self._memory.counter(len(self._stages) - 1), number + 1 - self.max_in_flight)
         call = StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_prompt_logits)
-        self._send(encode_numbered_step(call, number & 0x7FFFFFFF))
+        self._send(encode_numbered_step(call, number & 0x7FFFFFFF, reads))
         self._num_sent = number + 1
         self.clock.note_in_flight(self._num_sent - self._num_taken)
-        return SentStep(number, self._memory.slot(number), samples, keeps_prompt_logits, len(tokens.logit_rows))
+        num_logit_rows, num_tokens = len(tokens.logit_rows), len(tokens.token_ids)
+        keeps_all = keeps_prompt_logits or "final" in reads
+        return SentStep(number, self._memory.slot(number), samples, keeps_all, num_logit_rows, num_tokens)
 
     def take_sampled(self, started: SentStep) -> tuple[Sequence[int] | None, Mapping[int, str]]:
         """See StepExecutor. Where a row has no best token, the sampler says what is wrong with its logits."""
         self._wait(self._memory.counter(len(self._stages) - 1), started.number + 1)
-        self._num_taken = started.number + 1
+        self._num_taken, self._taken = started.number + 1, started
         self.clock.note_in_flight(self._num_sent - self._num_taken)
         if not started.wants_best:
             return None, NO_FAILURES
@@ -179,13 +184,21 @@ class PipelineExecutor:
         return read
 
     def features(self, what: DraftInput, rows: Sequence[int]) -> Tensor:
-        """See StepExecutor: refused."""
-        raise InvariantError(f"drafts read {what}, which pipeline stages do not hand out")
+        """See StepExecutor; of the step that was taken last, of which the stages have written what its heads read."""
+        step, size, num_kept = self._taken, self._hidden_size, len(self._kept_layers)
+        if step is None:
+            raise InvariantError("no step was taken whose features are there")
+        places = torch.tensor(rows)
+        if what != "layers":
+            first, count = (num_kept, step.num_tokens) if what == "final" else (num_kept + 1, step.num_logit_rows)
+            return self._memory.features(step.slot, first * size, size, count)[places]
+        parts = [(part.start * size, len(part) * size) for part in self._kept_parts if part]
+        return torch.cat([self._memory.features(step.slot, *part, step.num_tokens)[places] for part in parts], dim=1)
 
     def keep_inputs(self, layers: tuple[int, ...]) -> None:
-        """See StepExecutor: none can be kept."""
-        if layers:
-            raise InvariantError("pipeline stages keep no inputs of layers")
+        """See StepExecutor: the stages keep those of StageConfig in steps that are read."""
+        if layers and layers != self._kept_layers:
+            raise InvariantError(f"the stages keep the inputs of the layers {self._kept_layers}, not of {layers}")
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor."""

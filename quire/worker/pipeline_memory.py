@@ -19,10 +19,11 @@ from quire.parallel.shared_memory import SharedMemoryFile
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 
 _LINE = 128
-_ROWS, _LOGITS, _BEST, _ANSWER, _COUNTERS, _BUSY = (
+_ROWS, _LOGITS, _BEST, _FEATURES, _ANSWER, _COUNTERS, _BUSY = (
     "pipeline.rows",
     "pipeline.logits",
     "pipeline.best",
+    "pipeline.features",
     "pipeline.answer",
     "pipeline.counters",
     "pipeline.busy",
@@ -33,8 +34,9 @@ _ROWS, _LOGITS, _BEST, _ANSWER, _COUNTERS, _BUSY = (
 class PipelineSizes:
     """How large the areas are.
 
-    max_tokens  of a step
-    row_floats  from one row of the residual stream to the next
+    max_tokens      of a step
+    row_floats      from one row of the residual stream to the next
+    feature_floats  that draft heads may read of a token: of all layers, and after the final norm
     """
 
     num_stages: int
@@ -42,6 +44,7 @@ class PipelineSizes:
     row_floats: int
     hidden_size: int
     vocab_size: int
+    feature_floats: int = 0
 
     def areas(self) -> dict[str, int]:
         """Return the areas of the shared memory, in bytes."""
@@ -50,6 +53,7 @@ class PipelineSizes:
             _ROWS: self.num_stages * self.max_tokens * self.row_floats * 4,
             _LOGITS: self.num_stages * self.max_tokens * self.vocab_size * 4,
             _BEST: self.num_stages * self.max_tokens * 4,
+            _FEATURES: self.num_stages * self.max_tokens * self.feature_floats * 4,
             _ANSWER: answer * 4,
             _COUNTERS: (self.num_stages + 1) * _LINE,
             _BUSY: self.num_stages * _LINE,
@@ -66,6 +70,8 @@ class PipelineMemory:
         self._row_bytes = sizes.max_tokens * sizes.row_floats * 4
         self._logits = torch.from_numpy(memory.area(_LOGITS).view(np.float32)).view(size, sizes.max_tokens, sizes.vocab_size)
         self._best = memory.area(_BEST).view(np.int32).reshape(size, sizes.max_tokens)
+        features = torch.from_numpy(memory.area(_FEATURES).view(np.float32))
+        self._features = features.view(size, sizes.max_tokens * sizes.feature_floats)
         self._answer = torch.from_numpy(memory.area(_ANSWER).view(np.float32))
         self._counters = memory.address(_COUNTERS)
         self._busy = memory.area(_BUSY).view(np.float64).reshape(size, _LINE // 8)
@@ -85,6 +91,11 @@ class PipelineMemory:
     def best(self, slot: int, count: int) -> NDArray[np.int32]:
         """Return a slot's best tokens [count], not a copy."""
         return self._best[slot, :count]
+
+    def features(self, slot: int, first: int, width: int, count: int) -> Tensor:
+        """Return [count, width] f32, what draft heads read of a slot's tokens: the columns from `first` on; not a copy."""
+        begin = first * self._sizes.max_tokens
+        return self._features[slot, begin : begin + count * width].view(count, width)
 
     def answer(self, num_rows: int, width: int) -> Tensor:
         """Return [num_rows, width] f32, what the last stage was asked for, not a copy."""

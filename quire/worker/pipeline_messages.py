@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from enum import IntEnum
 
 from quire.parallel.ring import RingMessage
+from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_messages import Call, Encoded, StepCall, encode_rows, encode_step
 
-_NUMBER = 3
-"""Where the header of a step has its number."""
+_NUMBER, _READS = 3, 4
+"""Where the header of a step has its number, and what draft heads read of it."""
+_INPUTS: tuple[DraftInput, ...] = ("layers", "final", "last")
 
 
 class StageCall(IntEnum):
@@ -27,15 +29,20 @@ class StageCall(IntEnum):
     WAKE_UP = Call.WAKE_UP
 
 
-def encode_numbered_step(call: StepCall, number: int) -> Encoded:
-    """Return the message of a step; number: of the steps before it, modulo 2**31."""
+def encode_numbered_step(call: StepCall, number: int, reads: Sequence[DraftInput] = ()) -> Encoded:
+    """Return the message of a step; number: of the steps before it, modulo 2**31; reads: what draft heads read of it."""
     header, arrays = encode_step(call)
-    return [*header, number], arrays
+    return [*header, number, sum(1 << _INPUTS.index(what) for what in reads)], arrays
 
 
 def step_number(message: RingMessage) -> int:
     """Return the number of a step's message."""
     return int(message.header[_NUMBER])
+
+
+def step_reads(message: RingMessage) -> list[DraftInput]:
+    """Return what draft heads read of a step."""
+    return [what for bit, what in enumerate(_INPUTS) if int(message.header[_READS]) >> bit & 1]
 
 
 def encode_request(call: StageCall, slot: int, places: Sequence[int]) -> Encoded:

@@ -11,6 +11,7 @@ from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
+from quire.model.heads.native_vocabulary import vocabulary_bytes
 from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
@@ -18,10 +19,9 @@ from quire.model.tensor_shards import ModelShard
 from quire.parallel.barrier import native_extension
 from quire.quant.parameters import StoredParameter
 from quire.quant.policy import POLICIES, quantized_bytes
-from quire.worker.memory import cpu_block_size
-
-_READING_METHODS = {"eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "self"}
-"""Drafting methods that read hidden states or layers of the model that verifies."""
+from quire.speculate.memory import DraftBytes
+from quire.speculate.sources import LAYER_KINDS, find_layer_head
+from quire.worker.memory import cpu_block_size, max_num_batched_tokens
 
 _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
@@ -63,13 +63,33 @@ def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
             f"({spec.model_type}) run on one stage"
         )
     methods = () if config.speculative_config is None else config.speculative_config.methods
-    refused = [method for method in methods if method in _READING_METHODS]
-    if refused:
+    if "self" in methods:
         raise ConfigError(
-            f"pipeline_parallel_size is {size}, but the speculative method {refused[0]!r} reads hidden states or layers of the "
-            "model, which are on the stages; choose ngram, suffix, lookahead or draft_model, or pipeline_parallel_size=1"
+            f"pipeline_parallel_size is {size}, but the speculative method 'self' runs layers of the model, which are on the "
+            "stages; choose another method, or pipeline_parallel_size=1"
         )
     stages_of(config, report)
+
+
+def kept_layers_of(config: EngineConfig, report: ModelReport) -> tuple[int, ...]:
+    """Return the layers whose inputs a draft head reads, low to high. Raises ConfigError, ModelFormatError or
+    UnsupportedError."""
+    drafts = config.speculative_config
+    methods = () if drafts is None else drafts.methods
+    heads = [find_layer_head(drafts, method, report)[1] for method in methods if drafts is not None and method in LAYER_KINDS]
+    return max((head.aux_hidden_state_layers for head in heads), key=len, default=())
+
+
+def draft_bytes(config: EngineConfig, report: ModelReport) -> DraftBytes:
+    """Return the memory that draft heads need in addition to count_drafts, as they run in the leader: the vocabulary that they
+    may read, and what the stages write for them of each step in flight."""
+    drafts, spec = config.speculative_config, report.spec
+    if drafts is None or not drafts.has_draft_heads:
+        return DraftBytes()
+    # With several ranks in a stage, host_part has counted it.
+    weights = vocabulary_bytes(spec, report.parameters) if config.tensor_parallel_size == 1 else 0
+    num_floats = max_num_batched_tokens(config) * (len(kept_layers_of(config, report)) + 1) * spec.hidden_size
+    return DraftBytes(weights, 0, 4 * num_floats * (config.pipeline_parallel_size + 1))
 
 
 def stages_of(config: EngineConfig, report: ModelReport) -> tuple[PipelineStage, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,6 +57,7 @@ class StageConfig:
                      the same in every process
     num_threads      of each worker, those of the first stage first
     num_batch_slots  rows of the block tables
+    kept_layers      whose inputs a draft head in the leader reads, low to high
     allow_missing_head as in EngineConfig
     """
 
@@ -74,6 +76,7 @@ class StageConfig:
     rows_files: tuple[int, ...]
     num_threads: tuple[int, ...]
     sizes: PipelineSizes
+    kept_layers: tuple[int, ...] = ()
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -86,6 +89,11 @@ class StageConfig:
         stages, mesh = self.stages, DeviceMesh(tensor=len(self.shares), pipeline=len(self.layers))
         coordinates = map(mesh.coordinates, range(mesh.size))
         return {rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor) for rank, at in enumerate(coordinates, 1)}
+
+    def kept_part(self, stage: PipelineStage) -> range:
+        """Return the places in kept_layers of those that a stage has."""
+        first, last = (bisect_left(self.kept_layers, layer) for layer in (stage.start, stage.stop))
+        return range(first, last)
 
     @property
     def subgroups(self) -> dict[str, tuple[int, ...]]:
@@ -102,7 +110,7 @@ class StageConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StageConfig:
         """Return what to_json was called on."""
-        lists = {name: tuple(fields[name]) for name in ("layers", "shares", "rows_files", "num_threads")}
+        lists = {name: tuple(fields[name]) for name in ("layers", "shares", "rows_files", "num_threads", "kept_layers")}
         return cls(**{**fields, **lists, "sizes": PipelineSizes(**fields["sizes"])})
 
 
@@ -131,6 +139,9 @@ def build_stage(
         barrier = subgroups[place.barrier_name]
         group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, config.rows_files[stage.index])
     decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize, group)
+    kept = config.kept_part(stage)
+    if kept and place.is_first_rank:
+        decoder.keep_inputs(tuple(config.kept_layers[index] - stage.start for index in kept))
     return decoder, MemoryPlan(
         0,
         decoder.weight_bytes,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,10 +23,12 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.ring import RingMessage
+from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_messages import StepCall, decode_changes, decode_step
 from quire.worker.pipeline_memory import PipelineMemory
-from quire.worker.pipeline_messages import StageCall, request_slot, step_number
-from quire.worker.pipeline_stage import StageConfig, build_stage
+from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
+from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
+from quire.worker.step_executor import StepTokens
 
 
 def main(context: WorkerContext) -> None:
@@ -38,7 +41,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage(f"loading weights of {place.describe()}")
     decoder, plan = build_stage(config, place, context.subgroups)
     memory = PipelineMemory(context.memory, config.sizes)
-    executor = StageExecutor(decoder, plan, config.num_batch_slots, memory, context.barrier, place.is_first_rank)
+    executor = StageExecutor(decoder, plan, config, place, memory, context.barrier)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
@@ -54,27 +57,26 @@ def main(context: WorkerContext) -> None:
 
 
 class StageExecutor:
-    """Computes the layers of one stage, or a rank's part of them.
-
-    is_first_rank  of its stage: it writes the results, and says when a step is computed
-    """
+    """Computes the layers of one stage, or a rank's part of them. The first rank of a stage writes the results, and says when a
+    step is computed."""
 
     def __init__(
         self,
         decoder: StageDecoder,
         plan: MemoryPlan,
-        num_batch_slots: int,
+        config: StageConfig,
+        place: StagePlace,
         memory: PipelineMemory,
         barrier: ProcessBarrier,
-        is_first_rank: bool = True,
     ) -> None:
         self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, memory, barrier
-        self._is_first_rank = is_first_rank
+        self._is_first_rank = place.is_first_rank
+        self._kept, self._num_kept = config.kept_part(decoder.stage), len(config.kept_layers)
         self._native = load_native()
         self._kv = KvPool(plan.kv, plan.num_kv_blocks, num_window_blocks=plan.num_window_blocks)
         self._pages = PageSupply(self._kv)
         self._pages.start()
-        self._block_tables = np.zeros((num_batch_slots, plan.table_width), dtype=np.int64)
+        self._block_tables = np.zeros((config.num_batch_slots, plan.table_width), dtype=np.int64)
         self._tables = list(self._block_tables)
         self._addresses = [address_of(table) for table in self._tables]
         self._num_answers = 0
@@ -101,7 +103,7 @@ class StageExecutor:
         call = StageCall(int(message.header[0]))
         with self._pages:
             if call is StageCall.STEP:
-                self._run(step_number(message), decode_step(message))
+                self._run(step_number(message), decode_step(message), step_reads(message))
             elif call is StageCall.CHANGES:
                 changes = decode_changes(message)
                 for batch_slot, index, block_ids in changes.entries:
@@ -118,7 +120,7 @@ class StageExecutor:
             else:
                 raise InvariantError(f"the leader has sent call {call!r}, which no stage knows")
 
-    def _run(self, number: int, step: StepCall) -> None:
+    def _run(self, number: int, step: StepCall, reads: Sequence[DraftInput]) -> None:
         """Compute a step, after the stage before has."""
         tokens, slot = step.tokens, self._memory.slot(number)
         runs = TokenRuns(
@@ -139,7 +141,7 @@ class StageExecutor:
             outputs = StageOutputs(
                 tokens.logit_rows + step.hidden_rows,
                 count,
-                step.keeps_all,
+                step.keeps_all or "final" in reads,
                 step.wants_best,
                 step.needs_logits,
                 self._memory.logits(slot, count).data_ptr(),
@@ -149,8 +151,26 @@ class StageExecutor:
             return
         if step.wants_best and self._stage.is_last:
             self._memory.best(slot, count)[:] = best
+        if reads:
+            self._write_features(slot, tokens, reads, outputs)
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         self._advance(self._memory.counter(self._stage.index), number + 1)
+
+    def _write_features(self, slot: int, tokens: StepTokens, reads: Sequence[DraftInput], outputs: StageOutputs | None) -> None:
+        """Write what draft heads in the leader read of the step: the inputs of layers, then hidden states of all tokens or of
+        those with logits."""
+        count, hidden_size = len(tokens.token_ids), self._decoder.spec.hidden_size
+        if "layers" in reads and self._kept:
+            out = self._memory.features(slot, self._kept.start * hidden_size, len(self._kept) * hidden_size, count)
+            self._decoder.write_layer_inputs(count, out.data_ptr())
+        if outputs is None:
+            return
+        for index, what in enumerate(("final", "last")):
+            if what in reads:
+                rows = tokens.logit_rows if outputs.keeps_all else list(range(outputs.num_logits))
+                rows = list(range(count)) if what == "final" else rows
+                out = self._memory.features(slot, (self._num_kept + index) * hidden_size, hidden_size, len(rows))
+                self._decoder.write_hidden_states(self._memory.rows(slot), rows, out.data_ptr())
 
     def _answer(self, call: StageCall, slot: int, places: list[int]) -> None:
         """Compute what the leader has asked for: logits on all ranks, hidden states on the first one, which has whole rows."""

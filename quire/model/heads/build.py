@@ -15,6 +15,7 @@ from quire.model.heads.head_spec import LayerHead, ParallelHead
 from quire.model.heads.medusa import read_medusa
 from quire.model.heads.mtp import MIMO_PREFIX, read_mtp
 from quire.model.heads.native_head import NativeHead
+from quire.model.heads.native_vocabulary import NativeVocabulary
 from quire.model.heads.reference_head import ReferenceHead
 from quire.model.heads.stored import HeadFolder
 from quire.model.native_decoder import NativeDecoder
@@ -62,16 +63,18 @@ def check_head(folder: HeadFolder, kind: Literal["eagle3", "medusa", "mtp"], tar
     {"eagle3": read_eagle3, "medusa": read_medusa, "mtp": read_mtp}[kind](folder, target)
 
 
-def build_head(head: LayerHead, target: Model, max_model_len: int, policy: QuantizationPolicy | None = None) -> HeadModel:
+def build_head(
+    head: LayerHead, target: Model | NativeVocabulary, max_model_len: int, policy: QuantizationPolicy | None = None
+) -> HeadModel:
     """Return the object that runs a draft head next to a model, with native kernels if the model uses them.
 
     policy  how its weights are quantised, natively only. Raises UnsupportedError
     """
     native = load_native()
-    if native is not None and isinstance(target, NativeDecoder):
+    if native is not None and isinstance(target, NativeDecoder | NativeVocabulary):
         quantize = None if policy is None else parameter_quantizer(head.parameters, head.body, policy)
         return NativeHead(native, head, target, max_model_len, quantize)
-    if isinstance(target, NativeDecoder):
+    if isinstance(target, NativeDecoder | NativeVocabulary):
         raise UnsupportedError("a native model needs the native kernels for its head too")
     if policy is not None:
         raise UnsupportedError("speculative_config: quantization of a head needs the native kernels, which are not there")

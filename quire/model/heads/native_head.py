@@ -14,6 +14,7 @@ from torch import Tensor
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kv.pool import KvPool
 from quire.model.heads.head_spec import LayerHead
+from quire.model.heads.native_vocabulary import NativeVocabulary
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import NativeModelBuilder, NativeParts
 from quire.model.token_runs import TokenRuns
@@ -27,7 +28,7 @@ _SPARE_POSITIONS = 64
 class _NativeHeadBuilder(NativeModelBuilder):
     """Builds the native plan of a draft head; missing parts are the target's."""
 
-    def __init__(self, head: LayerHead, target: NativeDecoder, *args: Any) -> None:
+    def __init__(self, head: LayerHead, target: NativeDecoder | NativeVocabulary, *args: Any) -> None:
         super().__init__(*args)
         self._head = head
         self._target = target
@@ -60,7 +61,7 @@ class NativeHead(NativeDecoder):
         self,
         native: ModuleType,
         head: LayerHead,
-        target: NativeDecoder,
+        target: NativeDecoder | NativeVocabulary,
         max_model_len: int,
         quantize: Callable[[str, Tensor], Parameter] | None = None,
     ) -> None:

@@ -50,11 +50,11 @@ def _config(**options):
         ({"expert_load": "load.json"}, "expert_placement is 'linear' and expert_load 'load.json'"),
         ({"expert_placement": "x.json", "num_redundant_experts": 2}, "num_redundant_experts is 2, but the file of expert_plac"),
         ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "enable_expert_parallel and pipeline_parallel_size 2"),
+        ({"tensor_parallel_size": 1}, "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all"),
         (
             {"tensor_parallel_size": 1, "prefill_context_parallel_size": 2},
             "enable_expert_parallel and prefill_context_parallel_size 2",
         ),
-        ({"model_impl": "transformers", "tensor_parallel_size": 1}, "enable_expert_parallel is True, but model_impl 'transfor"),
         ({"save_expert_load": "load.json", "data_parallel_size": 2}, "save_expert_load is 'load.json', but data_parallel_size"),
         ({"enable_eplb": True, "enable_expert_parallel": False}, "enable_eplb is True, but enable_expert_parallel is False"),
         ({"enable_eplb": 1}, "enable_eplb must be True or False, got 1"),

@@ -119,13 +119,22 @@ DRAFTS = {
     "lookahead": {"method": "lookahead"},
     "draft-model": {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3},
     "merged": {"method": ["ngram", "draft_model"], "model": "demo-draft", "num_speculative_tokens": 3},
+    "eagle3": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4},
+    "eagle3-tree": {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 8, "draft_top_k": 3},
+    "medusa": {"method": "medusa", "model": "demo-medusa"},
+    "mtp": {"method": "mtp", "model": "demo-mtp"},
+    "merged-heads": {
+        "method": ["eagle3", "medusa", "ngram"],
+        "model": {"eagle3": "demo-eagle3", "medusa": "demo-medusa"},
+        "num_speculative_tokens": 4,
+    },
 }
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model", "eagle3", "medusa"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_adaptive):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
@@ -325,11 +334,7 @@ def test_the_idle_share_of_each_stage_is_measured():
         ),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
-        (
-            {"pipeline_parallel_size": 2, "speculative_config": {"method": "eagle3", "model": "demo-eagle3"}},
-            "the speculative method 'eagle3' reads hidden states",
-        ),
-        ({"pipeline_parallel_size": 2, "speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' reads"),
+        ({"pipeline_parallel_size": 2, "speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' runs"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(options, message):
