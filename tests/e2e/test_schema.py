@@ -117,6 +117,8 @@ NOTHING_THERE = {
     "/v1/conversations/{conversation_id}/items": 404,
 }
 """Status of the routes whose body names what this server does not have."""
+PUT_ROUTES = {"/prefill_urls"}
+"""Which talk to engines: see tests/unit/serving/http/test_system.py."""
 CONFIG = ServerConfig(enable_page=False)
 SCALARS = (
     st.none()
@@ -220,7 +222,7 @@ def validators(app):
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             content = operation.get("requestBody", {}).get("content", {})
-            if "application/json" in content:
+            if "application/json" in content and path not in PUT_ROUTES:
                 assert method == "post"
                 schema = {**content["application/json"]["schema"], "components": described["components"]}
                 found[path] = jsonschema.Draft202012Validator(schema)
