@@ -471,6 +471,12 @@ def test_slow_link_is_no_lost_link_and_may_be_given_up(tcp):
     server.close()
 
 
+def is_halted(pid):
+    """Return whether a process, which has not been waited for, is stopped or has ended."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] in "TZ"
+
+
 SERVER = """
 import sys, time
 from quire.transfer.address import Address
@@ -505,6 +511,7 @@ def test_server_that_is_killed_or_stopped_is_given_up(tcp, sent, state):
             if state == "idle":
                 assert finish(pair.pull()) == "complete"
                 os.kill(process.pid, sent)
+                assert wait_until(lambda: is_halted(process.pid))  # until then its threads may still send pages
                 pull = pair.pull()
             else:
                 pull = pair.pull()
