@@ -11,5 +11,5 @@ BUNDLED_FOLDER = Path(quire.__file__).parent / "demo_models"
 
 def tokenizer_folder(folder: Path) -> Path:
     """Return the folder with the tokenizer of a checkpoint: its own, or that of `demo` for bundled ones without one."""
-    is_shared = folder.parent == BUNDLED_FOLDER and not (folder / "tokenizer.json").is_file()
+    is_shared = folder.resolve().parent == BUNDLED_FOLDER.resolve() and not (folder / "tokenizer.json").is_file()
     return BUNDLED_FOLDER / "demo" if is_shared else folder

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.base.errors import ConfigError
 from quire.base.ids import RequestId
 from quire.contracts.request import Request
 from quire.contracts.step import StepPlan, StepResult
@@ -87,8 +88,19 @@ class RemotePrefill:
         return dict(self._client.outcomes + self.local)
 
     def set_urls(self, urls: Sequence[str]) -> None:
-        """Ask the prefill engines that listen there from now on, and no others. Raises ConfigError."""
-        self._client.set_peers([parse_reachable(url, "prefill_urls", has_secret=self._has_secret) for url in urls])
+        """Ask the prefill engines that listen there from now on, and no others.
+
+        Raises ConfigError, after those that can be asked are taken over, where an address is none or needs a secret.
+        """
+        usable, refused = list[Address](), list[ConfigError]()
+        for url in urls:
+            try:
+                usable.append(parse_reachable(url, "prefill_urls", has_secret=self._has_secret))
+            except ConfigError as error:
+                refused.append(error)
+        self._client.set_peers(usable)
+        if refused:
+            raise refused[0]
 
     def begin(self, request: Request) -> bool:
         """Ask a prefill engine for the rest of a request's prompt; return whether the request is kept aside for it."""

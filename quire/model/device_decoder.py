@@ -514,6 +514,9 @@ class DeviceLayer:
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
             if self._branches is not None and shared is not None:
+                if ranks is not None:
+                    out = ranks.close_part(out, is_row_parallel)
+                    shared = ranks.close_part(shared, "shared.down" in ranks.row_parallel)
                 return self._branches.join(shared, out)
             if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
                 return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)

@@ -97,8 +97,9 @@ def load_on_device(
 ) -> DeviceWeights:
     """Return every parameter on a device, quantised if stored so, otherwise in the model's dtype; `parameters` is emptied.
 
-    The host holds one parameter, or one expert, at a time in addition to the checkpoint's pages, which are released. Two names
-    of one parameter stay shared. Quantised weights that no kernel supports are dequantised, with a log line.
+    The host holds one parameter, or one expert, at a time in addition to the checkpoint's pages, which are released. An LM head
+    that is the embedding stays shared; other parameters of two names are copied for each. Quantised weights that no kernel
+    supports are dequantised, with a log line.
 
     quantize  applied on the device to every weight that is dense in the checkpoint, to each expert separately
     shapes    of the parameters, q before k before v and gate before up; None: those of the spec
@@ -244,8 +245,9 @@ class _Loader:
         """Return this rank's part of a dense parameter; None if it has none, such as a bias of an all-reduce, which rank 0
         adds."""
         shard = self._shard
-        if shard is None or not isinstance(tensor, Tensor):
+        if shard is None:
             return tensor
+        tensor = tensor if isinstance(tensor, Tensor) else tensor.dequantize(self._dtype)
         is_stack = ".experts." in name
         is_of_sum = f"{name.removesuffix('bias')}weight" in self._row_parallel and name.endswith(".bias")
         rows = None if is_of_sum else shard.rows(name, tensor.shape[-1] if is_stack else tensor.shape[0])

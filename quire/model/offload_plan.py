@@ -11,7 +11,8 @@ from quire.base.errors import ConfigError
 from quire.contracts.memory import format_bytes
 from quire.contracts.model_spec import ModelSpec
 
-_MOVED = re.compile(r"layers\.\d+\.(?:(?:shared\.)?(?:q|k|v|o|gate|up|down)|experts\.\w+)\.weight")
+_MODULES = "q|k|v|o|gate|up|down|q_a|kv_a|latent_in|latent_out"
+_MOVED = re.compile(rf"layers\.\d+\.(?:(?:shared\.)?(?:{_MODULES})|experts\.\w+)\.weight")
 NUM_BUFFERS = 2
 """While a layer runs from one staging buffer, the next offloaded layer is copied to the other."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_CLOSE_S = 2.0
 _TICK_S = 0.25
 _ANSWER_S = 0.7
 _LONGEST_S = 2.0
@@ -34,14 +36,17 @@ class PeerWatch:
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-peer-watch", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def begin(self) -> None:
         """Record that this rank begins a collective, in which all ranks participate."""
         self._num_begun += 1
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, which may not be within a call to the store when the interpreter ends: the process would abort."""
+        atexit.unregister(self.close)
         self._is_closed.set()
+        self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
         posted = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -34,6 +35,7 @@ ORDERED_BYTES = 1 << 20
 
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 _WARN_S = 5.0
+_CLOSE_S = 2.0
 _TICK_S = 0.1
 
 
@@ -249,6 +251,7 @@ class _Waiter:
         self._works: queue.SimpleQueue[tuple[Work, threading.Event, list[RuntimeError]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-gloo-wait", daemon=True)
         self._thread.start()
+        atexit.register(self.close)
 
     def _run(self) -> None:
         while (item := self._works.get()) is not None:
@@ -271,5 +274,7 @@ class _Waiter:
             raise errors[0]
 
     def close(self) -> None:
-        """Stop the thread after the current operation."""
+        """Stop the thread after the current operation; within one, the interpreter could not end."""
+        atexit.unregister(self.close)
         self._works.put(None)
+        self._thread.join(_CLOSE_S)

@@ -210,6 +210,7 @@ class FittedTime:
 
     corrections  by kind of step: (log2 of its tokens, factor), ascending. Kernels work on tiles, so that times grow in steps of
                  the batch, which no coefficient has; between two batches the factor is interpolated
+    added_step_s, added_sequence_s  what a server adds to each step, and for each of its sequences
     median_error, p90_error  of |predicted / measured - 1| over the steps of the fit
     """
 
@@ -223,11 +224,14 @@ class FittedTime:
     p90_error: float
     request_s: float = 0.0
     corrections: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    added_step_s: float = 0.0
+    added_sequence_s: float = 0.0
 
     def mean_s(self, work: StepWork) -> float:
         values = features(work, self.shape, self.precision, self.kv_format, self.rates)
         factor = correction_of(self.corrections.get(kind_of(work), ()), work.num_tokens)
-        return factor * sum(factor * value for factor, value in zip(self.coefficients, values, strict=True))
+        added_s = self.added_step_s + self.added_sequence_s * work.num_sequences
+        return added_s + factor * sum(each * value for each, value in zip(self.coefficients, values, strict=True))
 
     def draw_ratio(self, work: StepWork, rng: random.Random) -> float:
         found = self.residuals.get(region_of(work), ())
@@ -235,9 +239,8 @@ class FittedTime:
 
     def served(self, delivery: Delivery) -> FittedTime:
         """Return the times at a server, with the median delay of its requests."""
-        constant, sequences, *others = self.coefficients
-        coefficients = (constant + delivery.step_s, sequences + delivery.sequence_s, *others)
-        return replace(self, coefficients=coefficients, request_s=delivery.median_delay_s)
+        added = {"added_step_s": delivery.step_s, "added_sequence_s": delivery.sequence_s}
+        return replace(self, **added, request_s=delivery.median_delay_s)
 
     def describe(self) -> str:
         """Return the fit for people."""

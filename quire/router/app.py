@@ -127,7 +127,7 @@ class RouterApp:
             return await watched(incoming, self._timelines.answer(incoming))
         if incoming.method == "GET":
             outgoing = Outgoing("GET", incoming.target, incoming.headers_to_send(), b"")
-            return await watched(incoming, self.parts.proxy.send_to_any(incoming, outgoing, list(self.parts.table)))
+            return await watched(incoming, self.parts.proxy.send_to_any(incoming, outgoing, self.parts.table.serving()))
         if incoming.method != "POST":
             raise ApiError(405, f"{incoming.method[:20]} is not allowed here", code="method_not_allowed")
         return await self._answer_inference(incoming)
@@ -221,7 +221,7 @@ class RouterApp:
         if incoming.method == "POST" and collection == "conversations":  # on any backend: what continues it goes there too
             body = await incoming.read_body(self.parts.config.max_body_bytes)
             outgoing = Outgoing("POST", incoming.target, headers, body, learns_owner=True)
-            return await watched(incoming, proxy.send_to_any(incoming, outgoing, list(self.parts.table)))
+            return await watched(incoming, proxy.send_to_any(incoming, outgoing, self.parts.table.serving()))
         if incoming.method == "POST":  # an upload is passed on as it comes; its close is seen while it is read
             outgoing = Outgoing("POST", incoming.target, headers, incoming.body_pieces(), learns_owner=True)
             return await proxy.send_to(incoming, outgoing, self._home(incoming))
@@ -230,9 +230,10 @@ class RouterApp:
 
     def _home(self, incoming: Incoming) -> Backend:
         """Return the backend that keeps the files and batches of a client's key."""
-        if not len(self.parts.table):
+        serving = self.parts.table.serving()
+        if not serving:
             raise ApiError(503, "there is no backend", code="no_backend_available", retry_after_s=RETRY_AFTER_S)
-        return rendezvous(list(self.parts.table), incoming.key_digest)[0]
+        return rendezvous(serving, incoming.key_digest)[0]
 
     async def _answer_for_page(self, incoming: Incoming) -> str:
         """Ask a backend that serves the model of ?model= for what the page needs of it; without one, any backend."""

@@ -244,8 +244,8 @@ class Backend:
         self.load = load
         if load is not None:
             self.replica_id, self.model_content = load.replica_id, load.model_content
-        if load is None:
-            self.num_others = 0
+        if load is None:  # perhaps another server, which reports nothing
+            self.num_others, self.role, self.prefill_url = 0, "both", None
             return
         self.role, self.prefill_url = load.role, reachable_url(load.prefill_listen, self.address)
         self.num_others = max((load.running or 0) + (load.waiting or 0) - self.num_in_flight, 0)
@@ -305,10 +305,14 @@ class BackendTable:
             backend.upstream.close()
         return backend
 
+    def serving(self) -> list[Backend]:
+        """Return the backends that answer requests: all but prefill servers."""
+        return [backend for backend in self if not backend.is_prefill]
+
     def models(self) -> dict[str, dict[str, Any]]:
         """Return the models of all backends, each with the entry of the first that lists it."""
         found: dict[str, dict[str, Any]] = {}
-        for backend in [one for one in self if not one.is_prefill]:
+        for backend in self.serving():
             for name, entry in backend.models.items():
                 found.setdefault(name, entry)
         found.pop(WILDCARD, None)
@@ -318,7 +322,8 @@ class BackendTable:
         """Return {model: its backends} of models under whose name backends serve different weights, tokenizers or options."""
         found: dict[str, dict[str, list[str]]] = {}
         for backend in self._backends.values():
-            for model in backend.models if backend.model_content else ():
+            is_compared = backend.model_content and backend.state == "ready" and not backend.is_draining
+            for model in backend.models if is_compared else ():
                 found.setdefault(model, {}).setdefault(backend.model_content, []).append(backend.name)
         return {model: [name for names in by.values() for name in names] for model, by in found.items() if len(by) > 1}
 

@@ -373,7 +373,7 @@ def given_blocks(config: EngineConfig, kv: KvSpec, bytes_per_block: int) -> int 
             f"kv_cache_memory_bytes is {config.kv_cache_memory_bytes}, but one block of {kv.block_size} tokens "
             f"takes {bytes_per_block} bytes; raise it or lower block_size"
         )
-    return num_blocks
+    return num_blocks if kv.bytes_per_block > 0 else min(num_blocks, MAX_DEFAULT_BLOCKS)
 
 
 def check_fits(plan: MemoryPlan) -> None:

@@ -69,6 +69,7 @@ class HostTier:
         self._from_peer: set[int] = set()  # the same for pages that were pulled from a prefill engine
         self._held: dict[RequestId, list[int]] = {}
         self._saves: dict[int, BlockId] = {}
+        self._written_later: OrderedDict[int, PrefixEntry] = OrderedDict()  # blocks to save at once, by key
         self._loads: dict[BlockId, int] = {}
         self._seen: OrderedDict[int, None] = OrderedDict()
         self.stats = HostTierStats()
@@ -128,7 +129,15 @@ class HostTier:
     def write_through(self, entry: PrefixEntry) -> None:
         """Save the page of a block that was just published, where all are to be saved at once."""
         if self._kv_save == "write_through" and entry.content.key not in self._slots:
-            self.save(entry.block_id, entry.content.key)
+            self._written_later[entry.content.key] = entry
+            self._write_through()
+
+    def _write_through(self) -> None:
+        """Save as many of the blocks that wait as one step may; those that have left the pool were saved or given up then."""
+        while self._written_later and len(self._saves) < self._max_saves:
+            key, entry = self._written_later.popitem(last=False)
+            if entry.is_live and key not in self._slots and not self.save(entry.block_id, key):
+                return
 
     def retain(self, entry: PrefixEntry, keep_s: float) -> None:
         """Save the page of a published block in the next plan, whatever else is saved, and keep it longer than others."""
@@ -201,6 +210,7 @@ class HostTier:
 
     def take_moves(self) -> tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
         """Return the page_saves and page_loads of a plan, and forget them."""
+        self._write_through()
         saves = tuple((block_id, slot) for slot, block_id in self._saves.items())
         loads = tuple((slot, block_id) for block_id, slot in self._loads.items())
         self._saves.clear()
@@ -212,7 +222,7 @@ class HostTier:
     @property
     def has_moves(self) -> bool:
         """Whether the next plan saves or loads a page."""
-        return bool(self._saves or self._loads)
+        return bool(self._saves or self._loads or self._written_later)
 
     def reserve(self, num_slots: int) -> list[int]:
         """Return up to num_slots slots without a page, pinned, to be filled from the disk tier or a peer."""

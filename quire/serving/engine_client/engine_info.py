@@ -34,6 +34,7 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         num_kv_blocks=limits.num_kv_blocks,
         eos_token_ids=sorted(report.spec.eos_token_ids),
         generation_defaults=dict(report.generation_defaults),
+        model_folder=str(report.folder),
         tokenizer_folder=None if engine.tokenizer is None else str(report.tokenizer_folder),
         chat_template=config.chat_template,
         max_logprobs=config.max_logprobs,

@@ -288,6 +288,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The description of the loaded model and engine for the HTTP process, which never imports torch.
 
     generation_defaults      SamplingParams fields recommended by the checkpoint
+    model_folder             of the checkpoint, or its GGUF file
     tokenizer_folder         what quire.text.tokenizer.load_tokenizer takes; None without a tokenizer
     chat_template            likewise; None for the checkpoint's default one
     num_parameters           all weights; num_active_parameters those that one token uses
@@ -319,6 +320,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_blocks: int
     eos_token_ids: list[int]
     generation_defaults: dict[str, object]
+    model_folder: str
     tokenizer_folder: str | None
     max_logprobs: int
     scheduling_policy: str

@@ -24,6 +24,7 @@ from quire.serving.endpoint import Call, Endpoint
 from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.fleet import EngineFleet
 from quire.serving.errors import ApiError, invalid
+from quire.serving.hosts import is_loopback
 from quire.serving.http.openapi import document
 from quire.serving.metrics.server_metrics import ServerMetrics
 from quire.serving.public_error import show_error
@@ -260,6 +261,13 @@ async def put_prefill_urls(parts: SystemParts, call: Call) -> Answer:
     """Set the prefill servers of a decode server, for callers with an admin key."""
     if not call.owner.is_admin:
         raise ApiError(403, "prefill servers are set with an admin key (admin: true in --api-key-file)", code="admin_only")
+    config = parts.server.config
+    if not config.api_keys and not is_loopback(config.host):
+        raise ApiError(
+            403,
+            f"prefill servers are set with an admin key where others can connect (host is {config.host}): give --api-key-file",
+            code="admin_only",
+        )
     body = await call.body(PrefillUrls)
 
     async def work() -> Ready:

@@ -14,7 +14,7 @@ from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
-from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvSpec, check_kv_format, head_dims_of
+from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.config_reader import read_quantization_config
@@ -265,6 +265,8 @@ def estimate_memory(
     kv = KvSpec.on_device(
         spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
     )
+    if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(kv.dtype, ()):
+        raise ConfigError(f"kv_cache_dtype is {kv.dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)
@@ -330,7 +332,7 @@ def plan_device_memory(
     given = given_blocks(config, kv, max(1, kv.bytes_per_block))
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
     wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
-    block_bytes = kv.bytes_per_block + draft_block_bytes
+    block_bytes = max(1, kv.bytes_per_block + draft_block_bytes)  # 0 without attention
     num_blocks = min(wanted, room // block_bytes) if given is None else given
     if num_blocks < 1 or num_blocks * block_bytes > room:
         asked = "" if given is None else f", and the KV pool asked for {format_bytes(given * block_bytes)} ({given} blocks)"

@@ -63,7 +63,12 @@ class ServedModel(NamedTuple):
         return [tuple(kind) for kind in found]
 
     def few_layers(self) -> ServedModel:
-        """Return the model with few layers, whose kinds follow each other as in all: a layer ends with the next one's norm."""
+        """Return the model with few layers, whose kinds follow each other as in all: a layer ends with the next one's norm.
+
+        All of a model whose layers refer to others by their numbers.
+        """
+        if self.spec.per_layer_inputs is not None or any(one.attention.kv_source is not None for one in self.spec.layers):
+            return self
         kinds, layers = self.kinds()[:-1], self.spec.layers
         chosen, pairs = [0][: len(kinds)], list[tuple[object, object]]()
         for index, pair in enumerate(itertools.pairwise(kinds)):

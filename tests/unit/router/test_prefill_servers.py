@@ -115,3 +115,18 @@ def test_addresses_of_every_interface_stand_for_the_host_of_the_server():
 )
 def test_addresses_of_one_machine_are_told_to_its_servers_only(url, server, other, expected):
     assert is_reachable(url, parse_backend(server), parse_backend(other)) == expected
+
+
+def test_files_and_conversations_of_all_keys_are_kept_by_servers_that_answer():
+    async def work():
+        first, decode = prefill(7001), Decode()
+        async with backends(first, decode), routing(first, decode) as router:
+            await router.until(lambda: decode.urls == ["tcp://127.0.0.1:7001"])
+            for number in range(12):
+                key = {"authorization": f"Bearer k{number}"}
+                await router.client.get("/v1/files", headers=key)
+                await router.client.post("/v1/conversations", json={}, headers=key)
+            paths = {request["path"] for request in first.requests}
+            assert not paths & {"/v1/files", "/v1/conversations"}
+
+    run(work())

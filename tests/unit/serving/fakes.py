@@ -71,6 +71,7 @@ def engine_info(**changes: object) -> EngineInfo:
         "num_kv_blocks": 256,
         "eos_token_ids": [0],
         "generation_defaults": {},
+        "model_folder": str(DEMO),
         "tokenizer_folder": str(DEMO),
         "max_logprobs": 20,
         "scheduling_policy": "fcfs",

@@ -100,6 +100,16 @@ def test_prompt_and_output_are_saved_as_they_are_computed_with_write_through():
     driver.check_outputs()
 
 
+def test_write_through_saves_later_what_is_too_much_for_one_step():
+    driver = Driver(tier_config(kv_save="write_through", max_page_saves=2))
+    driver.add(make_request(0, range(22), max_tokens=7))
+    driver.run()
+    tier = driver.scheduler.kv.host_tier
+    assert max(len(plan.page_saves) for plan in driver.worker.plans) == 2
+    assert len(tier) >= 6
+    assert tier.stats.num_not_saved == 0
+
+
 def test_retained_pages_are_passed_over_until_the_tier_was_filled_with_others_several_times():
     driver = Driver(tier_config(num_host_pages=8))
     run_one(driver, 0, range(22), keep_s=300.0)

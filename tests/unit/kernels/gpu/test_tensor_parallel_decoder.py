@@ -38,6 +38,23 @@ def in_turns(monkeypatch):
 
 
 ALL_MODELS = MODELS | {
+    "branches": [
+        LayerSpec(
+            attention(),
+            MoeSpec(
+                4,
+                2,
+                MlpSpec(40, "gelu_tanh"),
+                is_weight_f32=True,
+                shared=MlpSpec(24, "gelu_tanh"),
+                branch_norm=RMS,
+                has_expert_scale=True,
+            ),
+            attn_in=RMS,
+            mlp_in=RMS,
+        )
+    ]
+    * 2,
     "dense-first": [  # DeepSeek's layers, without its attention
         LayerSpec(attention(), MlpSpec(72, "silu"), attn_in=RMS, mlp_in=RMS),
         LayerSpec(

@@ -11,7 +11,8 @@ from quire.serving.core.model_content import content_digest
 def digest(folder, **changes):
     fields = {"architecture": "A", "dtype": "bfloat16", "quantization": None, "device": "cpu", "kv_cache_dtype": "bfloat16"}
     numbers = {"vocab_size": 9, "hidden_size": 8, "num_parameters": 7}
-    return content_digest(SimpleNamespace(**{**fields, **numbers, "tokenizer_folder": folder and str(folder), **changes}))
+    folders = {"model_folder": str(folder or "/nowhere"), "tokenizer_folder": folder and str(folder)}
+    return content_digest(SimpleNamespace(**{**fields, **numbers, **folders, **changes}))
 
 
 @pytest.fixture
@@ -46,3 +47,16 @@ def test_numbers_in_another_format_give_other_tokens(folder, changes):
 
 def test_models_without_a_tokenizer_differ_by_their_shapes():
     assert digest(None) == digest(None) != digest(None, num_parameters=8)
+
+
+def test_weights_count_where_the_tokenizer_is_another_ones(folder, tmp_path):
+    other = shutil.copytree(folder, tmp_path / "other")
+    (other / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 100)
+    assert digest(folder) != digest(other, tokenizer_folder=str(folder))
+
+
+def test_files_that_are_not_loaded_do_not_count(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "training_args.bin").write_bytes(b"x" * 5000)
+    (copy / "pytorch_model.bin").write_bytes(b"y" * 5000)
+    assert digest(copy) == digest(folder)

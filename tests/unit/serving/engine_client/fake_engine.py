@@ -42,7 +42,8 @@ def info(pid):
     return EngineInfo(
         model="fake", architecture="fake", dtype="float32", quantization=None, device="cpu", vocab_size=100, hidden_size=8,
         max_model_len=1000, max_num_seqs=8, max_num_batched_tokens=100, block_size=4, num_kv_blocks=100, eos_token_ids=[0],
-        generation_defaults={}, tokenizer_folder=None, max_logprobs=20, scheduling_policy="fcfs", enable_prefix_caching=True,
+        generation_defaults={}, model_folder="/nowhere",
+        tokenizer_folder=None, max_logprobs=20, scheduling_policy="fcfs", enable_prefix_caching=True,
         seed=0, num_parameters=1, num_active_parameters=1, weight_bytes=4, kv_bytes_per_token=1, kv_cache_dtype="float32",
         attention=[AttentionKind(None, 1, 1)], load_time_s=0.0, pid=pid,
     )  # fmt: skip
