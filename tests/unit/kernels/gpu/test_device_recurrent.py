@@ -72,5 +72,5 @@ def test_states_leave_the_device_while_the_engine_sleeps(tmp_path):
 @pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"tensor_parallel_size": 2}], ids=["cache", "ranks"])
 def test_options_that_such_models_do_not_have_are_refused(options, tmp_path):
     folder = make_checkpoint("lfm2", tmp_path / "lfm2")
-    with pytest.raises(ConfigError, match=f"{next(iter(options))} is .*recurrent state"):
+    with pytest.raises(ConfigError, match=f"{next(iter(options))} .*recurrent state"):
         outputs_of(folder, PROMPTS, greedy(4), DEVICE, max_model_len=64, **options)
