@@ -261,7 +261,6 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "prefill-k8v4": lambda: attention_launches(count=1024, kv_dtype=(torch.int8, PACKED))[0],
     "decode-latent": lambda: latent_launches()[1],
     "decode-latent-merge": lambda: latent_launches()[2],
-    "decode-latent-fp8": lambda: latent_launches(kv_dtype=FP8)[1],
     "decode-latent-in-order": lambda: latent_launches(is_in_order=True)[1],
     "prefill-latent": lambda: latent_launches(count=1024)[0],
     "verify-tree-latent": lambda: latent_launches(count=4, has_tree=True)[0],

@@ -78,12 +78,11 @@ ATTENTION_LIMITS = {
     "prefill-sinks": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-d96": (184, {"HGMMA": 16, "wide_copies": 16}),
     "prefill-d192": (255, {"HGMMA": 32, "wide_copies": 32}),
-    "decode-latent": (184, {"HMMA": 128, "wide_copies": 16}),
-    "decode-latent-fp8": (255, {"HMMA": 128}),
-    "decode-latent-merge": (104, {}),
-    "decode-latent-in-order": (184, {"HMMA": 128, "wide_copies": 16}),
-    "prefill-latent": (184, {"HMMA": 128, "wide_copies": 16}),
-    "verify-tree-latent": (184, {"HMMA": 128, "wide_copies": 16}),
+    "decode-latent": (200, {"HMMA": 128, "wide_copies": 16}),
+    "decode-latent-merge": (112, {}),
+    "decode-latent-in-order": (200, {"HMMA": 128, "wide_copies": 16}),
+    "prefill-latent": (200, {"HMMA": 128, "wide_copies": 16}),
+    "verify-tree-latent": (200, {"HMMA": 128, "wide_copies": 16}),
 }
 OTHER_LIMITS = {
     "heads-into-latent": (64, {"HMMA": 16, "wide_copies": 8}),
