@@ -35,7 +35,7 @@ from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, place_queries, rope_table
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
@@ -467,8 +467,8 @@ class DeviceLayer:
             heads, rope, norms = turn_heads(heads, spec, positions, rope, norms), None, None
         if spec.v_norm is not None and self.kv_source is None:
             heads = heads._replace(v=normalize_by_torch(heads.v, spec.v_norm, None))
-        place = place_heads if self.kv_source is None else place_queries
-        q = place(heads, cache, step.slots, positions, rope, norms, self._is_in_order)
+        slots = step.slots if self.kv_source is None else None
+        q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
             gate = self._attention_gate(y)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -56,7 +55,7 @@ class Projections(NamedTuple):
 def place_heads(
     projected: Projections,
     cache: KvCache,
-    slots: Tensor,
+    slots: Tensor | None,
     positions: Tensor,
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None = None,
@@ -65,7 +64,8 @@ def place_heads(
     """Normalise q and k head by head, rotate them, write k and v into the cache, and return q.
 
     cache      if quantised, each (token, head) is scaled by its maximum magnitude, or rotated where codes have four bits
-    slots      [T] i64, block * block_size + offset; negative: the token is padding and not stored
+    slots      [T] i64, block * block_size + offset; negative: the token is padding and not stored. None: nothing is stored, and
+               k and v are not read
     positions  [T] i64 or i32, rows of rope's table
     rope       None: no rotation
     norms      of q and of k, RMSNorm over head_dim; None: none
@@ -77,27 +77,11 @@ def place_heads(
     return out
 
 
-def place_queries(
-    projected: Projections,
-    cache: KvCache,
-    slots: Tensor,
-    positions: Tensor,
-    rope: Rope | None,
-    norms: tuple[Norm, Norm] | None = None,
-    is_in_order: bool = False,
-) -> Tensor:
-    """Do with q what place_heads does, and store nothing; k and v are not read."""
-    out = torch.empty(projected.q.shape, dtype=projected.q.dtype, device=projected.q.device)
-    launch = place_heads_launch(out, projected, cache, slots, positions, rope, norms, is_in_order)
-    replace(launch, grid=(launch.grid[0], triton.cdiv(out.shape[1], int(str(launch.constants["BLOCK_H"]))))).run()
-    return out
-
-
 def place_heads_launch(
     out: Tensor,
     projected: Projections,
     cache: KvCache,
-    slots: Tensor,
+    slots: Tensor | None,
     positions: Tensor,
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None = None,
@@ -120,7 +104,7 @@ def place_heads_launch(
         "v_cache_ptr": cache.v,
         "k_scales_ptr": cache.k_scales,
         "v_scales_ptr": cache.v_scales,
-        "slots_ptr": slots,
+        "slots_ptr": positions if slots is None else slots,  # no program reads it then
         "positions_ptr": positions,
         "table_ptr": None if rope is None else rope.table,
         "q_weight_ptr": None if norms is None else norms[0].weight,
@@ -144,7 +128,8 @@ def place_heads_launch(
         "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
     }
     # Where keys and values are one tensor (latent attention), the groups of values would store what those of keys do.
-    num_groups = triton.cdiv(num_heads, block_h) + (1 if cache.v is cache.k else 2) * triton.cdiv(num_kv_heads, block_h)
+    num_stored = 0 if slots is None else 1 if cache.v is cache.k else 2
+    num_groups = triton.cdiv(num_heads, block_h) + num_stored * triton.cdiv(num_kv_heads, block_h)
     num_warps = 1 if block_h == 1 else 4
     # The same option as in fused attention, so that the stored values are the same, integers in particular.
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)
@@ -154,7 +139,7 @@ def _check(
     out: Tensor,
     projected: Projections,
     cache: KvCache,
-    slots: Tensor,
+    slots: Tensor | None,
     positions: Tensor,
     rope: Rope | None,
     norms: tuple[Norm, Norm] | None,
@@ -168,7 +153,8 @@ def _check(
         if heads > 1 and tensor.stride(1) != head_dim:
             raise InvariantError(f"the heads of a token of {name} must lie in one piece, got strides {tensor.stride()}")
     check_cache(cache, num_kv_heads, head_dim, q.dtype)
-    check_contiguous("slots", slots, (num_tokens,), torch.int64)
+    if slots is not None:
+        check_contiguous("slots", slots, (num_tokens,), torch.int64)
     check_contiguous("positions", positions, (num_tokens,), torch.int64, torch.int32)
     if rope is not None:
         check_contiguous("rope table", rope.table, (None, rope.spec.dim), torch.float32)
