@@ -3,11 +3,13 @@
 import asyncio
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from quire import LLM, AsyncLLM, RequestError, SamplingParams
 from quire.base.errors import WorkerError
+from tests.steps import hold_after
 
 
 @pytest.fixture
@@ -71,12 +73,17 @@ def test_cancelled_task_aborts_the_request(llm):
 
 
 def test_abort_ends_the_iterator_with_a_last_output(llm):
+    is_aborted = threading.Event()
+
     async def run():
         outputs = []
         async for output in llm.generate([1, 2, 3], params(max_tokens=250), request_id="mine"):
             outputs.append(output)
             await llm.abort("mine")
+            is_aborted.set()
         return outputs
+
+    hold_after(llm, 5, is_aborted)
 
     outputs = asyncio.run(run())
     assert outputs[-1].finished

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import threading
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from quire.base.errors import ConfigError, RequestError, UnsupportedError, Worke
 from quire.engine.scheduling.invariants import check_invariants
 from quire.kernels.native import load_native
 from quire.kv.pool import KvPool
+from tests.steps import hold_after
 from tests.tiny_checkpoint import write_checkpoint
 
 PROMPTS = [[5, 9, 31, 7] * 10, [11, 12, 13]]
@@ -155,9 +157,11 @@ def test_level_that_an_engine_cannot_undo_is_refused(folder, tmp_path):
 @pytest.mark.parametrize(("mode", "reason", "num_tokens"), [("abort", "abort", None), ("wait", "length", 60)])
 def test_running_requests_are_aborted_or_finished_before_the_engine_sleeps(folder, mode, reason, num_tokens):
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
+    is_asked = threading.Event()
 
     async def go():
         llm = AsyncLLM(str(folder), **OPTIONS)
+        hold_after(llm, 5, is_asked)
         found = []
         try:
 
@@ -171,6 +175,7 @@ def test_running_requests_are_aborted_or_finished_before_the_engine_sleeps(folde
             await begun.wait()
             asleep = asyncio.create_task(llm.sleep(1, mode))
             await asyncio.sleep(0)
+            is_asked.set()
             with pytest.raises(WorkerError, match="asleep"):
                 async for _ in llm.generate([1, 2], params):
                     pass
