@@ -4,6 +4,7 @@
 
 DIR holds the engines and checkpoints that setup.sh, make_checkpoint.py and make_gguf.py of that folder have made. An engine
 that does not start, for example because it is compiled for another processor, is named with the reason and left out.
+ik_llama.cpp takes part if DIR/ikllama is an environment with ik-llama-cpp-python (0.1.5 was tried).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class Comparison:
     def note(self, precision: str, name: str, engine: str, tokens_per_s: float) -> None:
         """Keep and print a figure."""
         self.figures.setdefault((precision, name, engine), []).append(tokens_per_s)
-        print(f"{precision:9} {name:12} {engine:10} {tokens_per_s:9.1f} tokens/s", flush=True)
+        print(f"{precision:9} {name:12} {engine:12} {tokens_per_s:9.1f} tokens/s", flush=True)
 
     def leave_out(self, engine: str, reason: object) -> None:
         """Say why an engine is not in the comparison."""
@@ -97,9 +98,16 @@ class Comparison:
                 if "tokens_per_s" in line:
                     self.note(precision, line["workload"], engine, line["tokens_per_s"])
                 elif "error" in line:
-                    print(f"{precision:9} {line['workload']:12} {engine:10} {line['error']}", flush=True)
+                    print(f"{precision:9} {line['workload']:12} {engine:12} {line['error']}", flush=True)
         except EngineFailure as failure:
             self.leave_out(engine, failure)
+
+    def ik_llama(self, precision: str, gguf: str, name: str) -> None:
+        """Run ik_llama.cpp, which is optional, on a workload of one sequence: with several it ends with a failed assertion."""
+        python = self._folder / "ikllama/bin/python"
+        if python.exists() and self.workloads[name][0] == 1:
+            script = Path(__file__).with_name("run_ik_llama.py")
+            self.peer("ik_llama.cpp", precision, [str(python), str(script), str(self._peers), gguf, name])
 
     def round(self, names: list[str], precisions: list[str]) -> None:
         """Run all engines on all workloads once."""
@@ -109,10 +117,11 @@ class Comparison:
                 try:
                     self.note(precision, name, "quire", run_quire(self._quire, checkpoint, precision, self.workloads[name]))
                 except EngineFailure as failure:
-                    print(f"{precision:9} {name:12} quire      {failure}", flush=True)
+                    print(f"{precision:9} {name:12} quire        {failure}", flush=True)
                 gguf = f"{checkpoint}-{GGUF[precision]}.gguf"
                 python = str(self._folder / "llamacpp/bin/python")
                 self.peer("llama.cpp", precision, [python, str(self._peers / "run_llamacpp.py"), gguf, name])
+                self.ik_llama(precision, gguf, name)
             if precision == "bf16":  # it starts for a minute: once for all workloads
                 python = str(self._folder / "vllm/bin/python")
                 self.peer("vllm", precision, [python, str(self._peers / "run_vllm.py"), str(checkpoint), *names])
