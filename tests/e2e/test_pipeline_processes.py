@@ -17,6 +17,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
 from quire.worker import pipeline_stage
+from tests.ranks import assert_nothing_new, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -40,11 +41,6 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def _left_behind():
-    """What lies in the places where a process may leave something."""
-    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
-
-
 def _is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -55,7 +51,7 @@ def _is_alive(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["demo", "demo-moe"])
 def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(model):
-    before = _left_behind()
+    before = left_behind()
     one = LLM(model, **OPTIONS)
     expected = _generate(one, logprobs=2, prompt_logprobs=1)
     one.close()
@@ -65,7 +61,7 @@ def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(mo
     assert _generate(stages, logprobs=2, prompt_logprobs=1) == expected
     stages.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -85,7 +81,7 @@ def test_drafts_of_a_model_in_the_leader_change_no_token():
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_second(stage, sent):
-    before = _left_behind()
+    before = left_behind()
     llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
     pids = _pids(llm)
     _generate(llm, 4)
@@ -103,12 +99,12 @@ def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_se
     assert time.monotonic() - at[0] < (1.0 if sent is signal.SIGKILL else 2.0)
     llm.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
 def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of_them_is_killed():
-    before, killed = _left_behind(), 3  # the second process of the second stage, for which the leader never waits
+    before, killed = left_behind(), 3  # the second process of the second stage, for which the leader never waits
     one = LLM("demo", **OPTIONS)
     expected = _generate(one, 8, logprobs=2, prompt_logprobs=1)
     one.close()
@@ -132,7 +128,7 @@ def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of
     assert raised.value.rank == killed + 1
     llm.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -155,7 +151,7 @@ def test_stages_end_with_their_leader():
         "print(*llm.llm_engine.runner.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    before = _left_behind()
+    before = left_behind()
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
@@ -166,7 +162,7 @@ def test_stages_end_with_their_leader():
     while any(map(_is_alive, pids)) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not any(map(_is_alive, pids))
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow

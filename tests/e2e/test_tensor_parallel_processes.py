@@ -16,6 +16,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
+from tests.ranks import assert_nothing_new, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -39,11 +40,6 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def _left_behind():
-    """What lies in the places where a process may leave something."""
-    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
-
-
 def _is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -53,7 +49,7 @@ def _is_alive(pid):
 
 @pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one_and_leave_nothing():
-    before = _left_behind()
+    before = left_behind()
     one = LLM("demo", **OPTIONS)
     expected = _generate(one)
     one.close()
@@ -67,13 +63,13 @@ def test_two_processes_give_the_tokens_of_one_and_leave_nothing():
     assert _generate(ranks) == expected
     ranks.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_second(sent):
-    before = _left_behind()
+    before = left_behind()
     llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
     (pid,) = _executor(llm).worker_pids.values()
     _generate(llm, 4)
@@ -89,7 +85,7 @@ def test_a_worker_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_s
     assert time.monotonic() - at[0] < (1.0 if sent is signal.SIGKILL else 2.0)
     llm.close()
     assert not _is_alive(pid)
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -113,7 +109,7 @@ def test_workers_end_with_their_leader():
         "print(*llm.llm_engine.runner.executor.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    before = _left_behind()
+    before = left_behind()
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
@@ -124,7 +120,7 @@ def test_workers_end_with_their_leader():
     while any(map(_is_alive, pids)) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not any(map(_is_alive, pids))
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
