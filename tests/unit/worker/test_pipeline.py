@@ -131,10 +131,10 @@ DRAFTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model", "eagle3", "medusa"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_adaptive):
     one = _engine()
     expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
@@ -174,9 +174,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("shares", [(1,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts", "preempted", "small-steps"))
+@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "preempted"))
 def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     one, stages = _engine(**options), _engine(2, len(shares), **options, tensor_parallel_shares=shares)
     for name in ("greedy", "log-probabilities", "choices")[: 4 - len(shares)]:
