@@ -11,17 +11,17 @@ import os
 import random
 import select
 import signal
-import socket
 import sys
 import time
 
 from quire import LLM, SamplingParams
 from quire.engine import llm_engine  # noqa: F401 - loaded before the fork
 from quire.worker import parallel_launch, parallel_worker  # noqa: F401
+from tests.ports import free_port
 
 STATES = {"g": "loading", "r": "ready", "s": "step", "i": "idle"}
-NOTICE_S = 5.0
-"""Within which all other ranks have to end, on a machine that others use, too."""
+NOTICE_S = 15.0
+"""Within which all other ranks have to end, on a machine that others use, too. The watchdog would end them after minutes."""
 
 
 def _run_rank(rank: int, size: int, port: int, told: int) -> None:
@@ -76,12 +76,6 @@ def _wait_for(letter: str, pipe: int, limit_s: float) -> str:
                 break
             last = letter if letter in letters else letters[-1]
     return last
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def play(seed: int) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -74,6 +75,19 @@ def files_in_dev_shm(pid):
     links = [os.readlink(path) for path in (folder / "fd").iterdir()]
     mapped = [line.split()[-1] for line in (folder / "maps").read_text().splitlines()]
     return sorted({name for name in (*links, *mapped) if name.startswith("/dev/shm")})
+
+
+def left_behind(*folders: str) -> set[str]:
+    """What is in the folders, by default those where a process may leave something."""
+    return {str(path) for folder in folders or ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+
+
+def assert_nothing_new(before: set[str], *folders: str) -> None:
+    """What is there now was there before, once nothing goes away any more: tests of other processes use the places, too."""
+    end_s = time.monotonic() + 20.0
+    while (found := left_behind(*folders) - before) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert found == set()
 
 
 class SharedGroup:

@@ -30,17 +30,35 @@ document.addEventListener("securitypolicyviolation", (event) => {
 
 
 class Browser:
-    """One window. allowed_errors: texts of console messages that the test provokes."""
+    """One window, which tests share. allowed_errors: texts of console messages that the test provokes."""
 
     def __init__(self, driver: Any, folder: Path) -> None:
         self.driver = driver
         self.folder = folder
         self.allowed_errors: list[str] = []
-        self._violations: list[str] = []
+        self._origins: set[str] = set()
+
+    def begin(self, folder: Path) -> None:
+        """Begin a test as if the browser was new: in a new tab, with nothing stored or said. Pictures go to the folder."""
+        self.folder, self.allowed_errors = folder, []
+        for origin in self._origins:
+            self.command("Storage.clearDataForOrigin", {"origin": origin, "storageTypes": "all"})
+        self._origins.clear()
+        old = self.driver.window_handles
+        self.driver.switch_to.new_window("tab")
+        new = self.driver.current_window_handle
+        for handle in old:
+            self.driver.switch_to.window(handle)
+            self.driver.close()
+        self.driver.switch_to.window(new)
+        self.command("Network.clearBrowserCache", {})
+        self.command("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
+        self.driver.get_log("browser")
 
     def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, calm: bool = False) -> None:
         """Show a page in a window of this size, with these wishes of the user."""
         mobile = width < 600
+        self._origins.add("/".join(url.split("/")[:3]))
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": mobile}
         self.command("Emulation.setDeviceMetricsOverride", metrics)
         features = [
@@ -178,6 +196,4 @@ def open_browser(folder: Path) -> Browser:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = Chrome(options=options, service=Service(shutil.which("chromedriver")))
-    found = Browser(driver, folder)
-    found.command("Page.addScriptToEvaluateOnNewDocument", {"source": WATCH})
-    return found
+    return Browser(driver, folder)

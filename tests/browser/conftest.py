@@ -92,12 +92,17 @@ def scripted() -> Iterator[ScriptedServer]:
         yield started
 
 
+@pytest.fixture(scope="session")
+def chrome(chromium: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One browser for all tests, as each takes seconds to start."""
+    started = open_browser(tmp_path_factory.mktemp("chrome"))
+    yield started
+    started.close()
+
+
 @pytest.fixture
-def browser(chromium: None, tmp_path: Path) -> Iterator[Browser]:
-    """A browser; whatever it complained of fails the test at its end."""
-    started = open_browser(tmp_path)
-    try:
-        yield started
-        started.check_silence()
-    finally:
-        started.close()
+def browser(chrome: Browser, tmp_path: Path) -> Iterator[Browser]:
+    """A browser that nobody has used; whatever it complained of fails the test at its end."""
+    chrome.begin(tmp_path)
+    yield chrome
+    chrome.check_silence()

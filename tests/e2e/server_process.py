@@ -16,11 +16,19 @@ NUM_BLOCKS = 512
 
 
 class ServerProcess:
-    """Starts the command, keeps what it logs, and ends it. `port` is known when it listens."""
+    """Starts the command, keeps what it logs, and ends it. `port` is known when it listens.
 
-    def __init__(self, *options, model="demo", env=None, key=None, preexec=None):
+    prelude   Python code that the process runs before the command
+    """
+
+    def __init__(self, *options, model="demo", env=None, key=None, preexec=None, prelude=None):
         pool = ("--num-kv-blocks", str(NUM_BLOCKS))
-        command = [sys.executable, "-m", "quire", "serve", model, "--port", "0", *pool, *options]
+        program = (
+            ["-m", "quire"]
+            if prelude is None
+            else ["-c", f"{prelude}\nfrom quire.cli.main import main\nraise SystemExit(main())"]
+        )
+        command = [sys.executable, *program, "serve", model, "--port", "0", *pool, *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, preexec_fn=preexec)
         self.headers = {} if key is None else {"authorization": f"Bearer {key}"}

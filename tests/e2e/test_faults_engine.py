@@ -24,6 +24,8 @@ def server():
         "3",
         "--max-restarts",
         "1000",
+        "--restart-window",  # the wait before a restart doubles with each one in it
+        "1",
         "--no-page",
         "--max-num-seqs",
         "32",

@@ -8,21 +8,21 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from quire.base.environment import environment_with_quire
 from quire.kernels.native import load_native
-from tests.kill_rounds import free_port
+from tests.ports import free_port
 from tests.prefill_kill_rounds import SIZES
 from tests.prefill_thread import PrefillThread
+from tests.ranks import assert_nothing_new, left_behind
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.engine.test_kv_transfer import check_nothing_is_held, wait_until
 
-NUM_ROUNDS = int(os.environ.get("QUIRE_PREFILL_KILL_ROUNDS", "30"))
+NUM_ROUNDS = int(os.environ.get("QUIRE_PREFILL_KILL_ROUNDS", "16"))
 """Of each transport; a round takes about a second. 500 for a long run."""
-NUM_DECODE_ROUNDS = 4
+NUM_DECODE_ROUNDS = 2
 ROUND_S = 15.0
 """Within which a round ends on a machine that others use, too: a request waits for a silent engine for 2 seconds."""
 
@@ -34,7 +34,7 @@ def test_killed_prefill_engines_lose_no_request_and_leave_nothing(tmp_path, tran
     address = f"unix:{tmp_path}/pages" if transport == "unix" else f"tcp://127.0.0.1:{free_port()}"
     if transport == "nixl":
         pytest.importorskip("nixl", reason="the package nixl is not installed")
-    before = set(Path("/dev/shm").iterdir())
+    before = left_behind("/dev/shm")
     done = subprocess.run(
         [sys.executable, "-m", "tests.prefill_kill_rounds", "1000", str(NUM_ROUNDS), address],
         env={**environment_with_quire(), "OMP_NUM_THREADS": "1", **({"QUIRE_KILL_NIXL": "1"} if transport == "nixl" else {})},
@@ -53,7 +53,7 @@ def test_killed_prefill_engines_lose_no_request_and_leave_nothing(tmp_path, tran
     assert outcomes["complete"] > 0
     assert {one["signal"] for one in rounds} == {"SIGKILL", "SIGSTOP"}
     assert sum(one["pages"] > 0 and "lost" in one["outcomes"] for one in rounds) >= NUM_ROUNDS // 4  # between two pages
-    assert set(Path("/dev/shm").iterdir()) - before == set()
+    assert_nothing_new(before, "/dev/shm")
 
 
 DECODE = """

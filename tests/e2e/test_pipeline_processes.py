@@ -17,11 +17,14 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
 from quire.worker import pipeline_stage
+from tests.ranks import assert_nothing_new, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 PROMPTS = ["It was a cold morning when", "The detective looked at", "A", "Once upon a time"]
 OPTIONS = {"num_threads": 2, "max_num_seqs": 4, "num_kv_blocks": 256}
+LIMIT_S = 15.0
+"""Within which an end is noticed on a machine that others use, too; without a monitor it would take minutes."""
 
 
 def _generate(llm, max_tokens=32, **params):
@@ -40,9 +43,12 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def _left_behind():
-    """What lies in the places where a process may leave something."""
-    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+def _check_health_for(llm, seconds):
+    """Check until it raises, or so long."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        llm.llm_engine.check_health()
+        time.sleep(0.02)
 
 
 def _is_alive(pid):
@@ -55,7 +61,7 @@ def _is_alive(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["demo", "demo-moe"])
 def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(model):
-    before = _left_behind()
+    before = left_behind()
     one = LLM(model, **OPTIONS)
     expected = _generate(one, logprobs=2, prompt_logprobs=1)
     one.close()
@@ -65,7 +71,7 @@ def test_stages_as_processes_give_the_tokens_of_one_process_and_leave_nothing(mo
     assert _generate(stages, logprobs=2, prompt_logprobs=1) == expected
     stages.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -84,8 +90,8 @@ def test_drafts_of_a_model_in_the_leader_change_no_token():
 @pytest.mark.covering
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_second(stage, sent):
-    before = _left_behind()
+def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_soon(stage, sent):
+    before = left_behind()
     llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
     pids = _pids(llm)
     _generate(llm, 4)
@@ -100,15 +106,15 @@ def test_a_stage_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_se
         WorkerError, match=rf"pipeline stage {stage} \(layers \d to \d\): rank {stage + 1} \(pid {pids[stage]}\)"
     ):
         _generate(llm, 1000, ignore_eos=True)
-    assert time.monotonic() - at[0] < (1.0 if sent is signal.SIGKILL else 2.0)
+    assert time.monotonic() - at[0] < LIMIT_S
     llm.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
 def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of_them_is_killed():
-    before, killed = _left_behind(), 3  # the second process of the second stage, for which the leader never waits
+    before, killed = left_behind(), 3  # the second process of the second stage, for which the leader never waits
     one = LLM("demo", **OPTIONS)
     expected = _generate(one, 8, logprobs=2, prompt_logprobs=1)
     one.close()
@@ -128,11 +134,11 @@ def test_stages_of_two_processes_each_give_the_tokens_of_one_and_end_when_one_of
     message = rf"pipeline {place}: rank {killed + 1} \(pid {pids[killed]}\): killed by SIGKILL"
     with pytest.raises(WorkerError, match=message) as raised:
         _generate(llm, 1000, ignore_eos=True)
-    assert time.monotonic() - at[0] < 1.0
+    assert time.monotonic() - at[0] < LIMIT_S
     assert raised.value.rank == killed + 1
     llm.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -140,9 +146,8 @@ def test_a_stage_that_is_killed_while_the_engine_is_idle_is_noticed():
     llm = LLM("demo", pipeline_parallel_size=2, **OPTIONS)
     llm.llm_engine.check_health()
     os.kill(_pids(llm)[1], signal.SIGKILL)
-    time.sleep(1.0)
     with pytest.raises(DeviceLostError, match=rf"pipeline stage 1 .*pid {_pids(llm)[1]}.*SIGKILL"):
-        llm.llm_engine.check_health()
+        _check_health_for(llm, LIMIT_S)
     llm.close()
 
 
@@ -155,18 +160,18 @@ def test_stages_end_with_their_leader():
         "print(*llm.llm_engine.runner.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    before = _left_behind()
+    before = left_behind()
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + LIMIT_S
     while any(map(_is_alive, pids)) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not any(map(_is_alive, pids))
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -197,7 +202,7 @@ def test_a_server_of_two_stages_tells_of_a_killed_one_and_goes_on_with_new_ones(
         assert metrics.count("quire:rank_up{") == len(workers) + 1
         assert metrics.count("quire:pipeline_stage_busy_seconds_total{") == 2
         os.kill(workers[0], signal.SIGKILL)
-        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=2.0)
+        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=LIMIT_S)
         server.wait_ready()
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
         assert f"(pid {workers[0]}" in server.get("/health").json()["last_error"]

@@ -18,7 +18,7 @@ from tests.e2e.server_process import serving
 from tests.e2e.wire import PROMPT, Wire, assert_recovered, completion
 
 SOAK_S = float(os.environ.get("QUIRE_SOAK_S", "600"))
-NUM_ROUNDS = 6
+NUM_ROUNDS = 4
 NUM_CLIENTS = 24
 MAX_GROWTH_MIB = 48
 NUM_BATCH_LINES = 100

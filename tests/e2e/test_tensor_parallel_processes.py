@@ -16,11 +16,14 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError, DeviceLostError, WorkerError
 from quire.kernels.native import load_native
+from tests.ranks import assert_nothing_new, left_behind
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 PROMPTS = ["It was a cold morning when", "The detective looked at"]
 OPTIONS = {"num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 256}
+LIMIT_S = 15.0
+"""Within which an end is noticed on a machine that others use, too; without a monitor it would take minutes."""
 
 
 def _generate(llm, max_tokens=32, **params):
@@ -39,9 +42,12 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-def _left_behind():
-    """What lies in the places where a process may leave something."""
-    return {str(path) for folder in ("/dev/shm", tempfile.gettempdir()) for path in Path(folder).iterdir()}
+def _check_health_for(llm, seconds):
+    """Check until it raises, or so long."""
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        llm.llm_engine.check_health()
+        time.sleep(0.02)
 
 
 def _is_alive(pid):
@@ -53,7 +59,7 @@ def _is_alive(pid):
 
 @pytest.mark.slow
 def test_two_processes_give_the_tokens_of_one_and_leave_nothing():
-    before = _left_behind()
+    before = left_behind()
     one = LLM("demo", **OPTIONS)
     expected = _generate(one)
     one.close()
@@ -67,13 +73,13 @@ def test_two_processes_give_the_tokens_of_one_and_leave_nothing():
     assert _generate(ranks) == expected
     ranks.close()
     assert not any(_is_alive(pid) for pid in pids.values())
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_second(sent):
-    before = _left_behind()
+def test_a_worker_that_is_killed_or_stopped_in_a_step_ends_the_engine_soon(sent):
+    before = left_behind()
     llm = LLM("demo", tensor_parallel_size=2, **OPTIONS)
     (pid,) = _executor(llm).worker_pids.values()
     _generate(llm, 4)
@@ -86,10 +92,10 @@ def test_a_worker_that_is_killed_or_stopped_in_a_step_ends_the_engine_within_a_s
     threading.Timer(0.3, kill).start()
     with pytest.raises(WorkerError, match=rf"rank 1 \(pid {pid}[,)]"):
         _generate(llm, 1000, ignore_eos=True)
-    assert time.monotonic() - at[0] < (1.0 if sent is signal.SIGKILL else 2.0)
+    assert time.monotonic() - at[0] < LIMIT_S
     llm.close()
     assert not _is_alive(pid)
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -98,9 +104,8 @@ def test_a_worker_that_is_killed_while_the_engine_is_idle_is_noticed():
     (pid,) = _executor(llm).worker_pids.values()
     llm.llm_engine.check_health()
     os.kill(pid, signal.SIGKILL)
-    time.sleep(1.0)
     with pytest.raises(DeviceLostError, match=rf"rank 1 \(pid {pid}.*SIGKILL"):
-        llm.llm_engine.check_health()
+        _check_health_for(llm, LIMIT_S)
     llm.close()
 
 
@@ -113,18 +118,18 @@ def test_workers_end_with_their_leader():
         "print(*llm.llm_engine.runner.executor.worker_pids.values(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    before = _left_behind()
+    before = left_behind()
     leader = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     pids = [int(word) for word in leader.stdout.readline().split()]
     assert len(pids) == 2
     leader.kill()
     leader.wait()
     leader.stdout.close()
-    end_s = time.monotonic() + 5.0
+    end_s = time.monotonic() + LIMIT_S
     while any(map(_is_alive, pids)) and time.monotonic() < end_s:
         time.sleep(0.02)
     assert not any(map(_is_alive, pids))
-    assert _left_behind() == before
+    assert_nothing_new(before)
 
 
 @pytest.mark.slow
@@ -158,7 +163,7 @@ def test_a_server_of_two_ranks_tells_of_a_killed_worker_and_goes_on_with_new_one
         workers = [pid for pid, line in _children(server.engine_pid()).items() if "parallel_worker" in line]
         assert len(workers) == 1
         os.kill(workers[0], signal.SIGKILL)
-        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=2.0)
+        server.wait_for(lambda: server.get("/health").status_code == 503, timeout_s=LIMIT_S)
         server.wait_ready()
         assert server.post("/v1/completions", body).json()["choices"][0]["text"] == expected
         assert f"rank 1 (pid {workers[0]}" in server.get("/health").json()["last_error"]

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import json
-import socket
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import pytest
 
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.cluster.ray_serve import build_app
+from tests.ports import free_port
 
 PATIENCE_S = 900.0
 STREAMS = 2
@@ -53,12 +53,6 @@ def test_packages_that_are_missing_are_named_with_the_extra(monkeypatch, package
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UnsupportedError, match=rf"needs the package {package}, which.*quire\[ray\]"):
         importlib.import_module("quire.cluster.ray_serve")
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 class Client:

@@ -23,6 +23,12 @@ def params(**options):
     return SamplingParams(**{"temperature": 1.0, "seed": 4, "max_tokens": 10, "ignore_eos": True, **options})
 
 
+async def read(stream, has_begun):
+    """Read a stream to its end; `has_begun` is set when the first output has come."""
+    async for _ in stream:
+        has_begun.set()
+
+
 async def collect(llm, prompt, request):
     return [output async for output in llm.generate(prompt, request)]
 
@@ -49,10 +55,14 @@ def test_many_requests_run_at_once_and_each_gets_its_own(llm):
 
 
 def test_leaving_the_iteration_aborts_the_request(llm):
+    is_left = threading.Event()
+    hold_after(llm, 5, is_left)
+
     async def run():
         stream = llm.generate([1, 2, 3], params(max_tokens=200))
         await anext(stream)
         await stream.aclose()
+        is_left.set()
         await collect(llm, [5], params(max_tokens=1))  # the abort was sent before: by now it is done
 
     asyncio.run(run())
@@ -60,12 +70,17 @@ def test_leaving_the_iteration_aborts_the_request(llm):
 
 
 def test_cancelled_task_aborts_the_request(llm):
+    is_cancelled = threading.Event()
+    hold_after(llm, 5, is_cancelled)
+
     async def run():
-        task = asyncio.create_task(collect(llm, [1, 2, 3], params(max_tokens=250)))
-        await collect(llm, [5], params(max_tokens=1))
+        has_begun = asyncio.Event()
+        task = asyncio.create_task(read(llm.generate([1, 2, 3], params(max_tokens=250)), has_begun))
+        await has_begun.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
+        is_cancelled.set()
         await collect(llm, [5], params(max_tokens=1))
 
     asyncio.run(run())
@@ -103,11 +118,15 @@ def test_invalid_request_raises_and_harms_nobody(llm):
 
 
 def test_request_id_in_use_raises_and_the_first_goes_on(llm):
+    is_refused = threading.Event()
+    hold_after(llm, 5, is_refused)
+
     async def run():
         stream = llm.generate([1], params(), request_id="x")
         await anext(stream)
         with pytest.raises(RequestError, match="in use"):
             await anext(llm.generate([1], params(), request_id="x"))
+        is_refused.set()
         return [output async for output in stream]
 
     assert asyncio.run(run())[-1].finished
@@ -222,9 +241,13 @@ def test_deltas_hand_out_prompt_logprobs_once_and_whole(llm):
 
 
 def test_closing_ends_what_runs_and_refuses_what_comes(llm):
+    is_closing = threading.Event()
+    hold_after(llm, 5, is_closing)
+
     async def run():
         stream = llm.generate([1], params(max_tokens=250))
         await anext(stream)
+        threading.Timer(0.5, is_closing.set).start()  # the engine is told to close meanwhile, and steps on after that
         await asyncio.to_thread(llm.close)
         with pytest.raises(WorkerError, match="closed"):
             async for _ in stream:
@@ -239,10 +262,15 @@ def test_stopped_engine_tells_every_caller_why(llm, monkeypatch):
     def explode(*args):
         raise RuntimeError("scheduler broke")
 
+    is_broken = threading.Event()
+    hold_after(llm, 5, is_broken)
+
     async def run():
-        first = asyncio.create_task(collect(llm, [1], params(max_tokens=250)))
-        await collect(llm, [5], params(max_tokens=1))
+        has_begun = asyncio.Event()
+        first = asyncio.create_task(read(llm.generate([1], params(max_tokens=250)), has_begun))
+        await has_begun.wait()
         monkeypatch.setattr(llm.engine.scheduler, "schedule", explode)
+        is_broken.set()
         with pytest.raises(WorkerError, match="scheduler broke"):
             await first
         with pytest.raises(WorkerError, match="scheduler broke"):

@@ -17,7 +17,7 @@ DATA = Path(__file__).resolve().parents[4] / "shared" / "data" / "schemas"
 SAMPLE, SUITE = DATA / "jsonschemabench_100.jsonl", DATA / "json-schema-test-suite-draft2020-12"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data/schemas is not beside the checkout")
 
-NUM_OUTPUTS = 2
+NUM_OUTPUTS = 1
 
 
 def sample_rows():

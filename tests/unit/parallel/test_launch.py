@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import torch
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, ModelFormatError, WorkerError
 from quire.kernels.native import load_native
+from quire.parallel import worker_group
 from quire.parallel.launch import LaunchOptions, SpawnedWorkers, spawn_workers
 from quire.parallel.startup import StartupBoard, StartupReporter, StartupStatus
 from quire.parallel.torch_communicator import TorchCommunicator
@@ -23,6 +25,8 @@ from tests.ranks import SharedGroup, files_in_dev_shm, open_descriptors, start_p
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 WORKER = "tests.parallel_worker"
+LIMIT_S = 10.0
+"""Within which an end is noticed on a machine that others use, too; without a monitor it would take minutes."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +47,7 @@ def is_alive(pid):
         return False
 
 
-def wait_until(is_so, limit_s=5.0):
+def wait_until(is_so, limit_s=20.0):
     end_s = time.monotonic() + limit_s
     while not is_so() and time.monotonic() < end_s:
         time.sleep(0.01)
@@ -81,7 +85,7 @@ def check_steps_failure_and_end(size):
         with pytest.raises(WorkerError, match=rf"rank {last} \(pid {pids[last]}\): killed by SIGKILL") as caught:
             step_until_it_fails(workers)
         assert caught.value.rank == last
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < LIMIT_S
     assert not any(is_alive(pid) for pid in pids.values())
 
 
@@ -137,9 +141,16 @@ def test_failure_in_the_start_is_told_in_its_class(do, kind, told):
 
 
 @pytest.mark.slow
-def test_start_timeout_says_where_each_rank_is():
-    options = LaunchOptions(start_timeout_s=20.0)
-    workers = spawn_workers(WORKER, 3, {"do": "hang", "victim": 2}, options)
+def test_start_timeout_says_where_each_rank_is(monkeypatch):
+    workers = spawn_workers(WORKER, 3, {"do": "hang", "victim": 2}, LaunchOptions(start_timeout_s=20.0))
+
+    def are_there():
+        told = [workers.board.read(rank).describe(time.monotonic()) for rank in (1, 2)]
+        return told[0].startswith("ready") and told[1].startswith("loading weights")
+
+    assert wait_until(are_there, 60.0)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 20.0, sleep=time.sleep)
+    monkeypatch.setattr(worker_group, "time", later)
     told = r"start_timeout_s \(20 s\) is over.*rank 1: ready after .* s; rank 2: loading weights for .* s"
     with pytest.raises(WorkerError, match=told) as caught:
         workers.wait_ready()
@@ -155,7 +166,7 @@ def test_stopped_worker_is_named_and_killed():
         began_s = time.monotonic()
         with pytest.raises(WorkerError, match=r"rank 1 \(pid \d+\) is stopped"):
             step(workers, 1)
-        assert time.monotonic() - began_s < 1
+        assert time.monotonic() - began_s < LIMIT_S
         assert wait_until(lambda: not is_alive(workers.pids[1]))
 
 
@@ -174,7 +185,7 @@ def test_workers_die_with_their_leader_and_leave_nothing(number, temporary):
     leader.send_signal(number)
     leader.wait()
     leader.stdout.close()
-    assert wait_until(lambda: not any(is_alive(pid) for pid in pids), 1.0)
+    assert wait_until(lambda: not any(is_alive(pid) for pid in pids))
     assert not list(temporary.iterdir())
 
 

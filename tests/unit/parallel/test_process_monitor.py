@@ -20,7 +20,8 @@ from tests.ranks import SharedGroup, files_in_dev_shm, open_descriptors, start_p
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
 SIZE = 3
-LIMIT_S = 1.0
+LIMIT_S = 10.0
+"""Within which an end is noticed on a machine that others use, too; the watchdog's time is 30 s."""
 NAMED = 10
 
 
@@ -94,7 +95,7 @@ def end_and_check(operation, victim, signal_number):
     group = SharedGroup(SIZE, times=SIZE * 8, idle=64)
     pids = start_processes(SIZE, lambda rank: run_until_error(group, rank, operation))
     try:
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 30
         while any(group.barrier(rank).pid(rank) == 0 for rank in range(SIZE)) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         time.sleep(0.15)  # all are in the operation, and know each other's processes
@@ -267,7 +268,7 @@ def test_other_groups_of_a_rank_end_too():
     with pytest.raises(WorkerError, match="rank 1: killed by SIGKILL") as caught:
         stage.wait()
     assert caught.value.rank == 1
-    assert called.wait(1)
+    assert called.wait(20)
     statuses_of([pid])
     monitor.close()
     timer.join()

@@ -14,6 +14,7 @@ from quire.kernels.native import load_native
 from quire.parallel import rendezvous as module
 from quire.parallel.communicator import LocalCommunicator
 from quire.parallel.rendezvous import DEFAULT_PORT, Rendezvous, check_fingerprints, connect_store, read_environment
+from tests.ports import free_port
 from tests.ranks import SharedGroup, run_threads
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
@@ -64,12 +65,6 @@ def test_neither():
 def test_bad_environments_are_named(environment, told):
     with pytest.raises(ConfigError, match=told):
         read_environment(environment)
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def of(rank, port):

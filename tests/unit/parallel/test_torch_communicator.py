@@ -177,7 +177,7 @@ def test_wait_ends_when_something_else_knows_that_the_group_has_ended():
     began_s = time.monotonic()
     with pytest.raises(WorkerError, match="rank 1 is stopped"):
         communicator.barrier()
-    assert time.monotonic() - began_s < 1
+    assert time.monotonic() - began_s < 20
     is_over.set()
     communicator.close()
 
@@ -222,7 +222,7 @@ def test_killed_rank_is_named_by_all_others(tmp_path, victim):
     os.kill(pids[victim], signal.SIGKILL)
     others = [pid for rank, pid in enumerate(pids) if rank != victim]
     assert statuses_of(others) == [10 + victim] * 2
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < 20
     statuses_of([pids[victim]])
 
 

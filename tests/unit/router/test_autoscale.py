@@ -209,8 +209,8 @@ def test_constant_load_does_not_oscillate(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(10))
-def test_ten_thousand_constant_loads_do_not_oscillate(part):
+@pytest.mark.parametrize("part", range(4))
+def test_four_thousand_constant_loads_do_not_oscillate(part):
     """A thousand loads for each part, at most two actions after the first ten of twenty minutes."""
     for index in range(1000):
         picks = random.Random(1000 * part + index)

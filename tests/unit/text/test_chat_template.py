@@ -35,7 +35,7 @@ serve(lambda setup: answer)
 @pytest.fixture(scope="module")
 def narrow_sandbox():
     """A sandbox that gives up soon."""
-    sandbox = Sandbox(SANDBOX_COMMAND, max_cpu_s=0.3, memory_bytes=512 << 20)
+    sandbox = Sandbox(SANDBOX_COMMAND, max_cpu_s=0.2, memory_bytes=512 << 20)
     yield sandbox
     sandbox.close()
 

@@ -144,6 +144,7 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(case):
 
 
 @pytest.mark.slow
+@pytest.mark.covering
 @pytest.mark.parametrize("options", _cases(OPTIONS))
 @pytest.mark.parametrize("layout", [LAYOUTS[TOKENS], LAYOUTS[ROWS], LAYOUTS[HOMES]], ids=[TOKENS, ROWS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):

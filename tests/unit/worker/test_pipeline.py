@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from quire.worker import pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.pipeline_plan import check_pipeline, stage_memories
 from tests.thread_workers import ThreadWorkers
+from tests.unit.engine.one_compiler import one_compiler
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -26,6 +28,12 @@ PROMPTS = [
     "Once upon a time there was",
     "The cat and the dog and the cat",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    with one_compiler():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +76,15 @@ KINDS = {
         "structured_outputs": StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "yes"]}}}),
     },
 }
+
+
+@functools.cache
+def _plain_outputs(*kinds):
+    """Return the outputs of one process without drafts by kind."""
+    one = _engine()
+    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    one.close()
+    return found
 
 
 def _most_in_flight(llm):
@@ -131,14 +148,12 @@ DRAFTS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("is_adaptive", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["always", "adaptive"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "draft-model", "eagle3", "medusa"))
+@pytest.mark.parametrize("drafts", _cases(DRAFTS, "suffix-tree", "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_process_without(drafts, ranks, is_adaptive):
-    one = _engine()
-    expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json", "log-probabilities")}
-    one.close()
+    expected = _plain_outputs("greedy", "sampled", "json", "log-probabilities")
     stages = _engine(2, ranks, speculative_config={**drafts, "adaptive": is_adaptive})
     counts = _most_in_flight(stages)
     assert {name: _outputs(stages, **KINDS[name]) for name in expected} == expected
@@ -174,9 +189,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.covering
 @pytest.mark.parametrize("shares", [(1,), pytest.param((2, 1), marks=pytest.mark.slow)], ids=["one-rank", "two-ranks"])
-@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "mixture-of-experts", "preempted", "small-steps"))
+@pytest.mark.parametrize("options", _cases(OPTIONS, "int4-and-int8-cache", "preempted"))
 def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     one, stages = _engine(**options), _engine(2, len(shares), **options, tensor_parallel_shares=shares)
     for name in ("greedy", "log-probabilities", "choices")[: 4 - len(shares)]:

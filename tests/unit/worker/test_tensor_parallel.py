@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch, parallel_messages
 from quire.worker.parallel_build import threads_release
 from tests.thread_workers import ThreadWorkers
+from tests.unit.engine.one_compiler import one_compiler
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
@@ -25,6 +27,12 @@ PROMPTS = [
     "A",
     "Once upon a time there was",
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    with one_compiler():
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +96,15 @@ def _cases(cases, *quick):
     return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
 
 
+@functools.cache
+def _plain_outputs(*kinds):
+    """Return the outputs of one rank without drafts by kind."""
+    one = _engine()
+    found = {name: _outputs(one, **KINDS[name]) for name in kinds}
+    one.close()
+    return found
+
+
 DRAFTS = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix-tree": {"method": "suffix", "suffix_decoding_use_tree_spec": True},
@@ -104,9 +121,7 @@ DRAFTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", _cases(DRAFTS, "eagle3"))
 def test_outputs_with_drafts_are_those_of_one_rank_without(drafts):
-    one = _engine()
-    expected = {name: _outputs(one, **KINDS[name]) for name in ("greedy", "sampled", "json")}
-    one.close()
+    expected = _plain_outputs("greedy", "sampled", "json")
     ranks = _engine(2, speculative_config={**drafts, "adaptive": False})
     assert {name: _outputs(ranks, **KINDS[name]) for name in expected} == expected
     assert ranks.llm_engine.stats.num_draft_tokens > 0

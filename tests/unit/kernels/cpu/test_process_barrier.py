@@ -99,14 +99,14 @@ def test_abort_ends_every_wait_and_keeps_the_first_reason():
     assert native.abort_group(shared.state, 1, ENDED)
     assert not native.abort_group(shared.state, 2, FAILED)
     for thread in threads:
-        thread.join(1)
+        thread.join(20)
     assert results == [False, False]
     assert native.read_abort_word(shared.state) == ENDED << 16 | 2
     began = time.monotonic()
     assert native.process_barrier_wait(shared.state, 1, 3)  # all have come to this one
     assert not native.process_barrier_wait(shared.state, 1, 3)
     assert native.wait_for_counter(shared.state, 1, shared.address, 1, -1.0) == ABORTED
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
 
 
 def test_sleeping_process_is_woken_by_abort_when_a_rank_was_killed():
@@ -128,11 +128,12 @@ def test_heartbeat_rises_in_a_wait_and_stands_still_in_a_stopped_process():
     shared = Shared(2)
     (pid,) = start_processes(1, lambda _: int(native.process_barrier_wait(shared.state, 1, 2)))
     try:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while native.heartbeat(shared.state, 1) < 10 and time.monotonic() < deadline:
             time.sleep(0.02)
         before = native.heartbeat(shared.state, 1)
-        time.sleep(0.2)
+        while native.heartbeat(shared.state, 1) == before and time.monotonic() < deadline:
+            time.sleep(0.02)
         assert native.heartbeat(shared.state, 1) > before
         os.kill(pid, signal.SIGSTOP)
         time.sleep(0.05)
