@@ -279,6 +279,7 @@ def test_adapters_have_the_modules_of_a_familys_own_code(checkpoint, tmp_path, c
         ("llama", {"target_modules": ["q_proj", "v_proj"], "r": 4, "layers_to_transform": [1], "layers_pattern": "layers"}),
         ("phi3", {"target_modules": r".*\.(qkv_proj|down_proj)", "r": 4, "rank_pattern": {"layers.0.mlp.down_proj": 7}}),
         ("gpt2", {"target_modules": ["c_attn", "c_fc"], "r": 4, "fan_in_fan_out": True, "alpha_pattern": {"c_fc": 3}}),
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "r": 4}),
         ("gemma2", {"target_modules": ["o_proj", "gate_proj"], "exclude_modules": [r"layers.0.mlp.gate_proj"], "r": 4}),
     ],
 )
