@@ -75,9 +75,9 @@ def write_merged(base: Path, folder: Path, deltas: Mapping[str, Tensor]) -> Path
     return folder
 
 
-def write_pairs(folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], alpha: float) -> None:
+def write_pairs(folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], alpha: float, rank: int | None = None) -> None:
     """Write an adapter with given matrices: module -> lora_A [rank, in] and lora_B [out, rank], all of one rank."""
-    rank = len(next(iter(pairs.values()))[0])
+    rank = rank or len(next(iter(pairs.values()))[0])
     names = sorted({module.rpartition(".")[2] for module in pairs})
     _write(folder, {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names}, pairs)
 

@@ -21,8 +21,8 @@ class ExpertExtras:
     correction    [E] f32, added to the scores for selection only
     scale         [E], multiplies the weights of the experts in the end
     router_input  [T, N], what the router reads; None: what the experts read
-    add           called as add(y, x, rows, expert, module), adds to the outputs y [R, O] of a module ("gate", "up" or "down") of
-                  an expert for its inputs x [R, I] of the tokens `rows` [R]; None: nothing is added
+    add           called as add(y, x, rows, expert, module), adds to the outputs y [R, O] of a module ("gate", "up", "down")
+                  of an expert for its inputs x [R, I] of the tokens `rows` [R]; None: nothing is added
     add_to_router  the same of the router, called as add_to_router(logits [T, E], x [T, N])
     """
 

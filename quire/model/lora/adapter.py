@@ -235,10 +235,10 @@ def _join(source: Source, modules: Mapping[str, LowRankPair], shape: Shape, dtyp
         first_column[name] = rank
         rank += len(pair.a)
     b = torch.zeros(shape[0], rank)
-    row = 0
-    for piece in source.groups[0]:
+    row, (group,) = 0, source.groups
+    for piece in group:
         pair = modules.get(piece.name)
-        start, stop = (0, shape[0] if pair is None else len(pair.b)) if piece.rows is None else piece.rows
+        start, stop = (0, shape[0] // len(group)) if piece.rows is None else piece.rows
         count = len(range(start, stop, piece.step))
         if pair is not None:
             column = first_column[piece.name]

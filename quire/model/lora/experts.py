@@ -86,16 +86,17 @@ def split_stack(
     kind = next((name for name, shape in stacks.items() if shape == sizes), None)
     if kind is None:
         raise ModelFormatError(
-            f"{file}: the adapter of {module} is for experts of {sizes[1]} inputs and {sizes[0]} outputs, but those of the base "
-            f"model have {' or '.join(f'{columns} and {rows}' for rows, columns in stacks.values())}: the adapter is for "
+            f"{file}: the adapter of {module} is for experts of {sizes[1]} inputs and {sizes[0]} outputs, but those of the "
+            f"base model have {' or '.join(f'{columns} and {rows}' for rows, columns in stacks.values())}: the adapter is for "
             "another base model"
         )
     stored = f"{match[1]}.{kind}_proj"
     rank = config.rank_of(stored)
     if a.shape[0] != num_experts * rank or b.shape[1] != num_experts * rank:
         raise ModelFormatError(
-            f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but {CONFIG_FILE} gives {stored} rank "
-            f"{rank}: for {num_experts} experts lora_A must be [{num_experts * rank}, in] and lora_B [out, {num_experts * rank}]"
+            f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but {CONFIG_FILE} gives {stored} "
+            f"rank {rank}: for {num_experts} experts lora_A must be [{num_experts * rank}, in] and lora_B "
+            f"[out, {num_experts * rank}]"
         )
     firsts = a.float().view(num_experts, rank, -1)
     seconds = (b.float() * config.scale_of(stored)).view(len(b), rank, num_experts).permute(2, 0, 1)
