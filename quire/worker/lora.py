@@ -38,34 +38,42 @@ class DecoderAdapters:
         self._reader = AdapterReader(report.folder, report.spec, config.max_lora_rank)
         self._holder = holder
         self._max_loras, self._num_ranks = config.max_loras, config.tensor_parallel_size
-        self._most_bytes = config.max_loras * self._reader.num_bytes(config.max_lora_rank)
+        self._divides_experts = config.enable_expert_parallel
+        self._most_bytes = config.max_loras * self._reader.num_bytes(config.max_lora_rank, self._num_ranks)
         self._num_bytes: dict[str, int] = {}
 
     def load(self, path: str) -> AdapterReport:
         """See AdapterStore."""
         adapter = self._reader.read(path)
         if adapter.key not in self._num_bytes:
-            self._check_room(adapter)
+            num_bytes = self._bytes_on_ranks(adapter)
+            self._check_room(adapter, num_bytes)
             self._holder.load(adapter)
-            self._num_bytes[adapter.key] = adapter.num_bytes
+            self._num_bytes[adapter.key] = num_bytes
         return AdapterReport(adapter.key, adapter.rank, len(adapter.pairs), adapter.num_bytes)
-
-    def _check_room(self, adapter: Adapter) -> None:
-        expert_bytes = sum(pair.num_bytes for name, pair in adapter.pairs.items() if is_expert(name))
-        loaded = sum(self._num_bytes.values())
-        # With expert parallelism every rank has those of all experts, which may move between ranks.
-        if expert_bytes > 0 and loaded + adapter.num_bytes + (self._num_ranks - 1) * expert_bytes > self._most_bytes:
-            raise UnsupportedError(
-                f"the adapter of {format_bytes(adapter.num_bytes)} ({format_bytes(expert_bytes)} of it for experts, on each of "
-                f"{self._num_ranks} ranks) has no room: the memory plan has {format_bytes(self._most_bytes)} for all adapters, "
-                f"of which {format_bytes(loaded)} are taken; raise max_loras, which is {self._max_loras} (--max-loras), or "
-                "max_lora_rank (--max-lora-rank)"
-            )
 
     def unload(self, key: str) -> None:
         """See AdapterStore."""
         self._holder.unload(key)
         self._num_bytes.pop(key, None)
+
+    def _bytes_on_ranks(self, adapter: Adapter) -> int:
+        """Return what an adapter takes on all ranks, which have the whole first matrices. With expert parallelism each has the
+        pairs of all experts, which may move between ranks."""
+        total = 0
+        for name, pair in adapter.pairs.items():
+            copies = self._num_ranks if self._divides_experts and is_expert(name) else 1
+            total += self._num_ranks * pair.a.nbytes + copies * pair.b.nbytes
+        return total
+
+    def _check_room(self, adapter: Adapter, num_bytes: int) -> None:
+        loaded = sum(self._num_bytes.values())
+        if any(is_expert(name) for name in adapter.pairs) and loaded + num_bytes > self._most_bytes:
+            raise UnsupportedError(
+                f"the adapter, which is for experts, takes {format_bytes(num_bytes)}, but of the "
+                f"{format_bytes(self._most_bytes)} that the memory plan has for adapters {format_bytes(loaded)} are taken: "
+                f"raise max_loras, which is {self._max_loras} (--max-loras), or max_lora_rank (--max-lora-rank)"
+            )
 
 
 def adapters_of(

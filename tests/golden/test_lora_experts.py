@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LoRARequest
+from quire.base.errors import RequestError
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import AdapterReader
 from tests.golden.make_checkpoints import reference_model
@@ -18,17 +19,7 @@ from tests.lora_adapter import write_adapter, write_merged, write_pairs
 pytestmark = pytest.mark.golden
 
 ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router|gate\.wg))\.weight")
-MORE = (
-    "mixtral",
-    "glm4-moe",
-    "ernie4-5-moe",
-    "hunyuan-moe",
-    "phimoe",
-    "deepseek-v3",
-    "olmoe",
-    "minimax-m2",
-    "granitemoe-shared",
-)
+MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2")
 RANK = 3
 
 
@@ -117,3 +108,18 @@ def test_requests_with_adapters_of_experts_share_a_batch(checkpoint, tmp_path, q
             plain = engine(write_merged(folder, tmp_path / f"merged-{index}", delta), enable_lora=False)
             assert is_equal(generate(plain, [PROMPTS[index]], None), [found[index]])
             plain.close()
+
+
+def test_adapters_of_experts_that_exceed_the_memory_plan_are_refused(checkpoint, tmp_path):
+    folder = checkpoint("qwen3-moe", "v5")
+    shapes = expert_shapes(folder)
+    for name, seed in (("one", 1), ("two", 2), ("three", 3)):
+        write_adapter(tmp_path / name, shapes, rank=4, seed=seed)
+    llm = engine(folder, max_loras=3, max_lora_rank=8)
+    loras = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two", "three"), start=1)]
+    assert llm.llm_engine.add_lora(loras[0])
+    with pytest.raises(RequestError, match=r"for experts, takes .* are taken: raise max_loras, which is 3 \(--max-loras\)"):
+        _ = [llm.llm_engine.add_lora(lora) for lora in loras[1:]]
+    assert llm.llm_engine.remove_lora(1)
+    assert llm.llm_engine.add_lora(loras[2])
+    llm.close()

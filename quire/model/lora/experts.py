@@ -33,7 +33,7 @@ class LowRankPair(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of both."""
-        return sum(matrix.numel() * matrix.element_size() for matrix in self)
+        return self.a.nbytes + self.b.nbytes
 
 
 def is_expert(name: str) -> bool:
