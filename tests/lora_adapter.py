@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quire.contracts.model_spec import MoeSpec
 from quire.model.lora.adapter import Adapter, LowRankPair, adaptable_shapes
 from quire.model.parameters import parameter_shapes
 
@@ -21,9 +22,17 @@ PREFIX = "base_model.model."
 
 
 def load_random_adapter(decoder: Any, key: str, names: str = ".*", rank: int = 5) -> None:
-    """Load an adapter of the linear layers whose canonical names match a regular expression."""
+    """Load an adapter of the linear layers, with experts, whose canonical names match a regular expression."""
     generator, pairs = torch.Generator().manual_seed(len(names)), {}
-    for name, (rows, columns) in adaptable_shapes(parameter_shapes(decoder.spec)).items():
+    shapes = parameter_shapes(decoder.spec)
+    linear = adaptable_shapes(shapes)
+    for index, layer in enumerate(decoder.spec.layers):
+        if isinstance(layer.mlp, MoeSpec) and layer.mlp.expert.is_gated:
+            num_experts, rows, columns = shapes[f"layers.{index}.experts.down.weight"]
+            sizes = {"gate": (columns, rows), "up": (columns, rows), "down": (rows, columns)}
+            for expert in range(num_experts):
+                linear |= {f"layers.{index}.experts.{expert}.{module}": size for module, size in sizes.items()}
+    for name, (rows, columns) in linear.items():
         if re.fullmatch(names, name):
             matrices = torch.randn(rank, columns, generator=generator), torch.randn(rows, rank, generator=generator)
             pairs[name] = LowRankPair(*((0.2 * matrix).to(decoder.dtype) for matrix in matrices))
@@ -75,9 +84,9 @@ def write_merged(base: Path, folder: Path, deltas: Mapping[str, Tensor]) -> Path
     return folder
 
 
-def write_pairs(folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], alpha: float) -> None:
+def write_pairs(folder: Path, pairs: Mapping[str, tuple[Tensor, Tensor]], alpha: float, rank: int | None = None) -> None:
     """Write an adapter with given matrices: module -> lora_A [rank, in] and lora_B [out, rank], all of one rank."""
-    rank = len(next(iter(pairs.values()))[0])
+    rank = rank or len(next(iter(pairs.values()))[0])
     names = sorted({module.rpartition(".")[2] for module in pairs})
     _write(folder, {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": names}, pairs)
 

@@ -448,12 +448,22 @@ class DecoderLayer:
     def _experts(self, x: Tensor, spec: MoeSpec, router_input: Tensor | None = None) -> Tensor:
         modules = ("router", "experts.gate_up", "experts.down")
         biases = [self._parameters.get(f"{module}.bias") for module in (*modules, "correction")]
-        extra = ExpertExtras(*biases, scale=self._parameters.get("expert_scale.weight"), router_input=router_input)
+        adds = () if self._lora is None else (self._add_to_expert, self._add_to_router)
+        extra = ExpertExtras(*biases, self._parameters.get("expert_scale.weight"), router_input, *adds)
         router, gate_up, down = (self._parameters[f"{module}.weight"] for module in modules)
         if spec.latent_size is None:
             return mixture_of_experts(x, spec, router, gate_up, down, extra)
-        routed = route(router_logits(x, spec, router, extra.router), spec, extra.correction)
+        routed = route(router_logits(x, spec, router, extra), spec, extra.correction)
         return self._linear(run_experts(self._linear(x, "latent_in"), spec, routed, gate_up, down, extra), "latent_out")
+
+    def _add_to_expert(self, y: Tensor, x: Tensor, rows: Tensor, expert: int, module: str) -> None:
+        """See ExpertExtras."""
+        if self._lora is not None:
+            self._lora.add_to_rows(y, x, rows, f"{self._prefix}experts.{expert}.{module}")
+
+    def _add_to_router(self, logits: Tensor, x: Tensor) -> Tensor:
+        """See ExpertExtras."""
+        return logits if self._lora is None else self._lora.add_to(logits, x, f"{self._prefix}router")
 
     def _branches(self, x: Tensor, residual: Tensor, spec: MoeSpec, norm: NormSpec, shared: MlpSpec) -> Tensor:
         """Return the sum of the shared expert of x and the experts of the residual, each normalised; see MoeSpec."""

@@ -28,13 +28,14 @@ def scratch_bytes(spec: ModelSpec, num_tokens: int, max_model_len: int, num_thre
     return 4 * num_tokens * row_words + rows + attention + angles + rounding
 
 
-def adapter_scratch_bytes(num_tokens: int, max_rank: int) -> int:
+def adapter_scratch_bytes(spec: ModelSpec, num_tokens: int, max_rank: int) -> int:
     """Return the maximum memory of a step's adapters of at most this rank (LoraState::reserve in csrc/lora.cpp).
 
     num_tokens  of the step, or its rows that get logits, if these are more
     """
     rank = 3 * (-(-max_rank // 16) * 16)  # of q, k and v joined
-    return 4 * num_tokens * 3 * rank + _HUGE_PAGE_BYTES
+    num_choices = max((layer.mlp.top_k for layer in spec.layers if isinstance(layer.mlp, MoeSpec)), default=1)
+    return 4 * num_tokens * num_choices * 3 * rank + _HUGE_PAGE_BYTES
 
 
 def home_scratch_bytes(spec: ModelSpec, num_tokens: int) -> int:

@@ -7,10 +7,11 @@ from typing import Protocol
 from quire.base.errors import ConfigError, InvariantError, UnsupportedError
 from quire.contracts.config import EngineConfig
 from quire.contracts.lora import AdapterReport
-from quire.contracts.memory import ModelReport
+from quire.contracts.memory import ModelReport, format_bytes
 from quire.contracts.model_spec import ModelSpec
 from quire.model.build import Model
-from quire.model.lora.adapter import AdapterReader
+from quire.model.lora.adapter import Adapter, AdapterReader
+from quire.model.lora.experts import is_expert
 from quire.model.lora.numbers import AdapterHolder
 from quire.model.transformers_backend.decoder import TransformersDecoder
 
@@ -28,21 +29,51 @@ class AdapterStore(Protocol):
 
 
 class DecoderAdapters:
-    """Implements AdapterStore for a decoder of this process."""
+    """Implements AdapterStore for a decoder of this process.
+
+    Adapters of experts, which may be much larger than the memory plan counts, take no more than it counts for all adapters.
+    """
 
     def __init__(self, config: EngineConfig, report: ModelReport, holder: AdapterHolder) -> None:
         self._reader = AdapterReader(report.folder, report.spec, config.max_lora_rank)
         self._holder = holder
+        self._max_loras, self._num_ranks = config.max_loras, config.tensor_parallel_size
+        self._divides_experts = config.enable_expert_parallel
+        self._most_bytes = config.max_loras * self._reader.num_bytes(config.max_lora_rank, self._num_ranks)
+        self._num_bytes: dict[str, int] = {}
 
     def load(self, path: str) -> AdapterReport:
         """See AdapterStore."""
         adapter = self._reader.read(path)
-        self._holder.load(adapter)
+        if adapter.key not in self._num_bytes:
+            num_bytes = self._bytes_on_ranks(adapter)
+            self._check_room(adapter, num_bytes)
+            self._holder.load(adapter)
+            self._num_bytes[adapter.key] = num_bytes
         return AdapterReport(adapter.key, adapter.rank, len(adapter.pairs), adapter.num_bytes)
 
     def unload(self, key: str) -> None:
         """See AdapterStore."""
         self._holder.unload(key)
+        self._num_bytes.pop(key, None)
+
+    def _bytes_on_ranks(self, adapter: Adapter) -> int:
+        """Return what an adapter takes on all ranks, which have the whole first matrices. With expert parallelism each has the
+        pairs of all experts, which may move between ranks."""
+        total = 0
+        for name, pair in adapter.pairs.items():
+            copies = self._num_ranks if self._divides_experts and is_expert(name) else 1
+            total += self._num_ranks * pair.a.nbytes + copies * pair.b.nbytes
+        return total
+
+    def _check_room(self, adapter: Adapter, num_bytes: int) -> None:
+        loaded = sum(self._num_bytes.values())
+        if any(is_expert(name) for name in adapter.pairs) and loaded + num_bytes > self._most_bytes:
+            raise UnsupportedError(
+                f"the adapter, which is for experts, takes {format_bytes(num_bytes)}, but of the "
+                f"{format_bytes(self._most_bytes)} that the memory plan has for adapters {format_bytes(loaded)} are taken: "
+                f"raise max_loras, which is {self._max_loras} (--max-loras), or max_lora_rank (--max-lora-rank)"
+            )
 
 
 def adapters_of(

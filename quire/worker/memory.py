@@ -83,7 +83,7 @@ def activation_bytes(
         return _reference_bytes(spec, num_batched_tokens, config.max_num_seqs)
     scratch = scratch_bytes(spec, num_batched_tokens, max_model_len, config.num_threads or torch.get_num_threads())
     if config.enable_lora:
-        scratch += num_ranks * adapter_scratch_bytes(num_batched_tokens, config.max_lora_rank)
+        scratch += num_ranks * adapter_scratch_bytes(spec, num_batched_tokens, config.max_lora_rank)
     # Ranks divide the scratch, but each of them has the rows of the hidden size, and packs them.
     scratch += (num_ranks - 1) * num_batched_tokens * _ROWS_OF_A_RANK * spec.hidden_size * 4
     if config.enable_dp_attention:

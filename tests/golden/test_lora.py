@@ -22,6 +22,7 @@ from quire.model.decoder import Decoder
 from quire.model.lora.adapter import AdapterReader
 from quire.model.lora.deltas import LoraDeltas
 from quire.model.native_decoder import NativeDecoder
+from quire.model.token_runs import adapter_rows
 from tests.golden.dense_cases import CASES, CONVERTED, ORIGINAL, WRAPPED
 from tests.golden.make_checkpoints import reference_model
 from tests.lora_adapter import write_adapter, write_merged, write_pairs
@@ -37,6 +38,7 @@ QUICK = ("phi3", "gpt2", "gemma2", "glm", "minicpm3", "llama4-moe")
 """Layers that are stored joined, transposed or with interleaved heads, latent attention, a shared expert."""
 FAMILIES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *WRAPPED) if case not in QUICK)]
 KINDS = ("torch", pytest.param("native", marks=pytest.mark.skipif(load_native() is None, reason="not built")))
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 NOT_ADAPTED = re.compile(r"\.(router|experts|kv_b_proj)\b|(mlp|block_sparse_moe)\.gate$|vision")
 
 
@@ -86,7 +88,7 @@ def logits_of_batch(decoder, prompts, keys):
         positions.append(torch.arange(len(prompt)))
         slots.append(first * 16 + positions[-1])
         first += blocks[index]
-    rows = {key: torch.arange(starts[i], starts[i + 1]) for i, key in enumerate(keys) if key}
+    rows = adapter_rows(keys, starts)
     step = AttentionMetadata(torch.cat(slots), starts, [len(p) for p in prompts], tables, adapters=rows)
     tokens = torch.tensor([token for prompt in prompts for token in prompt])
     logits = decoder.step(tokens, torch.cat(positions), step, kv, list(range(len(tokens))), keeps_all=True)
@@ -279,6 +281,11 @@ def test_adapters_have_the_modules_of_a_familys_own_code(checkpoint, tmp_path, c
         ("llama", {"target_modules": ["q_proj", "v_proj"], "r": 4, "layers_to_transform": [1], "layers_pattern": "layers"}),
         ("phi3", {"target_modules": r".*\.(qkv_proj|down_proj)", "r": 4, "rank_pattern": {"layers.0.mlp.down_proj": 7}}),
         ("gpt2", {"target_modules": ["c_attn", "c_fc"], "r": 4, "fan_in_fan_out": True, "alpha_pattern": {"c_fc": 3}}),
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": STACKS, "r": 4, "use_rslora": True}),
+        ("qwen3-moe", {"target_modules": ["o_proj"], "target_parameters": STACKS[1:], "r": 3}),
+        ("qwen3-moe", {"target_modules": "all-linear", "r": 4}),
+        ("mixtral", {"target_modules": ["w1", "w2", "w3", "q_proj"], "r": 4, "lora_alpha": 5}),
+        ("gpt-oss", {"target_modules": ["q_proj"], "target_parameters": STACKS, "r": 4}),
         ("gemma2", {"target_modules": ["o_proj", "gate_proj"], "exclude_modules": [r"layers.0.mlp.gate_proj"], "r": 4}),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,9 @@ class ExpertExtras:
     correction    [E] f32, added to the scores for selection only
     scale         [E], multiplies the weights of the experts in the end
     router_input  [T, N], what the router reads; None: what the experts read
+    add           called as add(y, x, rows, expert, module), adds to the outputs y [R, O] of a module ("gate", "up", "down")
+                  of an expert for its inputs x [R, I] of the tokens `rows` [R]; None: nothing is added
+    add_to_router  the same of the router, called as add_to_router(logits [T, E], x [T, N])
     """
 
     router: Tensor | None = None
@@ -28,6 +32,8 @@ class ExpertExtras:
     correction: Tensor | None = None
     scale: Tensor | None = None
     router_input: Tensor | None = None
+    add: Callable[[Tensor, Tensor, Tensor, int, str], object] | None = None
+    add_to_router: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
 def mixture_of_experts(
@@ -43,17 +49,20 @@ def mixture_of_experts(
     """
     extra = extra or ExpertExtras()
     read = x if extra.router_input is None else extra.router_input
-    weights, chosen = route(router_logits(read, spec, router, extra.router), spec, extra.correction)
+    weights, chosen = route(router_logits(read, spec, router, extra), spec, extra.correction)
     if extra.scale is not None:
         weights = weights * extra.scale.float()[chosen]
     return run_experts(x, spec, (weights, chosen), gate_up, down, extra)
 
 
-def router_logits(x: Tensor, spec: MoeSpec, router: Tensor, bias: Tensor | None = None) -> Tensor:
+def router_logits(x: Tensor, spec: MoeSpec, router: Tensor, extra: ExpertExtras) -> Tensor:
     """Return the router's logits [T, E] of rows x [T, N]."""
+    bias = extra.router
     if spec.is_router_f32:
-        return F.linear(x.float(), router.float(), None if bias is None else bias.float())
-    return F.linear(x, router, bias)
+        logits = F.linear(x.float(), router.float(), None if bias is None else bias.float())
+    else:
+        logits = F.linear(x, router, bias)
+    return logits if extra.add_to_router is None else extra.add_to_router(logits, x)
 
 
 def run_experts(
@@ -72,12 +81,18 @@ def run_experts(
         shares = weights[rows, slots, None]
         read = x[rows] * shares if spec.weighs_inputs else x[rows]
         inner = _linear(read, gate_up, extra.gate_up, expert)
+        if extra.add is not None:
+            names = ("gate", "up") if spec.expert.is_gated else ("up",)
+            for name, part in zip(names, inner.chunk(len(names), -1), strict=True):
+                extra.add(part, read, rows, expert, name)
         inner = (
             apply_gate(*inner.chunk(2, dim=-1), spec.expert)
             if spec.expert.is_gated
             else ACTIVATIONS[spec.expert.activation](inner)
         )
         y = _linear(inner, down, extra.down, expert)
+        if extra.add is not None:
+            extra.add(y, inner, rows, expert, "down")
         out.index_add_(0, rows, (y if spec.weighs_inputs else y * shares).to(out.dtype))
     return out.to(x.dtype)
 

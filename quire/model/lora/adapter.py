@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,25 +17,15 @@ from quire.model.checkpoint import find_stored_sources
 from quire.model.families import FAMILIES
 from quire.model.families.sources import Source, Sources
 from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
+from quire.model.lora.experts import LowRankPair, expert_sources, is_stack, split_gate_up, split_stack
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_tensors import listing, open_file
 
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
-_LAYER_MODULE = re.compile(r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|gate|up|down|shared\.(?:gate|up|down))|lm_head")
+_LAYER_MODULE = re.compile(r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|gate|up|down|router|shared\.(?:gate|up|down))|lm_head")
 """Canonical names of the linear layers that can be adapted."""
-_EXPERT = re.compile(r"\.(?:experts|router)\b|\.(?:mlp|block_sparse_moe|feed_forward)\.gate\.")
 _HASHED_BYTES = 1 << 20
-
-
-class LowRankPair(NamedTuple):
-    """What an adapter adds to a linear layer's output y = W x: b (a x).
-
-    a  [rank, in] and b [out, rank] in the model's dtype; b includes the scale
-    """
-
-    a: Tensor
-    b: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +44,7 @@ class Adapter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all pairs."""
-        return sum(matrix.numel() * matrix.element_size() for pair in self.pairs.values() for matrix in pair)
+        return sum(pair.num_bytes for pair in self.pairs.values())
 
 
 class AdapterReader:
@@ -67,11 +56,18 @@ class AdapterReader:
 
     def __init__(self, folder: Path, spec: ModelSpec, max_rank: int) -> None:
         self._page = FAMILIES.get(spec.model_type)
-        self._folder, self._max_rank = folder, max_rank
+        self._spec, self._folder, self._max_rank = spec, folder, max_rank
         self._dtype: torch.dtype = getattr(torch, spec.dtype)
         self._shapes = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
-        self._sources = _linear_sources(find_stored_sources(folder, spec), self._shapes)
+        sources = find_stored_sources(folder, spec)
+        experts, expert_shapes = expert_sources(sources, self._shapes)
+        self._shapes |= expert_shapes
+        self._sources = _linear_sources(sources, self._shapes) | experts
         self._stored_shapes = _stored_shapes(self._sources, self._shapes)
+
+    def num_bytes(self, rank: int, num_ranks: int) -> int:
+        """Return the bytes of an adapter of this rank, see `adapter_bytes`."""
+        return adapter_bytes(self._shapes, rank, self._dtype.itemsize, num_ranks)
 
     def read(self, path: str) -> Adapter:
         """Return the adapter of a folder. Raises ModelFormatError or UnsupportedError with what is wrong with it."""
@@ -82,8 +78,9 @@ class AdapterReader:
         file = next((folder / name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
         if file is None:
             raise ModelFormatError(f"{folder} has no weights of an adapter: {' or '.join(_WEIGHT_FILES)}")
-        modules = self._modules(open_file(file), config, file)
-        pairs: dict[str, LowRankPair] = {}
+        matrices = self._matrices(open_file(file), file)
+        pairs, rank = self._expert_pairs(matrices, config, file)
+        modules = self._modules(matrices, config, file)
         used: set[str] = set()
         for name, source in self._sources.items():
             names = dict.fromkeys(piece.name for piece in source.groups[0])
@@ -92,11 +89,11 @@ class AdapterReader:
                 used |= found.keys()
                 pairs[name.removesuffix(".weight")] = _join(source, found, self._shapes[name], self._dtype)
         self._refuse_unknown([name for name in modules if name not in used], config, file)
-        rank = max(len(pair.a) for pair in modules.values())
-        return Adapter(_hash(folder / CONFIG_FILE, file), rank, pairs)
+        rank = max([rank, *(len(pair.a) for pair in modules.values())])
+        return Adapter(_hash(folder / CONFIG_FILE, file), rank, split_gate_up(pairs, self._spec))
 
-    def _modules(self, tensors: Mapping[str, Tensor], config: AdapterConfig, file: Path) -> dict[str, LowRankPair]:
-        """Return stored name of a base weight -> its matrices, checked, in f32, b with the scale."""
+    def _matrices(self, tensors: Mapping[str, Tensor], file: Path) -> dict[str, dict[str, Tensor]]:
+        """Return module -> its matrices A and B, checked but for their sizes."""
         parts: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             match = _MATRIX.fullmatch(name)
@@ -108,14 +105,36 @@ class AdapterReader:
             matrices = parts.setdefault(match[1], {})
             if match[2] in matrices:
                 raise ModelFormatError(f"{file} holds lora_{match[2]} of {match[1]} twice, under different prefixes")
+            _check_matrix(name, tensor, file)
             matrices[match[2]] = tensor
         if not parts:
             raise ModelFormatError(f"{file} holds no tensors")
-        modules: dict[str, LowRankPair] = {}
         for module, matrices in parts.items():
             missing = [letter for letter in "AB" if letter not in matrices]
             if missing:
                 raise ModelFormatError(f"{file}: {module}.lora_{missing[0]}.weight is missing; get the file again")
+        return parts
+
+    def _expert_pairs(
+        self, matrices: dict[str, dict[str, Tensor]], config: AdapterConfig, file: Path
+    ) -> tuple[dict[str, LowRankPair], int]:
+        """Take the matrices of stacks of experts out of `matrices`; return the pairs of their experts, and the largest rank."""
+        found: dict[str, LowRankPair] = {}
+        for module in [module for module in matrices if is_stack(self._stored(module), self._spec)]:
+            stack = matrices.pop(module)
+            pairs = split_stack(self._stored(module), stack["A"], stack["B"], self._spec, self._shapes, config, file)
+            if not found.keys().isdisjoint(pairs):
+                raise ModelFormatError(f"{file} holds the matrices of the experts of {module} twice")
+            found |= {name: LowRankPair(pair.a.to(self._dtype), pair.b.to(self._dtype)) for name, pair in pairs.items()}
+        return found, max((len(pair.a) for pair in found.values()), default=0)
+
+    def _stored(self, module: str) -> str:
+        return _module(self._page.strip(f"{module}.weight"))
+
+    def _modules(self, parts: Mapping[str, Mapping[str, Tensor]], config: AdapterConfig, file: Path) -> dict[str, LowRankPair]:
+        """Return stored name of a base weight -> its matrices in f32, b with the scale."""
+        modules: dict[str, LowRankPair] = {}
+        for module, matrices in parts.items():
             stored = self._page.strip(f"{module}.weight")
             if stored in modules:
                 raise ModelFormatError(f"{file} holds the matrices of {module} twice, under different prefixes")
@@ -125,13 +144,6 @@ class AdapterReader:
 
     def _pair(self, module: str, matrices: Mapping[str, Tensor], config: AdapterConfig, file: Path) -> LowRankPair:
         a, b, rank = matrices["A"], matrices["B"], config.rank_of(module)
-        for letter, matrix in (("A", a), ("B", b)):
-            if not matrix.is_floating_point() or matrix.dim() != 2:
-                raise ModelFormatError(
-                    f"{file}: {module}.lora_{letter}.weight must be a matrix of floats, got {matrix.dtype} {list(matrix.shape)}"
-                )
-            if not bool(torch.isfinite(matrix).all()):
-                raise ModelFormatError(f"{file}: {module}.lora_{letter}.weight holds values that are not finite")
         if a.shape[0] != rank or b.shape[1] != rank:
             raise ModelFormatError(
                 f"{file}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}, but {CONFIG_FILE} gives it rank "
@@ -155,20 +167,23 @@ class AdapterReader:
         if not names:
             return
         made_for = f", which was made for {config.base_model!r}," if config.base_model else ""
-        if any(_EXPERT.search(name) for name in names):
-            raise UnsupportedError(
-                f"{file} adapts experts or routers of a mixture ({listing([_module(name) for name in names])}), which is not "
-                "supported; supported: the linear layers of attention and of dense and shared MLPs, and lm_head"
-            )
         raise ModelFormatError(
             f"{file}{made_for} adapts {len(names)} modules that are no linear layers of {self._folder} or cannot be adapted "
-            f"({listing([_module(name) for name in names])}); supported: the linear layers of attention and of dense and "
-            "shared MLPs, and lm_head"
+            f"({listing([_module(name) for name in names])}); supported: the linear layers of attention and of MLPs, routers, "
+            "lm_head, and experts by the names of the checkpoint's matrices or as target_parameters of PEFT "
+            "(experts.gate_up_proj, experts.down_proj)"
         )
 
 
+def _check_matrix(name: str, matrix: Tensor, file: Path) -> None:
+    if not matrix.is_floating_point() or matrix.dim() != 2:
+        raise ModelFormatError(f"{file}: {name} must be a matrix of floats, got {matrix.dtype} {list(matrix.shape)}")
+    if not bool(torch.isfinite(matrix).all()):
+        raise ModelFormatError(f"{file}: {name} holds values that are not finite")
+
+
 def adapter_bytes(shapes: Mapping[str, Shape], rank: int, width: int, num_ranks: int = 1) -> int:
-    """Return the bytes of an adapter of this rank of every linear layer that can be adapted.
+    """Return the bytes of an adapter of this rank of every linear layer that can be adapted, but for experts.
 
     width      bytes of a value
     num_ranks  tensor-parallel ranks on CPUs, each of which has the whole first matrices
@@ -177,7 +192,7 @@ def adapter_bytes(shapes: Mapping[str, Shape], rank: int, width: int, num_ranks:
 
 
 def adaptable_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:
-    """Return canonical name, without ".weight" -> [out, in] of the linear layers that can be adapted."""
+    """Return canonical name, without ".weight" -> [out, in] of the linear layers that can be adapted, but for experts."""
     found = {name: shape for name, shape in shapes.items() if _is_adaptable(name, shape)}
     return {name.removesuffix(".weight"): (rows, columns) for name, (rows, columns) in found.items()}
 
@@ -220,10 +235,10 @@ def _join(source: Source, modules: Mapping[str, LowRankPair], shape: Shape, dtyp
         first_column[name] = rank
         rank += len(pair.a)
     b = torch.zeros(shape[0], rank)
-    row = 0
-    for piece in source.groups[0]:
+    row, (group,) = 0, source.groups
+    for piece in group:
         pair = modules.get(piece.name)
-        start, stop = (0, shape[0] if pair is None else len(pair.b)) if piece.rows is None else piece.rows
+        start, stop = (0, shape[0] // len(group)) if piece.rows is None else piece.rows
         count = len(range(start, stop, piece.step))
         if pair is not None:
             column = first_column[piece.name]

@@ -20,7 +20,6 @@ _REFUSED = (
     ("lora_bias", (False, None), "only products of two matrices are added"),
     ("modules_to_save", (None, []), "these are whole weights in place of the base model's"),
     ("layer_replication", (None, []), "the adapter is for a model with other layers"),
-    ("target_parameters", (None, []), "only linear layers are adapted"),
     ("trainable_token_indices", (None, [], {}), "only linear layers are adapted"),
     ("alora_invocation_tokens", (None, []), "the adapter would start in the middle of a prompt"),
     ("use_qalora", (False, None), "its first matrix reads pooled inputs"),

@@ -10,7 +10,8 @@ from torch import Tensor
 from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.lora import RowGroups, add_low_rank, group_rows
-from quire.model.lora.adapter import Adapter, LowRankPair, adaptable_shapes
+from quire.model.lora.adapter import Adapter, adaptable_shapes
+from quire.model.lora.experts import LowRankPair, is_expert, is_router
 from quire.model.lora.numbers import AdapterNumbers
 from quire.model.parameters import parameter_shapes
 
@@ -52,7 +53,7 @@ class DeviceAdapters:
         shapes = adaptable_shapes({"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)})
         parts: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, tuple[str, int]] = {}
-        for name in sorted(shapes, key=_order):
+        for name in sorted((name for name in shapes if not is_router(name)), key=_order):
             layer = _layer_of(name)
             own = parts.setdefault(layer, [])
             self._places[name] = layer, len(own)
@@ -72,14 +73,19 @@ class DeviceAdapters:
         return [part for matrices in self._matrices.values() for part in (matrices.a, *matrices.b)]
 
     def load(self, adapter: Adapter) -> None:
-        """See AdapterHolder. Raises UnsupportedError for a layer that the model stores as several, whose ranks add up to more
-        than max_rank."""
+        """See AdapterHolder. Raises UnsupportedError for experts and routers, and for a layer that the model stores as several,
+        whose ranks add up to more than max_rank."""
         if adapter.key in self.numbers:
             return
         number = self.numbers.next_number
         if number >= self._max_loras:
             raise InvariantError(f"there is room for {self._max_loras} adapters only")
         for name, pair in adapter.pairs.items():
+            if is_expert(name) or is_router(name):
+                raise UnsupportedError(
+                    f"the adapter is for experts or routers of a mixture ({name}), which is supported on CPUs only (device "
+                    "'cpu'): merge it into the weights"
+                )
             if len(pair.a) > self._max_rank:
                 raise UnsupportedError(
                     f"{name} joins several adapted matrices, of rank {len(pair.a)} together, but max_lora_rank is "

@@ -10,6 +10,7 @@ import torch
 
 from quire.contracts.model_spec import ModelSpec
 from quire.model.lora.adapter import Adapter
+from quire.model.lora.experts import is_expert
 from quire.model.lora.numbers import AdapterNumbers
 from quire.model.native_weights import WeightPacker
 from quire.model.tensor_shards import ModelShard
@@ -24,13 +25,16 @@ _MODULES = {
     "gate": (5,),
     "up": (6,),
     "down": (7,),
-    "shared.gate": (8,),
-    "shared.up": (9,),
-    "shared.down": (10,),
+    "router": (8,),
+    "shared.gate": (9,),
+    "shared.up": (10,),
+    "shared.down": (11,),
 }
 """Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
+_EXPERT_MODULES = {"gate": 0, "up": 1, "down": 2}
+"""Module of an expert -> ExpertModule in csrc/lora.h."""
 _KEYS_AND_VALUES = (1, 2)
-_HEAD = 11
+_HEAD = 12
 
 
 class NativeAdapters:
@@ -51,13 +55,17 @@ class NativeAdapters:
         if adapter.key in self.numbers:
             return
         packer = WeightPacker(self._native, getattr(torch, self._spec.dtype))
-        packed = self._native.LoraAdapter(self._plan.num_layers)
+        packed = self._native.LoraAdapter(self._plan.num_layers, self._plan.num_experts)
         for name, pair in adapter.pairs.items():
             own = pair.b
             if self._shard is not None:
                 rows = self._shard.output_rows(name, len(pair.b))
                 own = pair.b[rows.start : rows.stop]
             a, b = (packer.pack(matrix.contiguous(), may_be_short=False) for matrix in (pair.a, own))
+            if is_expert(name):
+                _, index, _, expert, module = name.split(".")
+                packed.set_expert(int(index), int(expert), _EXPERT_MODULES[module], a, b)
+                continue
             layer, modules = self._place(name)
             for module in modules:
                 packed.set(layer, module, a, b)

@@ -175,8 +175,8 @@ def check_mixtures(decoder, seed, kv_dtype=None, keys=None):
 
 
 ADAPTED = {
-    "all": r"layers\.\d+\.(?:q|k|v|o|gate|up|down|shared\.(?:gate|up|down))|lm_head",
-    "some": r"layers\.0\.(?:v|down)|layers\.1\.(?:q|k|gate)",
+    "all": r".*",
+    "some": r"layers\.0\.(?:v|down|router)|layers\.1\.(?:q|k|gate|experts\.[02]\.(?:up|down))",
 }
 """Key of an adapter -> names of its modules."""
 

@@ -67,7 +67,7 @@ def test_plan_covers_the_adapters_of_a_step(tiny_family, dtype):
         step = AttentionMetadata(positions, [0, NUM_TOKENS], [NUM_TOKENS], tables, adapters=adapters)
         decoder.step(tokens, positions, step, kv, [NUM_TOKENS - 1])
         taken.append(decoder.scratch_bytes)
-    assert taken[0] < taken[1] <= taken[0] + adapter_scratch_bytes(NUM_TOKENS, rank)
+    assert taken[0] < taken[1] <= taken[0] + adapter_scratch_bytes(spec, NUM_TOKENS, rank)
 
 
 @pytest.mark.covering

@@ -33,11 +33,11 @@ def thread_workers(monkeypatch):
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
 def adapted(request, tmp_path_factory):
-    """Return a model, and the folder of its adapters: of all layers outside of experts, of attention, of one layer."""
+    """Return a model, and the folder of its adapters: of all layers with experts and routers, of attention, of one layer."""
     folder, shapes = tmp_path_factory.mktemp("adapters"), {}
     model = write_checkpoint(folder / "model", request.param)
     for name, weight in load_file(model / "model.safetensors").items():
-        if (name.endswith("proj.weight") and "expert" not in name) or name == "lm_head.weight":
+        if name.endswith(("proj.weight", "mlp.gate.weight")) or name == "lm_head.weight":
             shapes[name.removesuffix(".weight")] = tuple(weight.shape)
     write_adapter(folder / "one", shapes, rank=5, seed=1)
     write_adapter(folder / "two", {name: shape for name, shape in shapes.items() if "attn" in name}, rank=20, seed=2)

@@ -92,18 +92,24 @@ void pack_panel(const LinearJob& job, i32 panel, TilePlace place, const float* y
 
 // Scale a panel of a tile [R][16], and add what the adapters of its rows add; sum null: nothing.
 void add_low_rank(const LowRankSum* sum, const Scaling& scaled, i32 panel, TilePlace place, float* y) {
-    for (i32 r = 0; r < place.rows; ++r) store(y + r * 16, scaled(y + r * 16));
+    for (i32 r = 0; r < place.rows && (scaled.has_scale || scaled.has_bias); ++r) store(y + r * 16, scaled(y + r * 16));
     if (sum == nullptr) return;
-    const LowRankWeights* const* const rows = sum->rows + place.first_row;
-    for (i32 r = 0, together; r < place.rows; r += together) {
-        together = 1;
-        if (rows[r] == nullptr || rows[r][sum->index].b == nullptr) continue;
-        while (together < MAX_LOW_RANK_ROWS && r + together < place.rows && rows[r + together] == rows[r]) ++together;
+    const i32 last = place.first_row + place.rows;
+    u64 done = 0;  // rows of the tile
+    for (i32 row = place.first_row; row < last; ++row) {
+        const LowRankWeights* const weights = sum->rows[row];
+        if ((done >> (row - place.first_row) & 1) != 0 || weights == nullptr || weights[sum->index].b == nullptr) continue;
         const float* x[MAX_LOW_RANK_ROWS];
-        for (i32 i = 0; i < together; ++i) x[i] = sum->shrunk + (place.first_row + r + i) * sum->stride;
+        float* out[MAX_LOW_RANK_ROWS];
+        i32 together = 0;
+        for (i32 next = row; together < MAX_LOW_RANK_ROWS && next >= 0 && next < last; next = sum->next[next], ++together) {
+            done |= u64{1} << (next - place.first_row);
+            x[together] = sum->shrunk + next * sum->stride;
+            out[together] = y + (next - place.first_row) * 16;
+        }
         F32 added[MAX_LOW_RANK_ROWS];
-        low_rank_panel(*rows[r][sum->index].b, panel, together, x, added);
-        for (i32 i = 0; i < together; ++i) store(y + (r + i) * 16, load(y + (r + i) * 16) + added[i]);
+        low_rank_panel(*weights[sum->index].b, panel, together, x, added);
+        for (i32 i = 0; i < together; ++i) store(out[i], load(out[i]) + added[i]);
     }
 }
 

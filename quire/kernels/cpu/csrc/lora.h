@@ -9,23 +9,36 @@ namespace quire {
 
 // The linear layers that can be adapted. With latent attention, k is the projection to the cached row. The head's pair is that of
 // the layer after the last one.
-enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, shared_gate, shared_up, shared_down, head };
-constexpr i32 NUM_LORA_MODULES = 12;
+enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, head };
+constexpr i32 NUM_LORA_MODULES = 13;
+// The linear layers of an expert that can be adapted.
+enum class ExpertModule : i32 { gate, up, down };
+constexpr i32 NUM_EXPERT_MODULES = 3;
 // Modules that read the same rows and are computed together.
 constexpr i32 MAX_LORA_OUTPUTS = 3;
 // Rows of an adapter that one thread multiplies with its first matrix.
 constexpr i32 MAX_LORA_ROWS = 4;
 
-// b includes the scale of the adapter.
+// b includes the scale of the adapter. num_experts: the most that a layer of the model has.
 struct LoraAdapter {
-    std::vector<LowRankWeights> weights;  // by layers, then modules
+    std::vector<LowRankWeights> weights;  // by layers, then modules; after these, of the experts by layers, experts, then modules
     std::vector<std::shared_ptr<NativeWeight>> matrices;  // that `weights` points to
-    i32 num_layers, rank = 0;  // the largest
+    i32 num_layers, num_experts, rank = 0;  // the largest
+    bool adapts_experts = false;
 
-    explicit LoraAdapter(i32 count) : weights((static_cast<size_t>(count) + 1) * NUM_LORA_MODULES), num_layers(count) {}
+    LoraAdapter(i32 layers, i32 experts)
+        : weights((static_cast<size_t>(layers) + 1) * NUM_LORA_MODULES + static_cast<size_t>(layers) * experts * NUM_EXPERT_MODULES),
+          num_layers(layers), num_experts(experts) {}
     // Set a pair. Throws std::invalid_argument for matrices that do not fit together.
     void set(i32 layer, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
+    void set_expert(i32 layer, i32 expert, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
     static i32 index(i32 layer, LoraModule module) { return layer * NUM_LORA_MODULES + static_cast<i32>(module); }
+    static i32 expert_index(i32 layers, i32 experts, i32 layer, i32 expert, ExpertModule module) {
+        return (layers + 1) * NUM_LORA_MODULES + (layer * experts + expert) * NUM_EXPERT_MODULES + static_cast<i32>(module);
+    }
+
+private:
+    void put(i32 index, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
 };
 
 // Up to MAX_LORA_ROWS rows of one adapter.
@@ -34,14 +47,25 @@ struct LoraTile {
     i32 count, rows[MAX_LORA_ROWS];
 };
 
-// The adapters of some rows. tables: of each row the weights of its adapter, null: it has none; used: those of all rows, each once; tiles:
-// the rows of an adapter, which rise, together.
+// The adapters of some rows. tables, next, used: rows, next and used of LowRankSum; tiles: the rows of an adapter, which rise, together.
 struct LoraRows {
     std::vector<const LowRankWeights*> tables, used;
+    std::vector<i32> next;
     std::vector<LoraTile> tiles;
 
     void clear();
     bool is_empty() const { return used.empty(); }
+};
+
+// The adapters of the rows that a mixture sends to its experts, by places: as LoraRows, with the tiles of one expert after the other.
+// used: of the expert at index `at`, those in [first_used[at], first_used[at + 1]); tile_experts: the index of each tile's expert.
+struct LoraPlaces {
+    std::vector<const LowRankWeights*> tables, used;
+    std::vector<i32> next, first_used, tile_experts;  // next: counted from the expert's first place
+    std::vector<LoraTile> tiles;
+    std::vector<LowRankSum> sums;  // of gate, up and down of each expert
+
+    void clear(i32 num_places);
 };
 
 // The adapters of a plan, the rows of the current step, and the memory of their products.
@@ -50,6 +74,9 @@ struct LoraState {
     std::vector<i32> numbers, kept_numbers;  // adapter of each token of the last step, and of each row that it kept; -1: none
     // Of all tokens, of the wanted rows, and of rows that get logits.
     LoraRows all, wanted, logit;
+    i32 num_layers = 0, num_experts = 0;  // of the adapters
+    bool adapts_experts = false;          // in this step
+    LoraPlaces places;                    // of the mixture that is computed
     Memory shrunk{0};  // results of the first matrices: [rows][MAX_LORA_OUTPUTS][padded_rank] f32
     i32 padded_rank = 0;  // the largest of the adapters, a multiple of 16
 
@@ -58,6 +85,12 @@ struct LoraState {
     // Take memory for this many rows.
     void reserve(i32 num_rows);
     i64 stride() const { return static_cast<i64>(MAX_LORA_OUTPUTS) * padded_rank; }
+    // Group the places of a layer's experts by the adapters of their rows: place p has row pair_rows[p], and the count experts of this
+    // rank have places [firsts[i], firsts[i] + counts[i]).
+    void group_places(i32 layer, const LoraRows& rows, const i32* pair_rows, i32 num_places, i32 count, const i32* experts, const i32* firsts, const i32* counts);
+    i32 expert_index(i32 layer, i32 expert, i32 module) const {
+        return LoraAdapter::expert_index(num_layers, num_experts, layer, expert, static_cast<ExpertModule>(module));
+    }
 };
 
 }  // namespace quire

@@ -185,6 +185,7 @@ public:
     // Set the adapter of a number, after finish; null: the number is free.
     void set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter);
     i32 num_layers() const { return static_cast<i32>(layers_.size()); }
+    i32 num_experts() const { return max_experts_; }  // the most of a layer
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
     // Write the queries of these rows of the next step, as attention reads them, to `out`: layer by layer [rows][num_heads * head_dim].

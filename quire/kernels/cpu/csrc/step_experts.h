@@ -12,7 +12,7 @@ namespace quire {
 struct StepExperts : StepContext {
     // The modules that read the input of the block after attention.
     static LoraModules mlp_modules(const PlanLayer& l) {
-        if (l.router) return l.shared_up ? LoraModules{l.index, {LoraModule::shared_gate, LoraModule::shared_up}} : LoraModules{};
+        if (l.router) return l.shared_up ? LoraModules{l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up}} : LoraModules{l.index, {LoraModule::router}};
         return {l.index, {LoraModule::gate, LoraModule::up}};
     }
 
@@ -95,11 +95,15 @@ struct StepExperts : StepContext {
         return packed_at(form, plan.own_count_[at], first * words, first * groups);
     }
 
-    // Pack row values(place) of every pair of this rank into its expert's input, then run one linear layer per expert.
+    // Pack row values(place) of every pair of this rank into its expert's input, then run one linear layer per expert: the modules
+    // [first_module, first_module + num_modules).
     template <class Values, class Make>
-    void run_experts(const PlanLayer& l, const InputForm& form, Values values, Make make) {
-        const i32 num_own = plan.num_own_experts_;
-        each(plan.num_own_places_, [&](i64 item) {
+    void run_experts(const PlanLayer& l, const InputForm& form, ExpertModule first_module, i32 num_modules, Values values, Make make) {
+        const i32 num_own = plan.num_own_experts_, first = static_cast<i32>(first_module);
+        const i64 num_products = lora.num_expert_items(num_modules);
+        each(num_products + plan.num_own_places_, [&](i64 i) {
+            const i64 item = i - num_products;
+            if (item < 0) return lora.shrink_expert(*kernels.linear, i, l.index, plan.own_experts_, {first, num_modules}, l.weighs_inputs ? 1 : MAX_LORA_ROWS, values);
             const i32 place = plan.own_places_[item], at = own_expert_at(place);
             kernels.linear->pack_row(expert_input(form, at), place - plan.own_first_[at], values(place), 0, form.k);
         });
@@ -107,6 +111,8 @@ struct StepExperts : StepContext {
             for (i32 at = 0; at < num_own; ++at) {
                 plan.packs_[at] = expert_input(form, at);
                 plan.jobs_[at] = make(l.experts[plan.own_experts_[at]], plan.packs_[at], static_cast<i64>(plan.own_first_[at]));
+                plan.jobs_[at].low_rank = lora.expert_sum(at, first);
+                if (num_modules == 2) plan.jobs_[at].second_low_rank = lora.expert_sum(at, first + 1);
             }
         }
         barrier(worker);
@@ -125,13 +131,13 @@ struct StepExperts : StepContext {
         const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
         const bool is_joint = l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
         const LoraSums sums(lora, mlp_modules(l));
-        LinearJob gate = adapted(job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner), sums[0]);
+        LinearJob gate = adapted(job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner), sums[1]);
         gate.second = is_joint ? &l.shared_up->weight : nullptr;
-        gate.second_low_rank = is_joint ? sums[1] : nullptr;
+        gate.second_low_rank = is_joint ? sums[2] : nullptr;
         gate.activation = l.activation;
         run(&gate, 1);
         if (!is_joint) {
-            const LinearJob up = adapted(job(*l.shared_up, up_input, Finish::multiply, own, inner), sums[1]);
+            const LinearJob up = adapted(job(*l.shared_up, up_input, Finish::multiply, own, inner), sums[2]);
             run(&up, 1);
         }
         wrote(own, num_rows, inner, l.shared_up->weight.n);
@@ -150,7 +156,8 @@ struct StepExperts : StepContext {
         const i32 num_experts = static_cast<i32>(l.experts.size());
         const i64 hidden = hidden_stride(), inner = row_stride(l.total_inner);
         const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
-        const LinearJob router = job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts);
+        const LoraSums sums(lora, mlp_modules(l));
+        const LinearJob router = adapted(job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts), sums[0]);
         run(&router, 1);
         if (l.shared_up) shared_expert(l);
         const RouteJob route = route_job(l);
@@ -160,10 +167,12 @@ struct StepExperts : StepContext {
         if (worker.rank == 0) {
             if (plan.lossy_.is_on()) ChoiceLimiter{route, plan.lossy_, num_rows, plan.route_logits_, plan.chosen_, plan.route_weights_, plan.routing_counts_[l.index]}.run();
             group_by_expert(l);
+            if (plan.lora_.adapts_experts && lora.has_rows())
+                plan.lora_.group_places(l.index, *lora.lora, plan.pair_row_, num_rows * l.top_k, plan.num_own_experts_, plan.own_experts_, plan.own_first_, plan.own_count_);
         }
         barrier(worker);
         run_experts(
-            l, l.expert_site.forms[0], [&](i64 place) { return expert_row(l, place); },
+            l, l.expert_site.forms[0], ExpertModule::gate, 2, [&](i64 place) { return expert_row(l, place); },
             [&](const Expert& expert, const Packed& input, i64 first) {
                 LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner + l.first_inner, inner);
                 j.second = &expert.up->weight;
@@ -180,7 +189,7 @@ struct StepExperts : StepContext {
         }
         const i64 first_output = is_sharded ? l.first_output : 0;
         run_experts(
-            l, l.down_site.forms[0], [&](i64 place) { return plan.inner_ + place * inner; },
+            l, l.down_site.forms[0], ExpertModule::down, 1, [&](i64 place) { return plan.inner_ + place * inner; },
             [&](const Expert& expert, const Packed& input, i64 first) {
                 return job(*expert.down, input, Finish::store, plan.pair_out_ + first * hidden + first_output, hidden);
             });

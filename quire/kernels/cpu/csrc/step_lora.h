@@ -57,11 +57,46 @@ struct StepLora {
         table.shrink(*a, panel, tile.count, x, out);
     }
 
+    // The number of items of `shrink_expert`.
+    i64 num_expert_items(i32 num_modules) const { return static_cast<i64>(state.places.tiles.size()) * num_modules * (state.padded_rank / 16); }
+
+    // As `shrink`, for modules [modules.first, modules.first + modules.count) of experts. values(place): the input of a place; num_valid of
+    // them stay valid at once.
+    struct ExpertModules {
+        i32 first, count;
+    };
+    template <class Values>
+    void shrink_expert(const LinearTable& table, i64 item, i32 layer, const i32* experts, ExpertModules modules, i32 num_valid, Values values) const {
+        const i64 num_panels = state.padded_rank / 16, at = item / num_panels / modules.count;
+        const i32 panel = static_cast<i32>(item % num_panels), module = modules.first + static_cast<i32>(item / num_panels % modules.count);
+        const LoraTile& tile = state.places.tiles[at];
+        const Weight* const a = tile.weights[state.expert_index(layer, experts[state.places.tile_experts[at]], module)].a;
+        if (a == nullptr || panel * 16 >= a->n) return;
+        for (i32 first = 0; first < tile.count; first += num_valid) {
+            const float* x[MAX_LORA_ROWS];
+            float* out[MAX_LORA_ROWS];
+            i32 count = 0;
+            for (; count < num_valid && first + count < tile.count; ++count) {
+                x[count] = values(tile.rows[first + count]);
+                out[count] = results(tile.rows[first + count], module) + panel * 16;
+            }
+            table.shrink(*a, panel, count, x, out);
+        }
+    }
+
+    // What a module of the expert at index `at` gets, after `shrink_expert`; null: nothing.
+    const LowRankSum* expert_sum(i32 at, i32 module) const {
+        if (state.places.sums.empty()) return nullptr;
+        const LowRankSum& found = state.places.sums[static_cast<size_t>(at) * NUM_EXPERT_MODULES + module];
+        return found.num_used == 0 ? nullptr : &found;
+    }
+
     // What the epilogue of the i-th of some modules adds, after `shrink`.
     LowRankSum sum(const LoraModules& read, i32 i) const {
         LowRankSum found;
         if (!is_adapted(read.layer, read.modules[i])) return found;
         found.rows = lora->tables.data();
+        found.next = lora->next.data();
         found.used = lora->used.data();
         found.num_used = static_cast<i32>(lora->used.size());
         found.index = read.index(i);

@@ -144,9 +144,11 @@ struct LowRankWeights {
 };
 
 // The second products of the adapters of a linear layer's rows, which its epilogue adds. rows: of each row the weights of its adapter,
-// null: it has none; used: those of all rows, each once; index: of the layer in them. a x of row m is [rank] at shrunk + m * stride.
+// null: it has none; next: of each row the next one with the same adapter, -1: none; used: the weights of all rows, each once; index: of
+// the layer in them. a x of row m is [rank] at shrunk + m * stride.
 struct LowRankSum {
     const LowRankWeights* const* rows = nullptr;
+    const i32* next = nullptr;
     const LowRankWeights* const* used = nullptr;
     i32 num_used = 0, index = 0;
     const float* shrunk = nullptr;

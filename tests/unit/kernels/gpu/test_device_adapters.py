@@ -5,10 +5,11 @@ import torch
 from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.base.errors import InvariantError
+from quire.base.errors import InvariantError, UnsupportedError
 from quire.model.config_reader import read_model_spec
-from quire.model.lora.adapter import AdapterReader
+from quire.model.lora.adapter import Adapter, AdapterReader
 from quire.model.lora.device_adapters import DeviceAdapters
+from quire.model.lora.experts import LowRankPair
 from tests.lora_adapter import write_adapter
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, tokens
@@ -83,6 +84,15 @@ def test_more_adapters_than_places_are_an_error(adapted, device):
 
 
 @pytest.mark.slow
+def test_adapters_of_experts_are_refused(tmp_path):
+    spec = read_model_spec(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
+    holder = DeviceAdapters(spec, 1, 8, torch.device("cpu"))
+    for name in ("layers.0.experts.3.up", "layers.1.router"):
+        adapter = Adapter("a", 4, {name: LowRankPair(torch.zeros(4, 32), torch.zeros(4, 4))})
+        with pytest.raises(UnsupportedError, match=rf"experts or routers of a mixture \({name}\), .* on CPUs only"):
+            holder.load(adapter)
+
+
 def test_adapters_leave_the_device_while_the_engine_sleeps(adapted):
     model, (one, _, _) = adapted
     llm = LLM(str(model), device=DEVICE, enable_lora=True, **OPTIONS, max_num_seqs=1, max_loras=1, max_lora_rank=8)

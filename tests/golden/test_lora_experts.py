@@ -1,0 +1,125 @@
+"""LoRA adapters of experts and routers give the logits of a model of the transformers library into which they are merged."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quire import LoRARequest
+from quire.base.errors import RequestError
+from quire.model.config_reader import read_model_spec
+from quire.model.lora.adapter import AdapterReader
+from tests.golden.make_checkpoints import reference_model
+from tests.golden.test_lora import F32_TOLERANCE, KINDS, PROMPTS, adapted_decoder, engine, generate, is_equal, logits_of_batch
+from tests.lora_adapter import write_adapter, write_merged, write_pairs
+
+pytestmark = pytest.mark.golden
+
+ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router|gate\.wg))\.weight")
+MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2")
+RANK = 3
+
+
+def expert_shapes(folder):
+    """Return module -> [out, in] of the experts and routers of a checkpoint that stores each expert."""
+    found = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        match = ADAPTED.fullmatch(name)
+        if match is not None and tensor.dim() == 2:
+            found[match[1]] = tuple(tensor.shape)
+    return found
+
+
+def check(folder, merged, adapter, kind):
+    """Compare the logits of a batch of which some prompts have an adapter with those of two models of transformers."""
+    decoder = adapted_decoder(folder, adapter, kind)
+    found = logits_of_batch(decoder, PROMPTS, [adapter.key, "", adapter.key])
+    for model, index in ((merged, 0), (reference_model(folder), 1), (merged, 2)):
+        with torch.inference_mode():
+            want = model(torch.tensor([PROMPTS[index]])).logits[0]
+        assert (found[index] - want).abs().max() <= F32_TOLERANCE * max(1.0, float(want.abs().max()))
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["qwen2-moe", *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
+def test_single_experts_and_routers_are_adapted(checkpoint, tmp_path, case, kind):
+    folder = checkpoint(case, "v5")
+    merged = write_merged(folder, tmp_path / "merged", write_adapter(tmp_path / "a", expert_shapes(folder), rank=RANK))
+    adapter = AdapterReader(folder, read_model_spec(folder), 16).read(str(tmp_path / "a"))
+    check(folder, reference_model(merged), adapter, kind)
+
+
+def write_stacks(folder, base):
+    """Write an adapter of all stacks of experts as PEFT writes `target_parameters`; return name of a stack -> its delta."""
+    hidden = read_model_spec(base).hidden_size
+    generator = torch.Generator().manual_seed(5)
+    pairs, deltas = {}, {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        if tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
+            continue
+        is_transposed = tensor.shape[1 if kind == "gate_up_proj" else 2] == hidden
+        rows, columns = tensor.shape[:0:-1] if is_transposed else tensor.shape[1:]
+        a = 0.2 * torch.randn(len(tensor) * RANK, columns, generator=generator)
+        b = 0.2 * torch.randn(rows, RANK * len(tensor), generator=generator)
+        split = a.view(len(tensor), RANK, columns), b.view(rows, RANK, len(tensor))
+        delta = 2 * torch.einsum("eri,ore->eoi", *split)
+        deltas[name] = delta.transpose(1, 2) if is_transposed else delta
+        pairs[f"{module}.base_layer" if kind == "gate_up_proj" else module] = (a, b)
+    write_pairs(folder, pairs, alpha=2 * RANK, rank=RANK)
+    return deltas
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["gpt-oss", pytest.param("qwen3-vl-moe", marks=pytest.mark.slow)])
+def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
+    folder = checkpoint(case, "v5")
+    deltas = write_stacks(tmp_path / "a", folder)
+    merged = write_merged(folder, tmp_path / "merged", {})
+    tensors = load_file(folder / "model.safetensors")
+    changed = {name: (tensors[name] + delta).contiguous() for name, delta in deltas.items()}
+    save_file(tensors | changed, merged / "model.safetensors", metadata={"format": "pt"})
+    adapter = AdapterReader(folder, read_model_spec(folder), 16).read(str(tmp_path / "a"))
+    check(folder, reference_model(merged), adapter, kind)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_requests_with_adapters_of_experts_share_a_batch(checkpoint, tmp_path, quantization):
+    """Chunks of prompts, decoding steps and cached prefixes give the tokens of each request alone, and of a merged model."""
+    folder = checkpoint("qwen3-moe", "v5")
+    shapes = expert_shapes(folder)
+    some = {name: shape for name, shape in shapes.items() if ".layers.1." in name and "down" in name}
+    deltas = write_adapter(tmp_path / "one", shapes, seed=1), write_adapter(tmp_path / "two", some, seed=2)
+    one, two = (LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two"), start=1))
+    loras = [one, None, two]
+    llm = engine(folder, quantization=quantization, max_num_batched_tokens=16)
+    found, again = generate(llm, PROMPTS, loras), generate(llm, PROMPTS, loras)
+    alone = [generate(llm, [prompt], [lora])[0] for prompt, lora in zip(PROMPTS, loras, strict=True)]
+    llm.close()
+    assert is_equal(found, again)
+    assert is_equal(found, alone)
+    if quantization is None:
+        for index, delta in ((0, deltas[0]), (2, deltas[1])):
+            plain = engine(write_merged(folder, tmp_path / f"merged-{index}", delta), enable_lora=False)
+            assert is_equal(generate(plain, [PROMPTS[index]], None), [found[index]])
+            plain.close()
+
+
+def test_adapters_of_experts_that_exceed_the_memory_plan_are_refused(checkpoint, tmp_path):
+    folder = checkpoint("qwen3-moe", "v5")
+    shapes = expert_shapes(folder)
+    for name, seed in (("one", 1), ("two", 2), ("three", 3)):
+        write_adapter(tmp_path / name, shapes, rank=4, seed=seed)
+    llm = engine(folder, max_loras=3, max_lora_rank=8)
+    loras = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two", "three"), start=1)]
+    assert llm.llm_engine.add_lora(loras[0])
+    with pytest.raises(RequestError, match=r"for experts, takes .* are taken: raise max_loras, which is 3 \(--max-loras\)"):
+        _ = [llm.llm_engine.add_lora(lora) for lora in loras[1:]]
+    assert llm.llm_engine.remove_lora(1)
+    assert llm.llm_engine.add_lora(loras[2])
+    llm.close()
