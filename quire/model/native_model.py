@@ -64,8 +64,6 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(layer.is_parallel for layer, _ in mixtures):
         return "a mixture of experts in parallel to attention"
-    if any(moe.branch_norm is not None for _, moe in mixtures):
-        return "a mixture of experts next to a feed-forward block"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -86,7 +84,7 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "several residual streams (AltUp)" if layer.altup is not None else "a low-rank residual (LAuReL)"
     if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.sparsity > 0 for layer in spec.layers):
         return "sparse activations"
-    if any(layer.has_scale and (layer.mlp_out is None or isinstance(layer.mlp, MoeSpec)) for layer in spec.layers):
+    if any(layer.has_scale and layer.mlp_out is None and not isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         return "a learned factor on the output of a layer without a norm at its end"
     if not spec.is_causal:
         return "attention in both directions"
@@ -420,8 +418,14 @@ class NativeModelBuilder:
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32, is_exact=spec.is_router_f32)
         layer.routing, layer.weighs_inputs = self._routing(spec, prefix), spec.weighs_inputs
+        if spec.has_expert_scale:
+            scale = self._vector(f"{prefix}expert_scale.weight")
+            assert scale is not None
+            layer.expert_scale = scale.float().tolist()
         if spec.shared is not None:
             self._build_shared(layer, spec, prefix, shard)
+        if spec.branch_norm is not None:
+            self._build_branch(layer, spec.branch_norm, prefix)
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
         outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
@@ -451,6 +455,15 @@ class NativeModelBuilder:
             correction=[] if correction is None else correction.float().tolist(),
         )
         return routing
+
+    def _build_branch(self, layer: Any, norm: NormSpec, prefix: str) -> None:
+        hidden = self._spec.hidden_size
+        for name in ("experts_in", "experts_out", "shared_out"):
+            self._set_norm(getattr(layer.branch, name), norm, prefix + name, hidden)
+        factors = self._vector(f"{prefix}router_in.weight")
+        assert factors is not None
+        factors = factors.float() * hidden**-0.5
+        layer.branch.router_in.set(norm.kind == "layer", hidden, norm.eps, factors.data_ptr())
 
     def _build_shared(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         for name in ("gate", "up", "down"):

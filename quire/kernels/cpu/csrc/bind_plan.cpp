@@ -44,6 +44,11 @@ void bind_layer(nb::module_& m) {
     nb::class_<Routing>(m, "Routing").def(nb::init<>()).def("set", &Routing::set, "scoring"_a = 0, "num_groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
                                                              "least_sum"_a = 0.0f, "scale"_a = 1.0f, "threshold"_a = 0.0f, "correction"_a = std::vector<float>{},
                                                              "How experts are chosen and weighed; see RouteJob in elementwise.h.");
+    nb::class_<ExpertBranch>(m, "ExpertBranch")
+        .def_rw("router_in", &ExpertBranch::router_in)
+        .def_rw("experts_in", &ExpertBranch::experts_in)
+        .def_rw("experts_out", &ExpertBranch::experts_out)
+        .def_rw("shared_out", &ExpertBranch::shared_out);
     nb::class_<PlanLayer> layer(m, "PlanLayer");
     layer.def(nb::init<>());
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
@@ -56,6 +61,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
     QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
+    QUIRE_FIELD(expert_scale); QUIRE_FIELD(branch);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);

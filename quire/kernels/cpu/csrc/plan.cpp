@@ -217,7 +217,10 @@ void Plan::finish_attention(PlanLayer& l) {
 }
 
 void Plan::finish_mixture(PlanLayer& l) {
-    l.router_form = l.mlp_site.add(l.router->weight);
+    if (l.has_branch() && !l.shared_up) throw std::invalid_argument("a branch of experts stands next to a shared expert");
+    if (!l.expert_scale.empty() && l.expert_scale.size() != l.experts.size()) throw std::invalid_argument("the scale of experts has a value for each");
+    l.router_form = (l.has_branch() ? l.router_site : l.mlp_site).add(l.router->weight);
+    measure(l.router_site, 1);
     l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);  // which throws
     // Experts read rows that are gathered for each of them, all in the same form.
     if (!l.expert_copies.empty() && (l.expert_copies.size() != l.experts.size() || l.own_copies.size() != l.experts.size()))

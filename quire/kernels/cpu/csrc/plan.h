@@ -67,6 +67,11 @@ struct Latent {
     std::vector<LatentHead> heads;
 };
 
+// A mixture whose experts are a branch of their own next to the shared expert; see MoeSpec.branch_norm. shared_out present: it is one.
+struct ExpertBranch {
+    Norm router_in, experts_in, experts_out, shared_out;
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
@@ -77,7 +82,7 @@ struct PlanLayer {
     // What the per-layer inputs go through after the feed-forward block, see PerLayerGate; null: there are none.
     std::shared_ptr<NativeWeight> per_layer_gate, per_layer_up;
     Norm per_layer_norm;
-    float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be one that waits (waiting_last)
+    float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be that of experts, or one that waits (waiting_last)
     i32 index = 0;              // in the model
     bool is_windowed = false;   // its keys and values are in the blocks of StepInput::window, see KvSpec
     Latent latent;  // k is then the projection to rank + rope values, v is null
@@ -96,6 +101,8 @@ struct PlanLayer {
     bool is_renormalized = true;
     Routing routing;
     bool weighs_inputs = false;  // the weights of experts multiply their inputs, not their outputs
+    std::vector<float> expert_scale;  // multiplies the weight of each expert in the end; or none
+    ExpertBranch branch;
     // With expert parallelism, of each expert: how many ranks hold it, and which of these this rank is, -1 if it does not. The others'
     // weights are null. Empty: every rank has all experts, or a shard of each.
     std::vector<i32> expert_copies, own_copies;
@@ -111,9 +118,10 @@ struct PlanLayer {
 
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
+    bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
+    Site attn_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
     i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
