@@ -16,8 +16,10 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
     NO_MLP,
+    AltUpSpec,
     AttentionSpec,
     LatentSpec,
+    LaurelSpec,
     LayerSpec,
     MlpSpec,
     ModelSpec,
@@ -26,7 +28,7 @@ from quire.contracts.model_spec import (
     PerLayerInputs,
     RopeSpec,
 )
-from quire.kernels.reference.activation import XIELU_BETA
+from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
@@ -64,8 +66,6 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
     mixtures = [(layer, layer.mlp) for layer in spec.layers if isinstance(layer.mlp, MoeSpec)]
     if any(layer.is_parallel for layer, _ in mixtures):
         return "a mixture of experts in parallel to attention"
-    if any(moe.branch_norm is not None for _, moe in mixtures):
-        return "a mixture of experts next to a feed-forward block"
     if any(moe.expert.activation == "xielu" for _, moe in mixtures):
         return "xielu in a mixture of experts"
     num_groups = max((moe.groups.count for _, moe in mixtures if moe.groups is not None), default=1)
@@ -81,12 +81,9 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "layers without attention, or without a feed-forward block"
     if any(layer.attention.has_output_gate for layer in spec.layers):
         return "a gate on the output of attention"
-    layer = next((layer for layer in spec.layers if layer.altup is not None or layer.laurel is not None), None)
-    if layer is not None:
-        return "several residual streams (AltUp)" if layer.altup is not None else "a low-rank residual (LAuReL)"
-    if any(isinstance(layer.mlp, MlpSpec) and layer.mlp.sparsity > 0 for layer in spec.layers):
-        return "sparse activations"
-    if any(layer.has_scale and (layer.mlp_out is None or isinstance(layer.mlp, MoeSpec)) for layer in spec.layers):
+    if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
+        return "several residual streams (AltUp) or a low-rank residual (LAuReL) in another layer than that of Gemma 3n"
+    if any(layer.has_scale and layer.mlp_out is None and not isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         return "a learned factor on the output of a layer without a norm at its end"
     if not spec.is_causal:
         return "attention in both directions"
@@ -97,6 +94,12 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
 
 def _changes_rope(layer: LayerSpec) -> bool:
     return layer.attention.rope is not None and layer.attention.rope.depends_on_length
+
+
+def _has_known_streams(layer: LayerSpec) -> bool:
+    parts = layer.altup, layer.laurel, layer.per_layer_gate, layer.attn_out, layer.mlp_out
+    is_plain = isinstance(layer.mlp, MlpSpec) and not layer.is_parallel and not layer.has_scale
+    return is_plain and all(part is not None for part in parts)
 
 
 def has_int8_head(spec: ModelSpec) -> bool:
@@ -211,6 +214,8 @@ class NativeModelBuilder:
         self._set_norm(self._plan.embed_norm, spec.embed_norm, "embed_norm", spec.hidden_size)
         if spec.per_layer_inputs is not None:
             self._set_per_layer_inputs(spec.per_layer_inputs)
+        if spec.altup is not None:
+            self._plan.set_streams(spec.altup.active, *(self._pack_matrices(f"altup_{name}") for name in ("split", "join")))
 
     def _set_per_layer_inputs(self, inputs: PerLayerInputs) -> None:
         scales = inputs.size**0.5, self._spec.hidden_size**-0.5, 2.0**-0.5
@@ -340,11 +345,30 @@ class NativeModelBuilder:
         if spec.per_layer_gate is not None:
             layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
             self._set_norm(layer.per_layer_norm, spec.per_layer_gate.norm, f"{prefix}per_layer.norm", hidden)
+        if spec.altup is not None and spec.laurel is not None:
+            self._build_streams(layer.streams, spec.altup, spec.laurel, prefix)
         if spec.has_scale:
             scale = self._vector(f"{prefix}layer_scale.weight")
             assert scale is not None
             layer.output_scale = float(scale)
         return layer
+
+    def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
+        hidden = self._spec.hidden_size
+        streams.router = self._pack(f"{prefix}altup.router", torch.float32)
+        streams.laurel_left, streams.laurel_right = (self._pack(f"{prefix}laurel.{name}") for name in ("left", "right"))
+        self._set_norm(streams.norm, altup.norm, f"{prefix}altup.norm", hidden)
+        self._set_norm(streams.laurel_norm, laurel.norm, f"{prefix}laurel.norm", hidden)
+        for name in ("predict", "correct", *(("scale",) if altup.has_scale else ())):
+            weight = self._vector(f"{prefix}altup.{name}.weight")
+            assert weight is not None
+            setattr(streams, name, weight.float().flatten().tolist())
+
+    def _pack_matrices(self, name: str) -> list[NativeWeight]:
+        """Return the matrices of a stack, in the model's dtype."""
+        stack = self._vector(f"{name}.weight")
+        assert stack is not None
+        return [self._packer.pack(matrix) for matrix in stack]
 
     def _build_heads(self, layer: Any, spec: LayerSpec, prefix: str, shard: LayerShard | None) -> None:
         attention = spec.attention
@@ -399,6 +423,8 @@ class NativeModelBuilder:
         for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.inner
             setattr(layer, name, self._pack(prefix + name, rows=rows))
+        if spec.sparsity > 0:
+            layer.is_sparse, layer.sparse_quantile = True, float(normal_quantile(spec.sparsity))
         if spec.activation == "xielu":
             layer.positive, layer.negative = self._xielu_numbers(prefix)
 
@@ -420,8 +446,14 @@ class NativeModelBuilder:
         # Routing decides which weights a token meets: it is computed in f32.
         layer.router = self._pack(f"{prefix}router", torch.float32, is_exact=spec.is_router_f32)
         layer.routing, layer.weighs_inputs = self._routing(spec, prefix), spec.weighs_inputs
+        if spec.has_expert_scale:
+            scale = self._vector(f"{prefix}expert_scale.weight")
+            assert scale is not None
+            layer.expert_scale = scale.float().tolist()
         if spec.shared is not None:
             self._build_shared(layer, spec, prefix, shard)
+        if spec.branch_norm is not None:
+            self._build_branch(layer, spec.branch_norm, prefix)
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
         outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
@@ -451,6 +483,15 @@ class NativeModelBuilder:
             correction=[] if correction is None else correction.float().tolist(),
         )
         return routing
+
+    def _build_branch(self, layer: Any, norm: NormSpec, prefix: str) -> None:
+        hidden = self._spec.hidden_size
+        for name in ("experts_in", "experts_out", "shared_out"):
+            self._set_norm(getattr(layer.branch, name), norm, prefix + name, hidden)
+        factors = self._vector(f"{prefix}router_in.weight")
+        assert factors is not None
+        factors = factors.float() * hidden**-0.5
+        layer.branch.router_in.set(norm.kind == "layer", hidden, norm.eps, factors.data_ptr())
 
     def _build_shared(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
         for name in ("gate", "up", "down"):

@@ -89,6 +89,11 @@ def _row_words(spec: ModelSpec) -> int:
     packed = max(packed, spec.hidden_size) if has_router else packed
     inputs = spec.per_layer_inputs
     extra = 0 if inputs is None else _stride(inputs.size * len(layers)) + _stride(inputs.size)
+    if spec.altup is not None:
+        # The streams, the router's products, and the low-rank residual.
+        rank = max(layer.laurel.rank for layer in layers if layer.laurel is not None)
+        extra += spec.altup.num_streams * hidden + spec.altup.num_streams + hidden + _stride(rank)
+        packed = max(packed, spec.hidden_size)  # the router reads f32
     return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed
 
 

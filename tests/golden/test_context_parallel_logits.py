@@ -189,7 +189,7 @@ def test_logits_are_the_same_bits_where_sequences_have_homes(checkpoint, case, e
 
 HOME_CASES = (
     *("llama-mqa", "gemma2", "gpt-oss", "olmo2", "deepseek-v3", "cohere", "qwen2-moe", "phimoe", "qwen3-moe-mlp-only"),
-    *("llama4-moe", "gpt-neox"),
+    *("llama4-moe", "gpt-neox", "gemma4-moe"),
 )
 
 

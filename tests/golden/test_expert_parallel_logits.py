@@ -18,6 +18,7 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.expert_balance import place
 from quire.parallel.expert_placement import ExpertPlacement, linear_placement, slot_counts
 from quire.worker.expert_parallel import count_experts
+from tests.golden import gemma_cases
 from tests.golden.make_checkpoints import ALL_CASES, INDEXED_CASES
 from tests.golden.rank_logits import BLOCK_SIZE, NUM_BLOCKS, compare
 from tests.golden.test_quantised_mixtures import write
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reas
 STORED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quantised"
 CASES = (
     *("mixtral", "qwen3-moe-mlp-only", "qwen2-moe", "gpt-oss", "deepseek-v3", "ernie4-5-moe", "llama4-moe"),
-    *("glm4-moe", "olmoe", "granitemoe-shared", "phimoe"),
+    *("glm4-moe", "olmoe", "granitemoe-shared", "phimoe", "gemma4-moe"),
 )
 
 
@@ -199,5 +200,5 @@ def test_intermediate_columns_do_not_limit_the_ranks_of_whole_experts(checkpoint
 
 
 def test_all_mixture_cases_are_known():
-    assert not set(CASES) - set(ALL_CASES)
+    assert not set(CASES) - {*ALL_CASES, *gemma_cases.CASES}
     assert not set(CASES) & set(INDEXED_CASES)

@@ -23,8 +23,11 @@ STORED_FOLDER = Path(__file__).resolve().parents[3] / "shared" / "data" / "quant
 STORED = sorted(path for path in STORED_FOLDER.glob("*") if path.is_dir() or path.suffix == ".gguf")
 
 
+GEMMA_CASES = ("gemma4-dense", "gemma4-moe")
+
+
 @pytest.mark.one_in(8)
-@pytest.mark.parametrize("case", [*case_params(case for case in STRUCTURES if case not in INDEXED_CASES), "gemma4-dense"])
+@pytest.mark.parametrize("case", [*case_params(case for case in STRUCTURES if case not in INDEXED_CASES), *GEMMA_CASES])
 def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     compare(checkpoint(case, "v5"), "float32", ["two-to-one", "four"])
     compare(checkpoint(case, "v5"), "bfloat16", ["three"])
@@ -41,7 +44,7 @@ def test_an_indexer_of_keys_is_refused(checkpoint):
     "case",
     [
         *("llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3")),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3", "gemma4-moe")),
     ],
 )
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])

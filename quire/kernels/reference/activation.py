@@ -35,9 +35,13 @@ def apply_gate(gate: Tensor, up: Tensor, spec: MlpSpec) -> Tensor:
 
 def cut_gate(gate: Tensor, sparsity: float) -> Tensor:
     """Return how far each row's values are above its cutoff, 0 below: see MlpSpec.sparsity. In gate's dtype."""
-    quantile = torch.distributions.Normal(0, 1).icdf(torch.tensor(sparsity, dtype=torch.float32))
     deviation = gate.std(-1, keepdim=True, unbiased=False)
-    return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * quantile.to(gate.dtype)))
+    return F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * normal_quantile(sparsity).to(gate.dtype)))
+
+
+def normal_quantile(share: float) -> Tensor:
+    """Return the f32 number that a standard normal variable is below with a probability of `share`."""
+    return torch.distributions.Normal(0, 1).icdf(torch.tensor(share, dtype=torch.float32))
 
 
 def apply_xielu(x: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

@@ -44,6 +44,20 @@ void bind_layer(nb::module_& m) {
     nb::class_<Routing>(m, "Routing").def(nb::init<>()).def("set", &Routing::set, "scoring"_a = 0, "num_groups"_a = 1, "top_groups"_a = 1, "group_best"_a = 1,
                                                              "least_sum"_a = 0.0f, "scale"_a = 1.0f, "threshold"_a = 0.0f, "correction"_a = std::vector<float>{},
                                                              "How experts are chosen and weighed; see RouteJob in elementwise.h.");
+    nb::class_<ExpertBranch>(m, "ExpertBranch")
+        .def_rw("router_in", &ExpertBranch::router_in)
+        .def_rw("experts_in", &ExpertBranch::experts_in)
+        .def_rw("experts_out", &ExpertBranch::experts_out)
+        .def_rw("shared_out", &ExpertBranch::shared_out);
+    nb::class_<LayerStreams>(m, "LayerStreams")
+        .def_rw("router", &LayerStreams::router)
+        .def_rw("laurel_left", &LayerStreams::laurel_left)
+        .def_rw("laurel_right", &LayerStreams::laurel_right)
+        .def_rw("norm", &LayerStreams::norm)
+        .def_rw("laurel_norm", &LayerStreams::laurel_norm)
+        .def_rw("predict", &LayerStreams::predict)
+        .def_rw("correct", &LayerStreams::correct)
+        .def_rw("scale", &LayerStreams::scale);
     nb::class_<PlanLayer> layer(m, "PlanLayer");
     layer.def(nb::init<>());
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
@@ -56,6 +70,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(query_offset); QUIRE_FIELD(positive); QUIRE_FIELD(negative);
     QUIRE_FIELD(gate_limit); QUIRE_FIELD(gate_slope); QUIRE_FIELD(sinks);
     QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
+    QUIRE_FIELD(expert_scale); QUIRE_FIELD(branch); QUIRE_FIELD(streams); QUIRE_FIELD(is_sparse); QUIRE_FIELD(sparse_quantile);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
     QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
@@ -109,6 +124,7 @@ void bind_setup(PlanClass& plan) {
         .def_ro("num_screened", &Plan::num_screened)
         .def("set_embedding", &Plan::set_embedding, "embed"_a, "positions"_a.none(), "scale"_a)
         .def("set_per_layer_inputs", &Plan::set_per_layer_inputs, "embed"_a, "projection"_a, "size"_a, "embed_scale"_a, "projection_scale"_a, "sum_scale"_a)
+        .def("set_streams", &Plan::set_streams, "active"_a, "split"_a, "join"_a)
         .def("set_head", &Plan::set_head, "head"_a, "logit_scale"_a, "softcap"_a)
         .def("screen_head", &Plan::screen_head, nb::call_guard<nb::gil_scoped_release>(), "Keep a copy of the head that finds its best tokens, before finish; return its bytes, 0: there is none.")
         .def("add_layer", &Plan::add_layer, "layer"_a)

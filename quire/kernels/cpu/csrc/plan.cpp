@@ -119,6 +119,16 @@ void Plan::set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared
     per_layer_sum_scale_ = sum_scale;
 }
 
+void Plan::set_streams(i32 active, std::vector<std::shared_ptr<NativeWeight>> split, std::vector<std::shared_ptr<NativeWeight>> join) {
+    if (is_sharded() || is_stage_) throw std::invalid_argument("a shard or a stage of a model has one residual stream");
+    if (split.empty() || split.size() != join.size()) throw std::invalid_argument("residual streams are at least two, and each but the first is made and brought back");
+    streams_.count = static_cast<i32>(split.size()) + 1;
+    streams_.active = active;
+    if (active < 0 || active >= streams_.count) throw std::invalid_argument("there is no residual stream " + std::to_string(active));
+    streams_.split = std::move(split);
+    streams_.join = std::move(join);
+}
+
 void Plan::add_layer(std::shared_ptr<PlanLayer> layer) { layers_.push_back(std::move(layer)); }
 
 void Plan::set_angles(i32 index, const float* cosine, const float* sine, i64 count, i32 half) {
@@ -217,7 +227,10 @@ void Plan::finish_attention(PlanLayer& l) {
 }
 
 void Plan::finish_mixture(PlanLayer& l) {
-    l.router_form = l.mlp_site.add(l.router->weight);
+    if (l.has_branch() && !l.shared_up) throw std::invalid_argument("a branch of experts stands next to a shared expert");
+    if (!l.expert_scale.empty() && l.expert_scale.size() != l.experts.size()) throw std::invalid_argument("the scale of experts has a value for each");
+    l.router_form = (l.has_branch() ? l.router_site : l.mlp_site).add(l.router->weight);
+    measure(l.router_site, 1);
     l.routing.of(static_cast<i32>(l.experts.size()), l.top_k, l.is_renormalized);  // which throws
     // Experts read rows that are gathered for each of them, all in the same form.
     if (!l.expert_copies.empty() && (l.expert_copies.size() != l.experts.size() || l.own_copies.size() != l.experts.size()))
@@ -247,7 +260,24 @@ void Plan::finish_mixture(PlanLayer& l) {
     has_shared_ = true;
 }
 
+void Plan::finish_streams(PlanLayer& l) {
+    LayerStreams& s = l.streams;
+    const size_t count = static_cast<size_t>(streams_.count);
+    if (l.has_streams() != (streams_.count > 1)) throw std::invalid_argument("all layers of a model have as many residual streams");
+    if (!l.has_streams()) return;
+    if (!l.per_layer_gate || l.router || l.is_parallel || !l.attn_out.is_present || !l.mlp_out.is_present || !s.laurel_left || !s.laurel_right)
+        throw std::invalid_argument("a layer with several residual streams has per-layer inputs, a low-rank residual, norms of its results, and no experts");
+    if (s.predict.size() != count * count * count || s.correct.size() != count * count || (!s.scale.empty() && static_cast<i32>(s.scale.size()) != hidden_))
+        throw std::invalid_argument("coefficients of residual streams");
+    s.router_site.add(s.router->weight);
+    s.left_site.add(s.laurel_left->weight);
+    s.right_site.add(s.laurel_right->weight);
+    for (const Site* site : {&s.router_site, &s.left_site, &s.right_site}) measure(*site, 1);
+    laurel_rank_ = std::max(laurel_rank_, s.laurel_left->weight.n);
+}
+
 void Plan::finish_layer(PlanLayer& l) {
+    if (l.is_sparse && (is_sharded() || !l.gate)) throw std::invalid_argument("a gate that is cut by its mean is whole");
     if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
     if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
     finish_attention(l);
@@ -267,6 +297,7 @@ void Plan::finish_layer(PlanLayer& l) {
         measure(l.per_layer_up_site, 1);
     }
     measure(l.mlp_site, 1);
+    finish_streams(l);
     own_row_size_ = std::max(std::max(own_row_size_, hidden_), std::max(whole_qk_size_, latent_size_));
 }
 
@@ -281,6 +312,13 @@ void Plan::finish() {
         per_layer_site_.add(per_layer_projection_->weight);
         measure(per_layer_site_, 1);
         own_row_size_ = std::max(own_row_size_, per_layer_projection_->weight.n);
+    }
+    if (streams_.count > 1) {
+        for (const auto& weight : streams_.split) streams_.split_forms.push_back(streams_.split_site.add(weight->weight));
+        for (const auto& weight : streams_.join) streams_.join_forms.push_back(streams_.join_site.add(weight->weight));
+        measure(streams_.split_site, 1);
+        measure(streams_.join_site, 1);
+        own_row_size_ = std::max(own_row_size_, static_cast<i32>(streams_.count * row_stride(hidden_)));
     }
     if (is_last_stage_) {
         head_site_.add(head_->weight);
@@ -372,6 +410,12 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(beside_, beside_size_ == 0 ? 0 : rows * row_stride(beside_size_));
         take(per_layer_, per_layer_embed_ ? rows * row_stride(per_layer_projection_->weight.n) : 0);
         take(gated_, per_layer_embed_ ? rows * row_stride(per_layer_size_) : 0);
+        if (streams_.count > 1) {
+            take(stream_rows_, rows * streams_.count * row_stride(hidden_));
+            take(stream_routes_, rows * streams_.count);
+            take(laurel_inner_, rows * row_stride(laurel_rank_));
+            take(laurels_, rows * row_stride(hidden_));
+        }
         take(kept_, rows * static_cast<i64>(kept_layers_.size()) * hidden_);
         take(route_logits_, rows * max_experts_);
         take(route_weights_, pairs);

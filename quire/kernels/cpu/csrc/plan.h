@@ -67,6 +67,22 @@ struct Latent {
     std::vector<LatentHead> heads;
 };
 
+// A mixture whose experts are a branch of their own next to the shared expert; see MoeSpec.branch_norm. shared_out present: it is one.
+struct ExpertBranch {
+    Norm router_in, experts_in, experts_out, shared_out;
+};
+
+// What a layer does with several residual streams (alternating updates, https://arxiv.org/abs/2301.13310), of which it computes the active one:
+// before it all are predicted from all, after it corrected by its output, with coefficients that the router makes of the active one.
+// A residual of low rank stands next to its attention (https://arxiv.org/abs/2411.07501), and per-layer inputs are added to all streams
+// but the first. See AltUpSpec and LaurelSpec.
+struct LayerStreams {
+    std::shared_ptr<NativeWeight> router, laurel_left, laurel_right;  // null: there is one stream
+    Norm norm, laurel_norm;
+    std::vector<float> predict, correct, scale;  // [count * count][count], [count][count]; of what the per-layer gate reads [hidden], or none
+    Site router_site, left_site, right_site;     // derived
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
@@ -77,7 +93,7 @@ struct PlanLayer {
     // What the per-layer inputs go through after the feed-forward block, see PerLayerGate; null: there are none.
     std::shared_ptr<NativeWeight> per_layer_gate, per_layer_up;
     Norm per_layer_norm;
-    float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be one that waits (waiting_last)
+    float output_scale = 1.0f;  // multiplies the residual after the layer, whose last result must be that of experts, or one that waits (waiting_last)
     i32 index = 0;              // in the model
     bool is_windowed = false;   // its keys and values are in the blocks of StepInput::window, see KvSpec
     Latent latent;  // k is then the projection to rank + rope values, v is null
@@ -89,6 +105,9 @@ struct PlanLayer {
     float query_beta = 0.0f;       // of the factor on queries by their position; 0: none
     i64 query_max = 1, query_offset = 0;
     float positive = 0.0f, negative = 0.0f;  // the numbers of xielu
+    bool is_sparse = false;                  // the gate is cut at this many standard deviations above its mean before the activation
+    float sparse_quantile = 0.0f;
+    LayerStreams streams;
     Activation activation = Activation::silu;
     float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
     std::vector<float> sinks;                    // [num_heads], or none
@@ -96,6 +115,8 @@ struct PlanLayer {
     bool is_renormalized = true;
     Routing routing;
     bool weighs_inputs = false;  // the weights of experts multiply their inputs, not their outputs
+    std::vector<float> expert_scale;  // multiplies the weight of each expert in the end; or none
+    ExpertBranch branch;
     // With expert parallelism, of each expert: how many ranks hold it, and which of these this rank is, -1 if it does not. The others'
     // weights are null. Empty: every rank has all experts, or a shard of each.
     std::vector<i32> expert_copies, own_copies;
@@ -111,9 +132,11 @@ struct PlanLayer {
 
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
+    bool has_streams() const { return streams.router != nullptr; }
+    bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, o_site, mlp_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
+    Site attn_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
     i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
@@ -143,6 +166,9 @@ public:
     // [layers * size][hidden]. The scales multiply embeddings, projections and in the end their sum; per_layer_norm is of the projections.
     void set_per_layer_inputs(std::shared_ptr<NativeWeight> embed, std::shared_ptr<NativeWeight> projection, i32 size, float embed_scale, float projection_scale,
                               float sum_scale);
+    // Give every layer count >= 2 residual streams, see LayerStreams: the first is the embedding, the others are made of it by `split`
+    // [hidden][hidden], and brought back by `join` after the last layer, for the mean.
+    void set_streams(i32 active, std::vector<std::shared_ptr<NativeWeight>> split, std::vector<std::shared_ptr<NativeWeight>> join);
     void set_head(std::shared_ptr<NativeWeight> head, float logit_scale, float softcap);
     // Keep an int8 copy of the head, if possible, to exclude most outputs from the argmax (argmax_prefilter.h); return its bytes.
     // Only steps that ask for best tokens alone read it, so where logits are not plain it is of no use.
@@ -237,11 +263,13 @@ private:
     friend struct StepExperts;
     friend struct StepLatent;
     friend struct StepEntry;
+    friend struct StepStreams;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
     void finish_attention(PlanLayer& layer);
     void finish_mixture(PlanLayer& layer);
+    void finish_streams(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
     // Assign the memory that ranks share; its layout depends only on the steps so far, and is the same in every rank.
     void reserve_shared(i32 num_tokens, i32 num_logit_rows);
@@ -303,6 +331,16 @@ private:
     float per_layer_embed_scale_ = 1.0f, per_layer_projection_scale_ = 1.0f, per_layer_sum_scale_ = 1.0f;
     Site per_layer_site_;
     float *per_layer_ = nullptr, *gated_ = nullptr;  // inputs of all layers, and what one has made of its own
+    struct Streams {
+        i32 count = 1, active = 0;
+        std::vector<std::shared_ptr<NativeWeight>> split, join;
+        Site split_site, join_site;
+        std::vector<i32> split_forms, join_forms;
+    };
+    Streams streams_;
+    i32 laurel_rank_ = 0;
+    float *stream_rows_ = nullptr, *stream_routes_ = nullptr;  // [rows][count] of rows, and of products of a router
+    float *laurel_inner_ = nullptr, *laurels_ = nullptr;
     std::vector<std::shared_ptr<PlanLayer>> layers_;
     struct Angles { const float *cosine = nullptr, *sine = nullptr; i64 count = 0; i32 half = 0; };
     std::vector<Angles> angles_;

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_entry.h"
+#include "step_streams.h"
 
 namespace quire {
 
@@ -18,7 +18,7 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
-struct Stepper : StepEntry {
+struct Stepper : StepStreams {
     // Prefetch the cache lines that a new token is written to, of some heads, as there are many.
     void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
         const KvFormat key = key_format(l.kv.format), value = value_format(l.kv.format);
@@ -299,8 +299,8 @@ struct Stepper : StepEntry {
         const i64 inner = row_stride(l.total_inner);
         float* const own = plan.inner_ + l.first_inner;
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
-        const bool is_joint = l.gate && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
-        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner);
+        const bool is_joint = l.gate && !l.is_sparse && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
+        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : l.is_sparse ? Finish::store : Finish::activate, own, inner);
         const LoraSums sums(lora, mlp_modules(l));
         first.low_rank = sums[l.gate ? 0 : 1];
         first.second = is_joint ? &l.up->weight : nullptr;
@@ -319,6 +319,12 @@ struct Stepper : StepEntry {
             return result;
         }
         run(&first, 1);
+        if (l.is_sparse) {
+            each(num_rows, [&](i64 row) {
+                cut_gate(own + row * inner, l.gate->weight.n, l.sparse_quantile);
+                kernels.elementwise->activate(l.activation, own + row * inner, nullptr, l.gate->weight.n);
+            });
+        }
         if (l.gate && !is_joint) {
             const LinearJob second = adapted(job(*l.up, up_input, Finish::multiply, own, inner), sums[1]);
             run(&second, 1);
@@ -333,7 +339,7 @@ struct Stepper : StepEntry {
         if (l.is_parallel)
             norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale, mlp_modules(l));
         else
-            norm_and_pack(l.mlp_site, l.mlp_in, waiting_attention(l), l.residual_scale, l.router != nullptr || lora.has_rows(), -1, 1.0f, mlp_modules(l));
+            norm_and_pack(l.mlp_site, l.mlp_in, l.has_streams() ? nullptr : waiting_attention(l), l.residual_scale, l.router != nullptr || lora.has_rows(), -1, 1.0f, mlp_modules(l));
         if (l.router) {
             mixture(l);
             return;
@@ -350,21 +356,28 @@ struct Stepper : StepEntry {
             const PlanLayer& l = layer(i);
             const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
             if (plan.group_.barrier != nullptr && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
+            const bool has_wanted = i + 1 == count && !in.keeps_all;
+            if (l.has_streams()) begin_streams(l);
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else if (!plan.has_homes())
-                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, lora.has_rows(), l.index,
+                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, lora.has_rows(), l.has_streams() ? -1 : l.index,
                               before ? before->output_scale : 1.0f, attention_modules(l, has_few(l, i + 1 == count)));
             if (plan.has_homes())
                 attention_of_homes(l, before, i + 1 == count);
             else
                 attention(l, i + 1 == count);
             if (num_rows == 0) return;
+            if (l.has_streams()) add_laurel(l, has_wanted);
             feed_forward(l);
-            if (l.per_layer_gate) add_per_layer(l, i + 1 == count && !in.keeps_all);
+            if (l.has_streams())
+                end_streams(l, has_wanted);
+            else if (l.per_layer_gate)
+                add_per_layer(l, has_wanted);
             if (plan.group_.is_aborted) return;
         }
         const PlanLayer& last = layer(count - 1);
+        if (last.has_streams()) join_streams(!in.keeps_all);
         if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
     }
 
@@ -373,6 +386,7 @@ struct Stepper : StepEntry {
         if (plan.divides_rows() && in.batch.num_tokens == 0)
             return follow_layers(in.layers == nullptr ? plan.layers_.size() : static_cast<size_t>(in.num_layers));
         enter_or_embed();
+        if (plan.streams_.count > 1) split_streams();
         layers();
     }
 

@@ -112,7 +112,7 @@ struct StepEntry : StepLatent {
     void add_per_layer(const PlanLayer& l, bool has_wanted) {
         static const Norm none;
         const i64 size = plan.per_layer_size_, stride = row_stride(plan.per_layer_projection_->weight.n);
-        norm_and_pack(l.per_layer_site, none, waiting_mlp(l), l.residual_scale, false, -1);
+        norm_and_pack(l.per_layer_site, none, l.has_streams() ? nullptr : waiting_mlp(l), l.residual_scale, false, -1);
         const Packed input = packed(l.per_layer_site, 0, num_rows);
         const LinearJob gate = job(*l.per_layer_gate, input, Finish::store, plan.gated_, row_stride(size));
         run(&gate, 1);

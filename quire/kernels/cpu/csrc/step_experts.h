@@ -30,6 +30,7 @@ struct StepExperts : StepContext {
             const i32 place = start[plan.chosen_[i]]++;
             plan.pair_row_[place] = i / l.top_k;
             plan.pair_of_[i] = place;
+            if (!l.expert_scale.empty()) plan.route_weights_[i] *= l.expert_scale[plan.chosen_[i]];
             plan.pair_weight_[place] = plan.route_weights_[i];
         }
         memmove(start + 1, start, sizeof(i32) * num_experts);
@@ -152,14 +153,26 @@ struct StepExperts : StepContext {
         rank_barrier();  // the experts also write to inner_
     }
 
+    // Compute the logits of all experts. Those of a branch read other rows than the shared expert, which has read its own before.
+    void ask_router(const PlanLayer& l) {
+        const LoraModules own = {l.index, {LoraModule::router}};
+        if (l.has_branch()) {
+            each(num_rows, [&](i64 row) { norm_row(l.branch.router_in, row, plan.normed_ + row * hidden_stride()); });
+            pack_all(l.router_site, plan.normed_, hidden_stride(), own);
+        }
+        const Packed input = packed(l.has_branch() ? l.router_site : l.mlp_site, l.router_form, num_rows);
+        const LoraSums sums(lora, l.has_branch() ? own : mlp_modules(l));
+        const LinearJob router = adapted(job(*l.router, input, Finish::store, plan.route_logits_, static_cast<i32>(l.experts.size())), sums[0]);
+        run(&router, 1);
+        if (l.has_branch()) each(num_rows, [&](i64 row) { norm_row(l.branch.experts_in, row, plan.normed_ + row * hidden_stride()); });
+    }
+
     void mixture(const PlanLayer& l) {
         const i32 num_experts = static_cast<i32>(l.experts.size());
         const i64 hidden = hidden_stride(), inner = row_stride(l.total_inner);
-        const Packed router_input = packed(l.mlp_site, l.router_form, num_rows);
-        const LoraSums sums(lora, mlp_modules(l));
-        const LinearJob router = adapted(job(*l.router, router_input, Finish::store, plan.route_logits_, num_experts), sums[0]);
-        run(&router, 1);
-        if (l.shared_up) shared_expert(l);
+        if (l.has_branch()) shared_expert(l);
+        ask_router(l);
+        if (l.shared_up && !l.has_branch()) shared_expert(l);
         const RouteJob route = route_job(l);
         each(num_rows, [&](i64 row) {
             kernels.elementwise->route(route, plan.route_logits_ + row * num_experts, plan.chosen_ + row * l.top_k, plan.route_weights_ + row * l.top_k);
@@ -220,12 +233,18 @@ struct StepExperts : StepContext {
             if (plan.pair_of_[at] < 0) continue;
             kernels.elementwise->add_scaled(sum, plan.pair_out_ + plan.pair_of_[at] * hidden_stride(), l.weighs_inputs ? 1.0f : plan.route_weights_[at], plan.hidden_);
         }
-        if (l.shared_up) {
+        if (l.has_branch()) {
+            float* const shared = plan.normed_ + row * hidden_stride();
+            kernels.elementwise->norm(l.branch.experts_out.job, sum, sum);
+            kernels.elementwise->norm(l.branch.shared_out.job, plan.shared_out_ + row * hidden_stride(), shared);
+            kernels.elementwise->add_scaled(sum, shared, 1.0f, plan.hidden_);
+        } else if (l.shared_up) {
             const float factor = l.shared_scale ? 1.0f / (1.0f + std::exp(-plan.shared_scales_[row])) : 1.0f;
             kernels.elementwise->add_scaled(sum, plan.shared_out_ + row * hidden_stride(), factor, plan.hidden_);
         }
         if (l.mlp_out.is_present) kernels.elementwise->norm(l.mlp_out.job, sum, sum);
         kernels.elementwise->add_scaled(x(row), sum, l.residual_scale, plan.hidden_);
+        if (!l.per_layer_gate && l.output_scale != 1.0f) kernels.elementwise->scale_and_cap(x(row), plan.hidden_, l.output_scale, 0.0f);
     }
 };
 
