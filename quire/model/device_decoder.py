@@ -200,21 +200,24 @@ class DeviceDecoder:
                 if index > 0:
                     self._offload.after(index - 1)
                 self._offload.before(index)
+            source = index if layer.kv_source is None else layer.kv_source
+            cache, places = pool.caches[source], step
+            if pool.is_windowed[source] and step.window is not None:
+                places = step.window
             if is_few and layer.fused is not None:
-                layer.fused.forward(x, positions, step, pool.caches[index])
+                layer.fused.forward(x, positions, places, cache)
                 y = None
                 continue
             own_inputs = None if per_layer is None else per_layer[:, index]
-            cache = pool.caches[index if layer.kv_source is None else layer.kv_source]
             if altup is not None:
-                x = layer.forward_streams(x, positions, step, cache, own_inputs)
+                x = layer.forward_streams(x, positions, places, cache, own_inputs)
                 continue
             if y is None:
                 y = x if layer.first_norm is None else normalize(x, layer.first_norm)
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].first_norm
             states = pool.states[index] if pool.states else ()
-            y = layer.forward(x, y, positions, step, cache, following, states, own_inputs, embeddings)
+            y = layer.forward(x, y, positions, places, cache, following, states, own_inputs, embeddings)
         x = x if altup is None else join_streams(x, self._stack("altup_join"))
         hidden = normalize(x, self._final_norm) if y is None else y
         self._keep(hidden, None if self._tapped else 0)
