@@ -85,8 +85,8 @@ class PoolDivision:
     The window group has the blocks that max_num_seqs sequences and one step need, and as many again for cached prefixes, but
     never more than the full group would have if all layers kept all tokens. So no load that fitted before does not fit now.
 
-    takes_all  the memory is for nothing else, as that of a GPU: what max_num_seqs sequences of max_model_len do not need goes to
-               both pools, for cached prefixes. Otherwise it is not taken
+    takes_all  the memory is for nothing else, as that of a GPU: what max_num_seqs sequences of max_model_len do not need goes
+               to both pools, for cached prefixes. Otherwise it is not taken
     """
 
     window_tokens: int

@@ -50,9 +50,7 @@ class BlockTableUpdates:
         # The slots of a token are next to each other: in the full group, and in the window group.
         starts, shift = [start // 2 for start in moves.starts], first * block_size
         window_moves = Moves([s - shift for s in moves.sources[1::2]], [t - shift for t in moves.targets[1::2]], starts)
-        return cls(
-            entries, full, Moves(moves.sources[::2], moves.targets[::2], starts), state_copies, windows, window_moves
-        )
+        return cls(entries, full, Moves(moves.sources[::2], moves.targets[::2], starts), state_copies, windows, window_moves)
 
     @property
     def is_empty(self) -> bool:
