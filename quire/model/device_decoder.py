@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.base.errors import InvariantError, UnsupportedError
+from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
     NO_ATTENTION,
@@ -45,7 +45,7 @@ from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
-from quire.model.device_refusal import device_refusal
+from quire.model.device_refusal import check_on_device
 from quire.model.device_streams import LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.model.mixers import mix
@@ -88,11 +88,7 @@ class DeviceDecoder:
     ) -> None:
         self._offload = offload = device if isinstance(device, OffloadedWeights) else None
         device = device.device if isinstance(device, OffloadedWeights) else device
-        refusal = device_refusal(spec)
-        if refusal is not None:
-            raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
-        if is_in_order and spec.altup is not None:
-            raise UnsupportedError("deterministic is not supported with several residual streams (AltUp) on a GPU")
+        check_on_device(spec, is_in_order)
         self.spec = spec if ranks is None else ranks.shard.local_spec
         self.ranks = ranks
         self.dtype: torch.dtype = getattr(torch, spec.dtype)

@@ -17,6 +17,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.model.checkpoint import distinct_shapes
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
 from quire.model.lora.adapter import adapter_bytes
@@ -256,6 +257,8 @@ def estimate_memory(
     """
     if spec.has_recurrent_state:
         _check_recurrent(config, spec)
+    if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
+        shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     if config.tensor_parallel_size > 1:
         shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
