@@ -84,6 +84,9 @@ class PoolDivision:
 
     The window group has the blocks that max_num_seqs sequences and one step need, and as many again for cached prefixes, but
     never more than the full group would have if all layers kept all tokens. So no load that fitted before does not fit now.
+
+    takes_all  the memory is for nothing else, as that of a GPU: what max_num_seqs sequences of max_model_len do not need goes
+               to both pools, for cached prefixes. Otherwise it is not taken
     """
 
     window_tokens: int
@@ -91,6 +94,7 @@ class PoolDivision:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    takes_all: bool = False
 
     @property
     def _peak(self) -> int:
@@ -103,15 +107,31 @@ class PoolDivision:
         wanted = 2 * self.max_num_seqs * per_sequence - (-self.max_num_batched_tokens // self.block_size)
         return min(num_blocks, max(self._peak, wanted))
 
-    def num_full_blocks(self, num_blocks: int, bytes_per_block: float, window_bytes_per_block: float) -> int:
-        """Return the blocks of the full group in the memory that num_blocks blocks of all layers would take."""
+    def divide(self, num_blocks: int, bytes_per_block: float, window_bytes_per_block: float) -> tuple[int, int]:
+        """Return the blocks of the full group and of the window group in the memory of num_blocks blocks of all layers."""
         num_window_blocks = self.num_window_blocks(num_blocks)
-        most = max(num_blocks, min(MAX_DEFAULT_BLOCKS, self.max_num_seqs * -(-self.max_model_len // self.block_size)))
+        needed = min(MAX_DEFAULT_BLOCKS, self.max_num_seqs * -(-self.max_model_len // self.block_size))
         if num_window_blocks < self._peak:
-            return num_blocks  # a sequence could need more: it needs no more than the full group has
+            return num_blocks, num_blocks  # a sequence could need more: it needs no more than the full group has
         spare = (num_blocks - num_window_blocks) * window_bytes_per_block
+        if self.takes_all:
+            needed = max(needed, num_window_blocks)
+            return self._divide_all(num_blocks, num_window_blocks, needed, bytes_per_block, window_bytes_per_block)
+        most = max(num_blocks, needed)
         # Where every layer has a window, the blocks of the full group take no memory.
-        return min(most, num_blocks + int(spare // bytes_per_block)) if bytes_per_block > 0 else most
+        num_full = min(most, num_blocks + int(spare // bytes_per_block)) if bytes_per_block > 0 else most
+        return num_full, num_window_blocks
+
+    def _divide_all(
+        self, num_blocks: int, num_window: int, needed: int, bytes_per_block: float, window_bytes_per_block: float
+    ) -> tuple[int, int]:
+        """Return what `divide` does, with all of the memory in use; num_window: the blocks that the window group needs."""
+        both = bytes_per_block + window_bytes_per_block
+        rest = num_blocks * both - num_window * window_bytes_per_block - needed * bytes_per_block
+        if rest < 0:
+            return needed + int(rest // bytes_per_block), num_window
+        num_more = int(rest // both)
+        return min(MAX_DEFAULT_BLOCKS, needed + num_more), min(MAX_DEFAULT_BLOCKS, num_window + num_more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +171,10 @@ class KvSpec:
         return cls(block_size, dtype, shapes, tuple(() if one.mixer is None else one.mixer.state_shapes for one in spec.layers))
 
     @classmethod
-    def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype) -> KvSpec:
-        """Return the cache shape on a GPU: without a window group; latent rows, which are both key and value, are kept once."""
+    def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
+        """Return the cache shape on a GPU, where latent rows, which are both key and value, are kept once; see `of`."""
         is_latent = any(layer.attention.latent is not None for layer in spec.layers)
-        return replace(cls.of(spec, block_size, dtype), is_joined=is_latent)
+        return replace(cls.of(spec, block_size, dtype, limits_windows), is_joined=is_latent)
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""

@@ -16,19 +16,23 @@ class DeviceKvPool:
     four bits; quantised ones have scales.
 
     The memory is taken at once and not written: nothing reads what no token was stored in. Where the spec says that they are
-    joined, v is k.
+    joined, v is k. The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of num_blocks.
 
     states  for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none
+    is_windowed  of each layer
     """
 
-    def __init__(self, spec: KvSpec, num_blocks: int, device: torch.device, num_states: int = 0) -> None:
+    def __init__(
+        self, spec: KvSpec, num_blocks: int, device: torch.device, num_states: int = 0, num_window_blocks: int = 0
+    ) -> None:
         self.spec = spec
         self.num_blocks = num_blocks
         self.device = device
+        self.is_windowed = spec.is_windowed or (False,) * len(spec.layer_shapes)
         dtypes, is_quantised = _dtypes_of(spec), spec.dtype in QUANTIZED_KV_BITS
         self.caches: list[KvCache] = []
-        for heads, dim in spec.layer_shapes:
-            shape = (num_blocks, heads, spec.block_size)
+        for (heads, dim), is_windowed in zip(spec.layer_shapes, self.is_windowed, strict=True):
+            shape = (num_window_blocks if is_windowed else num_blocks, heads, spec.block_size)
             parts = [torch.empty(*shape, width_of(dtype, dim), dtype=dtype, device=device) for dtype in dtypes]
             if is_quantised:
                 parts += (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
@@ -64,20 +68,25 @@ class DeviceKvPool:
         """Return the tensors of a cache, each once."""
         return [part for part in (cache[::2] if self.spec.is_joined else cache) if part is not None]
 
-    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy whole blocks [N] i64 in every layer, all on the device; all sources are read before any target is written."""
-        for cache in self.caches:
+    def copy_blocks(self, sources: Tensor, targets: Tensor, is_windowed: bool = False) -> None:
+        """Copy whole blocks [N] i64 in every layer of a group, all on the device; all sources are read before any target is
+        written."""
+        for cache in self._caches_of(is_windowed):
             for part in self._parts(cache):
                 # Seen as bytes: not every operation knows float8.
                 seen = part.view(torch.uint8) if part.itemsize == 1 else part
                 seen[targets] = seen[sources]
 
-    def move_tokens(self, sources: Tensor, targets: Tensor, starts: Tensor) -> None:
-        """Move single tokens from slot to slot in every layer, all on the device; see move_tokens_launch."""
-        for cache in self.caches:
+    def move_tokens(self, sources: Tensor, targets: Tensor, starts: Tensor, is_windowed: bool = False) -> None:
+        """Move single tokens from slot to slot in every layer of a group, all on the device; see move_tokens_launch."""
+        for cache in self._caches_of(is_windowed):
             if cache.k.numel() == 0:
                 continue
             move_tokens_launch(cache, sources, targets, starts).run()
+
+    def _caches_of(self, is_windowed: bool) -> list[KvCache]:
+        """Return the caches of the layers of one group."""
+        return [cache for cache, flag in zip(self.caches, self.is_windowed, strict=True) if flag is is_windowed]
 
 
 def _dtypes_of(spec: KvSpec) -> tuple[torch.dtype, torch.dtype]:

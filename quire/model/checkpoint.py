@@ -20,7 +20,7 @@ from quire.model.families.wrappers import NOT_TEXT
 from quire.model.mapped_files import MappedFiles
 from quire.model.parameters import Shape, float32_parameters, parameter_shapes
 from quire.model.stored_parameters import CheckpointParameter, StoredTensors
-from quire.model.stored_tensors import listing, open_tensors
+from quire.model.stored_tensors import has_weights, listing, open_tensors
 from quire.quant.parameters import Parameter, StoredParameter, load_all
 from quire.quant.readers import gather_weights
 from quire.quant.weight import StoredWeight
@@ -72,15 +72,12 @@ def open_parameters(folder: Path, spec: ModelSpec) -> dict[str, Parameter | Stor
     _check_tensors(stored, expected, folder)
     dtype: torch.dtype = getattr(torch, spec.dtype)
     tensors, exact = StoredTensors(stored, files), float32_parameters(spec)
-    return _share_head(
-        {
-            name: CheckpointParameter(
-                tensors, source, shapes[name], torch.float32 if name in exact else dtype, is_dense=name in _LOOKED_UP
-            )
-            for name, source in sources.items()
-        },
-        spec,
-    )
+    opened: dict[tuple[Source, Shape, torch.dtype, bool], CheckpointParameter] = {}  # layers that share weights share these
+    parameters: dict[str, CheckpointParameter] = {}
+    for name, source in sources.items():
+        kind = source, shapes[name], torch.float32 if name in exact else dtype, name in _LOOKED_UP
+        parameters[name] = opened.setdefault(kind, CheckpointParameter(tensors, *kind[:3], is_dense=kind[3]))
+    return _share_head(parameters, spec)
 
 
 def find_stored_sources(folder: Path, spec: ModelSpec) -> Sources:
@@ -93,6 +90,18 @@ def find_stored_sources(folder: Path, spec: ModelSpec) -> Sources:
     sources = page.find_sources(spec, stored)
     _settle_head(sources, parameter_shapes(spec), stored, spec, folder)
     return sources
+
+
+def distinct_shapes(folder: Path, spec: ModelSpec, shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Return the shapes of parameters by name, those of weights that several layers share once.
+
+    All of them where no weights are stored yet. Raises ModelFormatError.
+    """
+    if not has_weights(folder):
+        return shapes
+    sources = find_stored_sources(folder, spec)
+    firsts: dict[tuple[Source | str, Shape], str] = {}
+    return {name: shape for name, shape in shapes.items() if firsts.setdefault((sources.get(name, name), shape), name) == name}
 
 
 def tie_missing_head(folder: Path, spec: ModelSpec) -> ModelSpec:

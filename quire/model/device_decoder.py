@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.base.errors import InvariantError, UnsupportedError
+from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
     NO_ATTENTION,
@@ -45,7 +45,7 @@ from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
-from quire.model.device_refusal import device_refusal
+from quire.model.device_refusal import check_on_device
 from quire.model.device_streams import LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.model.mixers import mix
@@ -88,11 +88,7 @@ class DeviceDecoder:
     ) -> None:
         self._offload = offload = device if isinstance(device, OffloadedWeights) else None
         device = device.device if isinstance(device, OffloadedWeights) else device
-        refusal = device_refusal(spec)
-        if refusal is not None:
-            raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
-        if is_in_order and spec.altup is not None:
-            raise UnsupportedError("deterministic is not supported with several residual streams (AltUp) on a GPU")
+        check_on_device(spec, is_in_order)
         self.spec = spec if ranks is None else ranks.shard.local_spec
         self.ranks = ranks
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -200,21 +196,24 @@ class DeviceDecoder:
                 if index > 0:
                     self._offload.after(index - 1)
                 self._offload.before(index)
+            source = index if layer.kv_source is None else layer.kv_source
+            cache, places = pool.caches[source], step
+            if pool.is_windowed[source] and step.window is not None:
+                places = step.window
             if is_few and layer.fused is not None:
-                layer.fused.forward(x, positions, step, pool.caches[index])
+                layer.fused.forward(x, positions, places, cache)
                 y = None
                 continue
             own_inputs = None if per_layer is None else per_layer[:, index]
-            cache = pool.caches[index if layer.kv_source is None else layer.kv_source]
             if altup is not None:
-                x = layer.forward_streams(x, positions, step, cache, own_inputs)
+                x = layer.forward_streams(x, positions, places, cache, own_inputs)
                 continue
             if y is None:
                 y = x if layer.first_norm is None else normalize(x, layer.first_norm)
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].first_norm
             states = pool.states[index] if pool.states else ()
-            y = layer.forward(x, y, positions, step, cache, following, states, own_inputs, embeddings)
+            y = layer.forward(x, y, positions, places, cache, following, states, own_inputs, embeddings)
         x = x if altup is None else join_streams(x, self._stack("altup_join"))
         hidden = normalize(x, self._final_norm) if y is None else y
         self._keep(hidden, None if self._tapped else 0)

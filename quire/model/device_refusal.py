@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 MAX_TAPS = 4
@@ -11,6 +12,17 @@ MAX_TAPS = 4
 def device_refusal(spec: ModelSpec) -> str | None:
     """Return why the GPU kernels cannot run a model, or None where they can."""
     return next((reason for layer in spec.layers if (reason := _refusal(layer)) is not None), None)
+
+
+def check_on_device(spec: ModelSpec, is_in_order: bool) -> None:
+    """Raise UnsupportedError for a model that the GPU kernels cannot run, or not batch-invariantly (is_in_order)."""
+    refusal = device_refusal(spec)
+    if refusal is not None:
+        raise UnsupportedError(f"{refusal} is not supported on a GPU; use device cpu")
+    if is_in_order and spec.altup is not None:
+        raise UnsupportedError(
+            "deterministic is not supported with several residual streams (AltUp) on a GPU; leave it out, or use device cpu"
+        )
 
 
 def _refusal(layer: LayerSpec) -> str | None:

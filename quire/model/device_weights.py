@@ -98,7 +98,8 @@ def load_on_device(
     """Return every parameter on a device, quantised if stored so, otherwise in the model's dtype; `parameters` is emptied.
 
     The host holds one parameter, or one expert, at a time in addition to the checkpoint's pages, which are released. An LM head
-    that is the embedding stays shared; other parameters of two names are copied for each. Quantised weights that no kernel
+    that is the embedding stays shared, and so do weights of two layers, unless there is a shard or layers are offloaded.
+    Quantised weights that no kernel
     supports are dequantised, with a log line.
 
     quantize  applied on the device to every weight that is dense in the checkpoint, to each expert separately
@@ -145,10 +146,13 @@ class _Loader:
         found = DeviceWeights()
         twins: dict[int, str] = {}
         owned: list[Parameter | StoredParameter] = []  # keeps objects alive, so that no id() is reused
+        shared = {} if offload is not None or self._shard is not None else self._find_shared()
         # A bias is cut as its weight was.
         names = sorted(self._parameters, key=lambda name: self._shard is not None and name.endswith(".bias"))
         for name in tqdm(names, "loading weights", delay=_PROGRESS_DELAY_S, disable=None, leave=False):
             parameter, place = self._parameters.pop(name), self._places[name]
+            if place.name in shared:
+                continue
             if name in _ENDS:
                 owned.append(parameter)
                 twin = twins.setdefault(id(parameter), name)
@@ -184,12 +188,29 @@ class _Loader:
         self._copies.finish()
         if offload is not None:
             offload.finish()
+        for name, first in shared.items():
+            if first in found.linears:
+                found.linears[name], found.whole_rows[name] = found.linears[first], found.whole_rows[first]
+            else:
+                found.tensors[name] = found.tensors[first]
         found.row_parallel.update(self._row_parallel)
         self._log_shards()
         for reason, names in self._widened.items():
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             logger.warning("%d weights take more memory: run in %s, as %s: %s", len(names), self._dtype, reason, shown)
         return found
+
+    def _find_shared(self) -> dict[str, str]:
+        """Return which weights of layers are others, too, mostly of an earlier layer: name -> the earlier name, both joined."""
+        kinds: dict[str, list[object]] = {}
+        for name, parameter in sorted(self._parameters.items()):
+            if name.startswith("layers.") and len(self._shapes[name]) < 3:
+                policy = self._quantize
+                scheme = policy and policy.policy.scheme_of(name, self._shapes[name][-1], policy.num_layers)
+                kinds.setdefault(self._places[name].name, []).append((id(parameter), scheme, name in self._exact))
+        firsts: dict[tuple[object, ...], str] = {}
+        found = {name: firsts.setdefault(tuple(kind), name) for name, kind in kinds.items()}
+        return {name: first for name, first in found.items() if name != first}
 
     def _place_rows(self, parameter: Parameter | StoredParameter, place: _Place, name: str) -> None:
         opened = parameter.open_quantized() if isinstance(parameter, StoredParameter) else parameter

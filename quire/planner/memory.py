@@ -189,7 +189,7 @@ def divide_memory(
 ) -> DeviceMemory:
     """Return how the memory of each device of a replica is divided; weights, activations and KV are shared evenly.
 
-    has_tiers  of the KV cache: their pages have all layers, so that layers with a window keep all tokens, as they do on a GPU
+    has_tiers  of the KV cache: their pages have all layers, so that layers with a window keep all tokens
     """
     usable = int(hardware.memory_bytes * limits.memory_share)
     copies = shape.copy_bytes if precision == shape.dtype else 0
@@ -203,28 +203,41 @@ def divide_memory(
     per_block = per_token * limits.block_size
     missing = max(0, states + round(per_block) - room)
     num_blocks, window = int(kv // per_block), None
-    if hardware.kind == "cpu" and not has_tiers:
-        num_blocks, window = divide_pools(shape, limits, kv_format, num_blocks)
+    if not has_tiers:
+        num_blocks, window = divide_pools(shape, limits, kv_format, num_blocks, takes_all=hardware.kind == "gpu")
     return DeviceMemory(hardware.memory_bytes, usable, weights, activations, runtime, kv, num_blocks, missing, window)
 
 
 def divide_pools(
-    shape: ModelShape, limits: Limits, kv_format: str, num_blocks: int, is_given: bool = False
+    shape: ModelShape,
+    limits: Limits,
+    kv_format: str,
+    num_blocks: int,
+    is_given: bool = False,
+    takes_all: bool = False,
 ) -> tuple[int, WindowPool | None]:
     """Return the blocks of the full group and the pool of the window group, as the engine divides them.
 
     num_blocks  for which the memory suffices if all layers keep all tokens; is_given: of the full group, whatever that takes
+    takes_all   see PoolDivision
     """
     cache, longest = shape.window_cache, shape.longest_window
     if cache is None or cache.window_tokens is None or longest is None or longest >= limits.max_model_len:
         return num_blocks, None
     division = PoolDivision(
-        cache.window_tokens, limits.block_size, limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len
+        cache.window_tokens,
+        limits.block_size,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        limits.max_model_len,
+        takes_all,
     )
     window_bytes = cache.kv_bytes(kv_format) * limits.block_size
     full_bytes = shape.full_cache.kv_bytes(kv_format) * limits.block_size
-    num_window = division.num_window_blocks(num_blocks)
-    num_full = num_blocks if is_given else division.num_full_blocks(num_blocks, full_bytes, window_bytes)
+    if is_given:
+        num_full, num_window = num_blocks, division.num_window_blocks(num_blocks)
+    else:
+        num_full, num_window = division.divide(num_blocks, full_bytes, window_bytes)
     kv_bytes = num_full * full_bytes + num_window * window_bytes if is_given else num_blocks * (full_bytes + window_bytes)
     return num_full, WindowPool(num_window, cache.window_tokens, window_bytes, full_bytes, kv_bytes)
 

@@ -17,6 +17,7 @@ from quire.contracts.pooler_spec import PoolerSpec
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
+from quire.model.device_refusal import check_on_device
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
 from quire.model.parameters import parameter_shapes
@@ -99,6 +100,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         num_bytes += copied_weight_bytes(config, spec, shapes, num_bytes)
         memory = plan_memory(config, spec, num_bytes, max_model_len, max_num_batched_tokens(config, str(gpu)), gpu, host)
     else:
+        check_on_device(spec, config.deterministic)
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder)
     report = ModelReport(
         folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler

@@ -12,7 +12,7 @@ import torch
 from quire.base.errors import ConfigError
 from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, KvDtype, KvSpec, PoolDivision, check_kv_format, head_dims_of
 from quire.contracts.memory import CONTEXT_CHUNK_TOKENS, HostPart, MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
@@ -286,7 +286,8 @@ def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) ->
     """Return whether layers with a window keep only the KV of their window, in a pool of their own.
 
     Not with KV tiers, whose pages have all layers; nor with drafts by layer skipping, which run some layers of the model; nor
-    where the window is as long as a sequence, ranks share its tokens, or sequences have homes.
+    with a library's attention, which may read what is before the window; nor where the window is as long as a sequence, ranks
+    share its tokens, or sequences have homes.
     """
     windows = [layer.attention.window for layer in spec.layers if layer.attention.window is not None]
     drafts = config.speculative_config
@@ -299,26 +300,32 @@ def limits_windows(config: EngineConfig, spec: ModelSpec, max_model_len: int) ->
         and config.host_tier_bytes == 0
         and config.decode_context_parallel_size == 1
         and not config.enable_dp_attention
+        and config.attention_backend not in ATTENTION_LIBRARIES
         and (drafts is None or "self" not in drafts.methods)
     )
 
 
 def divide_blocks(
-    config: EngineConfig, plan: MemoryPlan, num_batched_tokens: int, draft_bytes_per_block: int = 0
+    config: EngineConfig,
+    plan: MemoryPlan,
+    num_batched_tokens: int,
+    draft_bytes_per_block: int = 0,
+    takes_all: bool = False,
 ) -> MemoryPlan:
     """Return a plan with a pool for the window group, and a larger one for the other layers in the memory that this leaves.
 
-    plan  has as many blocks as the memory suffices for if all layers keep all tokens
+    plan       has as many blocks as the memory suffices for if all layers keep all tokens
+    takes_all  see PoolDivision
 
     A given num_kv_blocks is not changed. See PoolDivision.
     """
     kv, num_blocks = plan.kv, plan.num_kv_blocks
-    division = PoolDivision(kv.window_tokens or 0, kv.block_size, config.max_num_seqs, num_batched_tokens, plan.max_model_len)
-    num_window_blocks = division.num_window_blocks(num_blocks)
+    limits = config.max_num_seqs, num_batched_tokens, plan.max_model_len
+    division = PoolDivision(kv.window_tokens or 0, kv.block_size, *limits, takes_all)
     if config.num_kv_blocks is not None:
-        return replace(plan, num_window_blocks=num_window_blocks)
+        return replace(plan, num_window_blocks=division.num_window_blocks(num_blocks))
     bytes_per_block = plan.host_bytes_per_block + draft_bytes_per_block
-    num_full = division.num_full_blocks(num_blocks, bytes_per_block, plan.host_window_bytes_per_block)
+    num_full, num_window_blocks = division.divide(num_blocks, bytes_per_block, plan.host_window_bytes_per_block)
     return replace(plan, num_kv_blocks=num_full, num_window_blocks=num_window_blocks)
 
 

@@ -128,6 +128,7 @@ def _attend_span(
     high: tl.tensor,
     queries: tl.tensor,
     is_row: tl.tensor,
+    bottom: tl.tensor,
     end: tl.tensor,
     tree_start: tl.tensor,
     token_shift: tl.tensor,
@@ -152,7 +153,7 @@ def _attend_span(
     IS_MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Accumulate the keys of [low, high) in (acc, best, total); low is a multiple of BLOCK_N. Without IS_MASKED all rows attend
-    to all of them. EXTRA: see attend_runs."""
+    to all of them. bottom: the first key that any row of the run may see. EXTRA: see attend_runs."""
     dims = tl.arange(0, BLOCK_D)
     # Of codes of four bits, each byte is loaded for both of its dims.
     K_WIDTH: tl.constexpr = HEAD_DIM // 2 if k_ptr.dtype.element_ty == tl.uint8 else HEAD_DIM + EXTRA
@@ -164,9 +165,13 @@ def _attend_span(
         keys = first + tl.arange(0, BLOCK_N)
         k_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + k_dims[None, :])
         v_tile = v_ptr + base * V_WIDTH + (rows[:, None] * V_WIDTH + v_dims[None, :])
-        # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach a sum.
+        # Slots past a context may hold anything, including NaN of a failed sequence: 0 * NaN must not reach a sum. So may
+        # blocks before the window, which a sequence no longer holds.
+        is_key = keys < end
+        if IS_MASKED and WINDOW > 0 and BLOCK_SIZE % BLOCK_N != 0:
+            is_key = is_key & (keys >= bottom)
         if IS_MASKED or HEAD_DIM != BLOCK_D:
-            is_there = (keys < end)[:, None] & (dims < HEAD_DIM)[None, :]
+            is_there = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             k = tl.load(k_tile, mask=is_there, other=0.0)
             v = k if EXTRA > 0 else tl.load(v_tile, mask=is_there, other=0.0)
         else:
@@ -179,13 +184,13 @@ def _attend_span(
         scores = tl.zeros([q.shape[0], BLOCK_N], tl.float32)
         if EXTRA > 0:
             extra_dims = tl.arange(0, q_extra.shape[1])
-            is_there = (keys < end)[:, None] & (extra_dims < EXTRA)[None, :]
+            is_there = is_key[:, None] & (extra_dims < EXTRA)[None, :]
             extra_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + extra_dims[None, :])
             extra = tl.load(extra_tile, mask=is_there, other=0.0)
             scores = dot(q_extra, tl.trans(extra.to(COMPUTE)), scores)
         scores = dot(q, tl.trans(k.to(COMPUTE)), scores) * scale
         if k_scales_ptr is not None:
-            scores = scores * tl.load(k_scales_ptr + base + rows, mask=keys < end, other=0.0)[None, :]
+            scores = scores * tl.load(k_scales_ptr + base + rows, mask=is_key, other=0.0)[None, :]
         if SOFTCAP > 0:
             scores = tanh(scores * (1.0 / SOFTCAP)) * (SOFTCAP * LOG2_E)
         if IS_MASKED:
@@ -202,7 +207,7 @@ def _attend_span(
         best = new_best
         if v_scales_ptr is not None:
             # In units of the tile's largest scale the weights stay within f16, however small the values are.
-            scales = tl.load(v_scales_ptr + base + rows, mask=keys < end, other=0.0)
+            scales = tl.load(v_scales_ptr + base + rows, mask=is_key, other=0.0)
             unit = tl.maximum(tl.max(scales, 0), 1e-30)
             weights = cast_to(weights * (scales / unit)[None, :], COMPUTE)
             acc = dot(weights, v.to(COMPUTE), acc * (shrink / unit)[:, None]) * unit
@@ -249,11 +254,13 @@ def attend_keys(
     total = tl.zeros([BLOCK_M], tl.float32)
     # [low, first) may lie before some rows' window, [first, middle) is attended by every row, [middle, high) is partly masked.
     first = low
+    bottom = end * 0
     if WINDOW > 0:
+        bottom = tl.minimum(place, tree_start) - WINDOW + 1
         first = tl.minimum(tl.maximum(tl.cdiv(end - WINDOW, BLOCK_N) * BLOCK_N, low), high)
         # With a wide window, [low, first) contains no drafts.
         acc, best, total = _attend_span(
-            acc, best, total, q, q_extra, low, first, queries, is_row, end, tree_start, token_shift, kv_head,
+            acc, best, total, q, q_extra, low, first, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
             k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr,
             ancestors_ptr if WINDOW < _MOST_DRAFTS + BLOCK_N else None, positions_ptr, scale,
             HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
@@ -261,12 +268,12 @@ def attend_keys(
     middle = tl.minimum(tl.minimum(place + 1, tree_start), high) // BLOCK_N * BLOCK_N
     middle = tl.maximum(middle, first)
     acc, best, total = _attend_span(
-        acc, best, total, q, q_extra, first, middle, queries, is_row, end, tree_start, token_shift, kv_head,
+        acc, best, total, q, q_extra, first, middle, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
         HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, False,
     )  # fmt: skip
     acc, best, total = _attend_span(
-        acc, best, total, q, q_extra, middle, high, queries, is_row, end, tree_start, token_shift, kv_head,
+        acc, best, total, q, q_extra, middle, high, queries, is_row, bottom, end, tree_start, token_shift, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table_ptr, ancestors_ptr, positions_ptr, scale,
         HEAD_DIM, BLOCK_D, EXTRA, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, COMPUTE, True,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -117,6 +117,7 @@ class DeviceAttentionMetadata:
     library          computes attention of this step instead of our kernels; None: our kernels do
     states           rows of recurrent states; None: the model has none, or all sequences start and nothing is kept
     lora             the tokens that have adapters; None: there are none
+    window           the same for layers of the window group, with its slots and block tables; None: there is no such group
     plans            (queries of a tile, window, maximum chunks) -> chunk plan that was launched in this step
     """
 
@@ -134,6 +135,7 @@ class DeviceAttentionMetadata:
     library: AttentionLibrary | None = None
     states: DeviceStateRows | None = None
     lora: AddsAdapters | None = None
+    window: DeviceAttentionMetadata | None = None
     plans: dict[tuple[int, int, int], ChunkPlan] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], tuple[Tiles, Tiles]] = field(default_factory=dict)
 
@@ -180,6 +182,10 @@ class DeviceAttentionMetadata:
         counts = (1,) * len(context_lens)
         places = slots, query_starts, context_lens, block_tables
         return cls(*places, None, None, None, counts, max_context_len, states=states)
+
+    def with_windows(self, slots: Tensor, block_tables: Tensor) -> DeviceAttentionMetadata:
+        """Return the step with slots and block tables of the window group; all else is shared."""
+        return replace(self, window=replace(self, slots=slots, block_tables=block_tables))
 
     @property
     def is_decode(self) -> bool:

@@ -16,23 +16,59 @@ from quire.worker.step_executor import Moves, TableEntry
 @dataclass(frozen=True, slots=True)
 class BlockTableUpdates:
     """Changes of the block tables, KV blocks to copy, as (source, target), the KV of accepted drafts to move, which comes
-    first, and recurrent states to copy, as (source, target)."""
+    first, and recurrent states to copy, as (source, target).
+
+    window_copies, window_moves  as block_copies and moves, in the window group, with its own blocks and slots. The moves are as
+                                 many, of the same sequences
+    """
 
     entries: Sequence[TableEntry]
     block_copies: Sequence[tuple[int, int]] = ()
     moves: Moves | None = None
     state_copies: Sequence[tuple[int, int]] = ()
+    window_copies: Sequence[tuple[int, int]] = ()
+    window_moves: Moves | None = None
+
+    @classmethod
+    def split(
+        cls,
+        entries: Sequence[TableEntry],
+        block_copies: Sequence[tuple[int, int]],
+        moves: Moves | None,
+        state_copies: Sequence[tuple[int, int]],
+        first_window_block: int | None,
+        block_size: int,
+    ) -> BlockTableUpdates:
+        """Return changes whose copies and moves name blocks of both groups together; see StepExecutor.first_window_block."""
+        first = first_window_block
+        if first is None:
+            return cls(entries, block_copies, moves, state_copies)
+        full = [pair for pair in block_copies if pair[0] < first]
+        windows = [(source - first, target - first) for source, target in block_copies if source >= first]
+        if moves is None:
+            return cls(entries, full, None, state_copies, windows)
+        # The slots of a token are next to each other: in the full group, and in the window group.
+        starts, shift = [start // 2 for start in moves.starts], first * block_size
+        window_moves = Moves([s - shift for s in moves.sources[1::2]], [t - shift for t in moves.targets[1::2]], starts)
+        return cls(entries, full, Moves(moves.sources[::2], moves.targets[::2], starts), state_copies, windows, window_moves)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing changes."""
-        return not self.entries and not self.block_copies and self.moves is None and not self.state_copies
+        return self.moves is None and not (self.entries or self.block_copies or self.state_copies or self.window_copies)
+
+    @property
+    def counts(self) -> tuple[int, int, int, int, int, int, int]:
+        """The numbers of `change_parts`."""
+        moves, num_windows = self.moves, 0 if self.window_moves is None else len(self.window_moves.sources)
+        num_moves, num_moved = (0, 0) if moves is None else (len(moves.sources), len(moves.starts) - 1)
+        num_entries = sum(len(blocks) for _, _, blocks in self.entries)
+        copies = len(self.block_copies), len(self.state_copies), len(self.window_copies)
+        return num_entries, copies[0], num_moves, num_moved, *copies[1:], num_windows
 
     def parts(self) -> list[Part]:
         """Return the arrays of these changes."""
-        num_entries = sum(len(blocks) for _, _, blocks in self.entries)
-        num_moves, num_moved = (0, 0) if self.moves is None else (len(self.moves.sources), len(self.moves.starts) - 1)
-        return change_parts(num_entries, len(self.block_copies), num_moves, num_moved, len(self.state_copies))
+        return change_parts(*self.counts)
 
     def fill(self, staged: Staged, width: int) -> None:
         """Write the arrays of `parts`; width: entries of a block table."""
@@ -43,12 +79,22 @@ class BlockTableUpdates:
             host["sources"][:], host["targets"][:] = zip(*self.block_copies, strict=True)
         if self.state_copies:
             host["state_starts"][:], host["state_targets"][:] = zip(*self.state_copies, strict=True)
+        if self.window_copies:
+            host["window_sources"][:], host["window_targets"][:] = zip(*self.window_copies, strict=True)
+        if self.window_moves is not None:
+            host["window_move_sources"][:], host["window_move_targets"][:] = self.window_moves[:2]
         if self.moves is not None:
             host["move_sources"][:], host["move_targets"][:], host["move_starts"][:] = self.moves
 
 
 def change_parts(
-    num_entries: int, num_copies: int, num_moves: int = 0, num_moved: int = 0, num_state_copies: int = 0
+    num_entries: int,
+    num_copies: int,
+    num_moves: int = 0,
+    num_moved: int = 0,
+    num_state_copies: int = 0,
+    num_window_copies: int = 0,
+    num_window_moves: int = 0,
 ) -> list[Part]:
     """Return the arrays of changes; num_moves of num_moved sequences."""
     return [
@@ -61,6 +107,10 @@ def change_parts(
         Part("move_starts", torch.int32, num_moved + 1),
         Part("state_starts", torch.int64, num_state_copies),
         Part("state_targets", torch.int64, num_state_copies),
+        Part("window_sources", torch.int64, num_window_copies),
+        Part("window_targets", torch.int64, num_window_copies),
+        Part("window_move_sources", torch.int64, num_window_moves),
+        Part("window_move_targets", torch.int64, num_window_moves),
     ]
 
 

@@ -157,8 +157,9 @@ def build_rank(
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
-        kv = KvSpec.on_device(decoder.spec, report.memory.kv.block_size, report.memory.kv.dtype)
-        pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0)
+        told = report.memory.kv
+        kv = KvSpec.on_device(decoder.spec, told.block_size, told.dtype, told.window_tokens is not None)
+        pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
@@ -176,9 +177,11 @@ def build_rank(
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes)
         if group is not None:
-            plan = replace(plan, num_kv_blocks=group.least(plan.num_kv_blocks))
+            least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
+            plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
         states = plan.num_states, plan.num_state_checkpoints
-        stepper.give_pool(DeviceKvPool(kv, plan.num_kv_blocks, device, plan.num_states), *states)
+        num_blocks = plan.num_kv_blocks, plan.num_window_blocks
+        stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
         if recorder is not None:
@@ -277,4 +280,5 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
     usage = replace(usage, activation_bytes=usage.activation_bytes + held)
-    return plan_device_memory(config, kv, usage, own.sizes.max_model_len, draft_block_bytes=block_bytes)
+    limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
+    return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

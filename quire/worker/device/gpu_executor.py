@@ -57,6 +57,7 @@ from quire.worker.device.launched_step import (
     result_size,
     sampled_parts,
     status_offset,
+    table_width,
 )
 from quire.worker.device.memory import HOW_TO_SAVE
 from quire.worker.device.mixed_step import (
@@ -107,7 +108,8 @@ class GpuStepExecutor:
         self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
         self.has_states = spec.has_recurrent_state
         self._states: StateTable | None = None
-        self.first_window_block = None  # the cache of a GPU has one group
+        self._has_windows = pool.spec.window_tokens is not None
+        self.first_window_block = pool.num_blocks if self._has_windows else None
         self.padding_slot = sizes.max_num_seqs
         self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
@@ -119,11 +121,11 @@ class GpuStepExecutor:
         most_tokens = most_recorded if is_recording else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
-        max_blocks = -(-sizes.max_model_len // pool.spec.block_size)
-        self._tables = torch.zeros(sizes.max_num_seqs + 1, max_blocks, dtype=torch.int32, device=device)
+        width = table_width(sizes.max_model_len, pool.spec)
+        self._tables = torch.zeros(sizes.max_num_seqs + 1, width, dtype=torch.int32, device=device)
         self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
         most = self.grid.max_rows
-        self.block_tables = np.zeros((sizes.max_num_seqs, max_blocks), dtype=np.int64)  # on the host, written by the driver
+        self.block_tables = np.zeros((sizes.max_num_seqs, width), dtype=np.int64)  # on the host, written by the driver
         self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
@@ -131,7 +133,7 @@ class GpuStepExecutor:
         self._logit_rows: list[int] = []  # of the step that was started last
         # What CUDA graphs read and write besides their staged arrays.
         most_slots = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
-        self._step_tables = torch.zeros(most_slots, max_blocks, dtype=torch.int32, device=device)
+        self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
         self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
@@ -145,7 +147,7 @@ class GpuStepExecutor:
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
         self._staging = Staging(
-            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, max_blocks), device, wait
+            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows), device, wait
         )
         self._frames: dict[GraphKey | PromptKey, Frame] = {}
 
@@ -203,7 +205,8 @@ class GpuStepExecutor:
 
     def _take_updates(self) -> BlockTableUpdates:
         copies = () if self._states is None else self._states.take_copies()
-        updates = BlockTableUpdates(self._entries, self._block_copies, self._moves, copies)
+        changes = self._entries, self._block_copies, self._moves, copies
+        updates = BlockTableUpdates.split(*changes, self.first_window_block, self.block_size)
         self._entries, self._block_copies, self._moves = (), (), None
         return updates
 
@@ -220,7 +223,7 @@ class GpuStepExecutor:
         states = None if self._states is None else self._states.place(tokens)
         adapters = None if self._adapters is None else self._adapters.numbers.of_runs(tokens.adapters, tokens.starts)
         rope_rows = self._decoder.num_long_rope_rows
-        step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters)
+        step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
         return self.launch(step, self.sampling_table.sampling_of(step.sampled_rows), self._take_updates(), kept)
@@ -270,9 +273,14 @@ class GpuStepExecutor:
     def give_pool(self, pool: DeviceKvPool, num_states: int = 0, num_checkpoints: int = 0) -> None:
         """Use another pool, which differs only in its number of blocks and states; all CUDA graphs are dropped."""
         self.close()
-        self._pool = pool
+        self._use(pool)
         if self.has_states:
             self._states = StateTable(self._sizes.max_num_seqs, num_states, num_checkpoints, copies_starts=True)
+
+    def _use(self, pool: DeviceKvPool) -> None:
+        """Take a pool of the same spec as the cache."""
+        self._pool = pool
+        self.first_window_block = pool.num_blocks if self._has_windows else None
 
     def expert_stats(self) -> list[ExpertStats]:
         """See StepExecutor: they are not counted."""
@@ -407,15 +415,15 @@ class GpuStepExecutor:
         if frame is not None:
             return frame
         num_rows = key.num_rows
-        parts = token_parts(num_rows, num_rows, self.has_states, key.has_adapters)
+        parts = token_parts(num_rows, num_rows, self.has_states, key.has_adapters, self._has_windows)
         staged = self._staging.arrange([*parts, *sampled_parts(num_rows)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
 
         def run() -> None:
-            step = DeviceAttentionMetadata.of_decode(*places, tables, self._sizes.max_model_len, states_of(arrays))
-            step = self._adapted(step, arrays)
+            of_sequences = self._halves(tables)[0], self._sizes.max_model_len, states_of(arrays)
+            step = self._completed(DeviceAttentionMetadata.of_decode(*places, *of_sequences), arrays, tables)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             logits = self._logits_of(hidden, step.lora, self._logits[:num_rows])
@@ -510,7 +518,7 @@ class GpuStepExecutor:
         if isinstance(call.key, PromptKey):
             staged = self._prompt_frame(call.key).staged
         elif call.shape is not None:
-            staged = self._staging.arrange(exact_sizes(call.shape, lists, self.has_states).parts)
+            staged = self._staging.arrange(exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts)
         else:
             raise InvariantError("a step with prompts is recorded, or has a shape")
         return staged, self._staging.arrange(sampled_parts(call.num_sampled), staged.end)
@@ -523,8 +531,8 @@ class GpuStepExecutor:
         ids = torch.empty(sum(shape.counts), dtype=torch.int64, device=device)
         tables = torch.empty(len(shape.counts), self._tables.shape[1], dtype=torch.int32, device=device)
         self._take_inputs(ids, tables, arrays)
-        device_step = self._adapted(exact_step(shape, arrays, tables, lists, self.tile_kinds, self._library), arrays)
-        return self._decoder.forward(ids, arrays["positions"], device_step, self._pool)
+        device_step = exact_step(shape, arrays, self._halves(tables)[0], lists, self.tile_kinds, self._library)
+        return self._decoder.forward(ids, arrays["positions"], self._completed(device_step, arrays, tables), self._pool)
 
     def _record_prompts(self, key: PromptKey) -> None:
         self._staging.wait()
@@ -541,13 +549,14 @@ class GpuStepExecutor:
         frame = self._frames.get(key)
         if frame is not None:
             return frame
-        sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds, self.has_states)
+        sizes = padded_sizes(key, self._sizes.max_num_seqs, self.tile_kinds, self.has_states, self._has_windows)
         staged = self._staging.arrange(sizes.parts)
         arrays = staged.device
         ids, tables = self._step_ids[: sizes.num_tokens], self._step_tables[: sizes.num_sequences]
 
         def run() -> None:
-            step = self._adapted(padded_step(key, arrays, tables, self.tile_kinds), arrays)
+            step = padded_step(key, arrays, self._halves(tables)[0], self.tile_kinds)
+            step = self._completed(step, arrays, tables)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             self._hidden[: len(hidden)].copy_(hidden)
@@ -555,10 +564,18 @@ class GpuStepExecutor:
         frame = self._frames[key] = Frame(staged, run)
         return frame
 
-    def _adapted(self, step: DeviceAttentionMetadata, arrays: Mapping[str, Tensor]) -> DeviceAttentionMetadata:
-        """Return a step with the tokens that have LoRA adapters, if any may have."""
+    def _completed(
+        self, step: DeviceAttentionMetadata, arrays: Mapping[str, Tensor], tables: Tensor
+    ) -> DeviceAttentionMetadata:
+        """Return a step with the tokens that have LoRA adapters, and the places of the window group, if there are any."""
         numbers = arrays.get("adapters")
-        return step if numbers is None else replace(step, lora=self._adapted_rows(numbers))
+        step = step if numbers is None else replace(step, lora=self._adapted_rows(numbers))
+        return step.with_windows(arrays["window_slots"], self._halves(tables)[1]) if self._has_windows else step
+
+    def _halves(self, tables: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the block tables of the full group, and of the window group, if there is one."""
+        half = tables.shape[1] // 2
+        return (tables[:, :half], tables[:, half:]) if self._has_windows else (tables, tables)
 
     def _adapted_rows(self, numbers: Tensor) -> AdaptedRows:
         """Return rows that have these adapters, see DeviceAdapters.rows."""
@@ -595,6 +612,11 @@ class GpuStepExecutor:
         arrays = staged.device
         if changes.num_moved:
             self._pool.move_tokens(arrays["move_sources"], arrays["move_targets"], arrays["move_starts"])
+        if changes.num_window_moves:
+            moved = arrays["window_move_sources"], arrays["window_move_targets"], arrays["move_starts"]
+            self._pool.move_tokens(*moved, is_windowed=True)
+        if changes.num_window_copies:
+            self._pool.copy_blocks(arrays["window_sources"], arrays["window_targets"], is_windowed=True)
         if changes.num_copies:
             self._pool.copy_blocks(arrays["sources"], arrays["targets"])
         if changes.num_state_copies:

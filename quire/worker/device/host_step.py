@@ -45,6 +45,7 @@ class HostStep:
     trees             None: there are none, or all are chains
     states            rows of recurrent states, as in DeviceStateRows, on the host; None: the model has none
     adapters          [T] i32 the number of each token's LoRA adapter, -1: none; None: no token has one
+    window_slots      slots in the window group; None: there is none, or they are -1 as `slots` are
     """
 
     counts: tuple[int, ...]
@@ -60,6 +61,7 @@ class HostStep:
     trees: TreePlaces | None = None
     states: tuple[list[int], list[int], list[int]] | None = None
     adapters: NDArray[np.int32] | None = None
+    window_slots: NDArray[np.int64] | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -74,10 +76,12 @@ def host_step(
     num_long_rope_rows: int = 0,
     states: StateRows | None = None,
     adapters: NDArray[np.int32] | None = None,
+    has_windows: bool = False,
 ) -> HostStep:
     """Return the arrays of a step.
 
     tables              [N, max_blocks], the block tables of all batch slots
+    has_windows         the second half of a table is that of the window group
     num_long_rope_rows  rows of the rope table before those of the short variant
     adapters            see HostStep
     """
@@ -89,7 +93,9 @@ def host_step(
         token_rows, positions = rows, ends - 1
     else:
         token_rows, positions = np.repeat(rows, counts), run_places(starts, ends)
-    slots = tables[token_rows, positions // block_size] * block_size + positions % block_size
+    places, offsets = np.divmod(positions, block_size)
+    slots = tables[token_rows, places] * block_size + offsets
+    window_slots = tables[token_rows, tables.shape[1] // 2 + places] * block_size + offsets if has_windows else None
     if tokens.trees is not None:
         positions = tokens.trees.positions  # slots follow each other whatever these are
     logit_rows = np.array(tokens.logit_rows, dtype=np.int64)
@@ -111,6 +117,7 @@ def host_step(
         tokens.trees,
         None if states is None else place_saves(states, tokens.starts),
         adapters,
+        window_slots,
     )
 
 
@@ -173,6 +180,8 @@ def _fill_tokens(arrays: Mapping[str, NDArray[np.generic]], step: HostStep) -> N
     _write(arrays["given_ids"], step.given_ids, 0)
     _write(arrays["positions"], step.positions, 0)
     _write(arrays["slots"], step.slots, -1)
+    if "window_slots" in arrays:
+        _write(arrays["window_slots"], step.slots if step.window_slots is None else step.window_slots, -1)
     _write(arrays["context_lens"], step.context_lens, 0)
     if "state_sources" in arrays:
         for name, rows in zip(STATE_ARRAYS, step.states or ((), (), ()), strict=True):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.kv_spec import KvSpec
 from quire.worker.device.block_table_updates import change_parts
 from quire.worker.device.graphs import PromptGrid
 from quire.worker.device.mixed_step import MixedSizes, TileKind, padded_sizes
@@ -92,15 +93,30 @@ def hidden_of(started: Launched) -> Tensor:
     return started.hidden
 
 
+def table_width(max_model_len: int, kv: KvSpec) -> int:
+    """Return the entries of a block table: with a window group, twice as many, the second half of which is of that group.
+
+    Kernels are compiled for tables at multiples of 16 bytes, and so is the second half.
+    """
+    max_blocks = -(-max_model_len // kv.block_size)
+    return max_blocks if kv.window_tokens is None else 2 * -(-max_blocks // 4) * 4
+
+
 def most_staged_bytes(
-    sizes: StepSizes, prompts: PromptGrid, tile_kinds: Sequence[TileKind], has_states: bool, max_blocks: int
+    sizes: StepSizes,
+    prompts: PromptGrid,
+    tile_kinds: Sequence[TileKind],
+    has_states: bool,
+    table_width: int,
+    has_windows: bool = False,
 ) -> int:
-    """Return the bytes of all staged arrays of the largest step."""
+    """Return the bytes of all staged arrays of the largest step; table_width: entries of a block table, of both groups."""
     num_seqs, num_tokens, num_drafts = sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_num_drafts
     tiles = tuple((num_seqs, num_tokens) for _ in tile_kinds)
-    steps = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0, has_states, True)]
+    steps = [MixedSizes(num_tokens, num_seqs, tiles, num_drafts > 0, has_states, True, has_windows)]
     largest = [key._replace(has_adapters=True) for key in prompts.keys[:1]]
-    steps += [padded_sizes(key, num_seqs, tile_kinds, has_states) for key in largest]
-    changes = change_parts(num_seqs * (max_blocks + 2), num_seqs, num_drafts, num_seqs, num_seqs)
+    steps += [padded_sizes(key, num_seqs, tile_kinds, has_states, has_windows) for key in largest]
+    of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)
+    changes = change_parts(num_seqs * (table_width + 2), num_seqs, num_drafts, num_seqs, num_seqs, *of_windows)
     behind = [*sampled_parts(num_seqs + num_drafts), *changes]
     return max(staged_bytes([*own.parts, *behind]) for own in steps)

@@ -17,6 +17,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.model.checkpoint import distinct_shapes
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
 from quire.model.lora.adapter import adapter_bytes
@@ -27,7 +28,7 @@ from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
-from quire.worker.memory import count_states, given_blocks, max_num_batched_tokens
+from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
 
 HOW_TO_SAVE = (
     "lower max_num_batched_tokens, max_num_seqs or max_model_len, or gpu_memory_utilization where others use the device too; "
@@ -256,6 +257,8 @@ def estimate_memory(
     """
     if spec.has_recurrent_state:
         _check_recurrent(config, spec)
+    if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
+        shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     if config.tensor_parallel_size > 1:
         shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
@@ -263,7 +266,10 @@ def estimate_memory(
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     kv = KvSpec.on_device(
-        spec, config.block_size or _BLOCK_SIZE, spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
+        spec,
+        config.block_size or _BLOCK_SIZE,
+        spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        limits_windows(config, spec, max_model_len),
     )
     if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(kv.dtype, ()):
         raise ConfigError(f"kv_cache_dtype is {kv.dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
@@ -278,7 +284,7 @@ def estimate_memory(
         head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
         num_weight_bytes += config.max_loras * adapter_bytes({**head, **shapes}, config.max_lora_rank, DTYPE_BYTES[spec.dtype])
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
-    plan = plan_device_memory(config, kv, usage, max_model_len, has_own_memory=device.type == "cuda")
+    plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     return replace(plan, offloaded_bytes=num_offloaded_bytes)
 
 
@@ -314,11 +320,14 @@ def plan_device_memory(
     kv: KvSpec,
     usage: DeviceUsage,
     max_model_len: int,
+    num_batched_tokens: int,
     has_own_memory: bool = True,
     draft_block_bytes: int = 0,
 ) -> MemoryPlan:
     """Decide the number of KV blocks: as many as were asked for, or what gpu_memory_utilization leaves.
 
+    num_batched_tokens
+                    of a step at most, for which a sequence holds blocks of the window group
     has_own_memory  no: the memory is the host's, of which no more is taken than max_num_seqs sequences of max_model_len need. A
                     GPU has it for nothing else, and prefixes stay cached in what sequences leave
     draft_block_bytes
@@ -329,12 +338,18 @@ def plan_device_memory(
     num_states, num_checkpoints = count_states(config, kv)
     state_bytes = num_states * kv.bytes_per_state
     room = available - usage.weight_bytes - usage.activation_bytes - state_bytes
-    given = given_blocks(config, kv, max(1, kv.bytes_per_block))
+    all_bytes = kv.pool_bytes(1, 1)  # of a block of each group
+    given = given_blocks(config, kv, max(1, all_bytes))
     needed = config.max_num_seqs * -(-max_model_len // kv.block_size)
     wanted = MAX_DEFAULT_BLOCKS if has_own_memory else min(needed, MAX_DEFAULT_BLOCKS)
-    block_bytes = max(1, kv.bytes_per_block + draft_block_bytes)  # 0 without attention
+    block_bytes = max(1, all_bytes + draft_block_bytes)  # 0 without attention
     num_blocks = min(wanted, room // block_bytes) if given is None else given
-    if num_blocks < 1 or num_blocks * block_bytes > room:
+    plan = MemoryPlan(
+        available, usage.weight_bytes, usage.activation_bytes, kv, num_blocks, max_model_len, num_states, num_checkpoints
+    )
+    if num_blocks >= 1 and kv.window_tokens is not None:
+        plan = divide_blocks(config, plan, num_batched_tokens, draft_block_bytes, has_own_memory)
+    if num_blocks < 1 or plan.kv_bytes + plan.num_kv_blocks * draft_block_bytes > room:
         asked = "" if given is None else f", and the KV pool asked for {format_bytes(given * block_bytes)} ({given} blocks)"
         share = config.gpu_memory_utilization
         raise ConfigError(
@@ -346,5 +361,4 @@ def plan_device_memory(
             + (", num_kv_blocks or kv_cache_memory_bytes" if given is not None else "")
             + "; or take a smaller model or dtype"
         )
-    taken = usage.weight_bytes, usage.activation_bytes
-    return MemoryPlan(available, *taken, kv, num_blocks, max_model_len, num_states, num_checkpoints)
+    return plan

@@ -32,6 +32,7 @@ class MixedSizes(NamedTuple):
     has_trees  whether there are arrays for drafts that are trees
     has_states whether there are arrays for recurrent states
     has_adapters  whether there is an array for the numbers of LoRA adapters
+    has_windows  whether there is an array for slots of the window group
     """
 
     num_tokens: int
@@ -40,6 +41,7 @@ class MixedSizes(NamedTuple):
     has_trees: bool = False
     has_states: bool = False
     has_adapters: bool = False
+    has_windows: bool = False
 
     @property
     def parts(self) -> list[Part]:
@@ -52,11 +54,13 @@ class MixedSizes(NamedTuple):
             for name in ("sequences", "offsets")
         ]
         trees = _tree_parts(self.num_tokens, self.num_sequences) if self.has_trees else []
-        flags = self.has_states, self.has_adapters
+        flags = self.has_states, self.has_adapters, self.has_windows
         return [*token_parts(self.num_tokens, self.num_sequences, *flags), *trees, *lists]
 
 
-def token_parts(num_tokens: int, num_sequences: int, has_states: bool = False, has_adapters: bool = False) -> list[Part]:
+def token_parts(
+    num_tokens: int, num_sequences: int, has_states: bool = False, has_adapters: bool = False, has_windows: bool = False
+) -> list[Part]:
     """Return the arrays of a step's tokens and sequences, as host_step.py fills them."""
     counts = (num_sequences, num_tokens, num_tokens)
     states = [Part(name, torch.int32, count) for name, count in zip(STATE_ARRAYS, counts, strict=True)] if has_states else []
@@ -71,6 +75,7 @@ def token_parts(num_tokens: int, num_sequences: int, has_states: bool = False, h
         Part("query_starts", torch.int32, num_sequences + 1),
         *states,
         *adapters,
+        *([Part("window_slots", torch.int64, num_tokens)] if has_windows else []),
     ]
 
 
@@ -102,13 +107,18 @@ class StepShape(NamedTuple):
         return cls(step.counts, tuple(step.context_lens.tolist()), step.trees is not None, step.adapters is not None)
 
 
-def exact_sizes(shape: StepShape, lists: Sequence[TileLists], has_states: bool = False) -> MixedSizes:
+def exact_sizes(
+    shape: StepShape, lists: Sequence[TileLists], has_states: bool = False, has_windows: bool = False
+) -> MixedSizes:
     """Return the sizes of a step without padding."""
     tiles = tuple((len(own.short), len(own.long)) for own in lists)
-    return MixedSizes(sum(shape.counts), len(shape.counts), tiles, shape.has_trees, has_states, shape.has_adapters)
+    flags = shape.has_trees, has_states, shape.has_adapters, has_windows
+    return MixedSizes(sum(shape.counts), len(shape.counts), tiles, *flags)
 
 
-def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind], has_states: bool = False) -> MixedSizes:
+def padded_sizes(
+    key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind], has_states: bool = False, has_windows: bool = False
+) -> MixedSizes:
     """Return sizes that hold every step of a key, with one sequence of padding behind those of the step."""
     most = min(max_num_seqs, key.num_tokens)
     num_short = 0 if key.short_runs == "none" else most
@@ -117,7 +127,8 @@ def padded_sizes(key: PromptKey, max_num_seqs: int, kinds: Sequence[TileKind], h
         (num_short, key.num_tokens // num_queries + min(most, key.num_tokens // (longest_short + 1)) + 1)
         for num_queries, longest_short in kinds
     ]
-    return MixedSizes(key.num_tokens, most + 1, tuple(tiles), key.has_trees, has_states, key.has_adapters)
+    flags = key.has_trees, has_states, key.has_adapters, has_windows
+    return MixedSizes(key.num_tokens, most + 1, tuple(tiles), *flags)
 
 
 def fill_tiles(

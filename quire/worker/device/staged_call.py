@@ -22,21 +22,20 @@ from quire.worker.device.mixed_step import StepShape
 
 class ChangeCounts(NamedTuple):
     """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
-    and recurrent states to copy."""
+    recurrent states to copy, and blocks to copy and tokens to move in the window group."""
 
     num_entries: int = 0
     num_copies: int = 0
     num_moves: int = 0
     num_moved: int = 0
     num_state_copies: int = 0
+    num_window_copies: int = 0
+    num_window_moves: int = 0
 
     @classmethod
     def of(cls, changes: BlockTableUpdates) -> ChangeCounts:
         """Return the counts of changes."""
-        num_entries = sum(len(blocks) for _, _, blocks in changes.entries)
-        moves = changes.moves
-        num_moves, num_moved = (0, 0) if moves is None else (len(moves.sources), len(moves.starts) - 1)
-        return cls(num_entries, len(changes.block_copies), num_moves, num_moved, len(changes.state_copies))
+        return cls(*changes.counts)
 
     @property
     def is_empty(self) -> bool:
@@ -106,5 +105,5 @@ def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
         shape = StepShape(counts, lengths, bool(of_key[0]))
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
-    call = StagedCall(ChangeCounts(*words[9:14]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
+    call = StagedCall(ChangeCounts(*words[9:]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
     return call, message.arrays[0].view(np.uint8)

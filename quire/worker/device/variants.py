@@ -118,7 +118,8 @@ class ServedHead(NamedTuple):
 def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
     """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
     decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
-    return _step_variants(decoder, KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype), sizes)
+    own = KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    return _step_variants(decoder, own, sizes)
 
 
 def head_variants(model: ServedModel, served: ServedHead) -> list[Variant]:
@@ -145,7 +146,7 @@ def _powers_of_two(most: int) -> list[int]:
 
 
 def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
-    pool = DeviceKvPool(kv, 1, _META)
+    pool = DeviceKvPool(kv, 1, _META, num_window_blocks=1)
     executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
@@ -158,7 +159,8 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
             if sizes.has_trees:
                 one_by_one.launch(_with_trees(step), SAMPLINGS[0], BlockTableUpdates([]))
         if sizes.has_trees:
-            one_by_one.launch(None, SAMPLINGS[0], BlockTableUpdates([], (), Moves([1], [0], [0, 1])))
+            moves = Moves([1], [0], [0, 1])
+            one_by_one.launch(None, SAMPLINGS[0], BlockTableUpdates([], (), moves, window_moves=moves))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
             _sample(dtype, decoder.spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))

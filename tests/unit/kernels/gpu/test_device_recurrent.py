@@ -1,5 +1,7 @@
 """Models with a recurrent state on the device give the greedy tokens of the CPU."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,11 @@ pytest.importorskip("transformers", reason="the golden checkpoints are made by t
 
 from quire import LLM
 from quire.base.errors import ConfigError
+from quire.model.checkpoint import distinct_shapes, open_parameters
+from quire.model.config_reader import read_model_spec
+from quire.model.device_weights import load_on_device, tensors_of
+from quire.model.parameters import parameter_shapes
+from quire.quant.policy import DEVICE_POLICIES, parameter_quantizer
 from tests.golden.make_checkpoints import make_checkpoint
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, greedy, outputs_of, tokens
 
@@ -30,6 +37,21 @@ def test_greedy_tokens_are_the_cpus(case, tmp_path):
     expected, _ = outputs_of(folder, PROMPTS, greedy(4), "cpu", **SIZES)
     found, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, **SIZES)
     assert tokens(found) == tokens(expected)
+
+
+@pytest.mark.parametrize("policy", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_layers_share_the_weights_of_a_block_on_the_device(policy, device, tmp_path):
+    folder = make_checkpoint("zamba2", tmp_path / "zamba2")
+    spec = read_model_spec(folder)
+    shapes, hybrid = parameter_shapes(spec), [i for i, layer in enumerate(spec.layers) if layer.shared_block is not None]
+    quantize = policy and parameter_quantizer(opened := open_parameters(folder, spec), spec, DEVICE_POLICIES[policy])
+    weights = load_on_device(opened if policy else open_parameters(folder, spec), spec, device, quantize)
+    first, other = (list(tensors_of(weights.linears[f"layers.{index}.qkv.weight"][0])) for index in (hybrid[0], hybrid[2]))
+    assert [part.data_ptr() for part in first] == [part.data_ptr() for part in other]
+    own = {tensor.data_ptr(): tensor.numel() for tensor in weights.all_tensors() if tensor.numel()}
+    if policy is None:
+        assert sum(own.values()) == sum(map(math.prod, distinct_shapes(folder, spec, shapes).values()))
+    assert sum(own.values()) < 0.9 * sum(map(math.prod, shapes.values()))
 
 
 @pytest.mark.slow

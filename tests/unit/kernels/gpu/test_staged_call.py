@@ -14,7 +14,7 @@ from quire.worker.step_executor import Moves
 from tests.ranks import SharedGroup
 
 CALLS = {
-    "changes": StagedCall(ChangeCounts(3, 1, 2, 1)),
+    "changes": StagedCall(ChangeCounts(3, 1, 2, 1, 0, 4, 2)),
     "decode": StagedCall(ChangeCounts(), GraphKey(8, "plain"), None, "plain", 8),
     "decode with cuts": StagedCall(ChangeCounts(1), GraphKey(384, "cuts"), None, "cuts", 384),
     "prompts": StagedCall(ChangeCounts(), PromptKey(256, 4096, "single"), None, "plain", 3, keeps_hidden=True),
@@ -48,7 +48,7 @@ def test_a_step_of_another_kind_is_refused():
 def test_counts_of_changes_are_those_of_their_arrays():
     changes = BlockTableUpdates([(0, 2, [4, 5]), (3, 0, [9])], [(1, 2)], Moves([7, 8], [6, 7], [0, 2]), [(9, 1), (8, 2)])
     counts = ChangeCounts.of(changes)
-    assert counts == (3, 1, 2, 1, 2)
+    assert counts == (3, 1, 2, 1, 2, 0, 0)
     assert change_parts(*counts) == changes.parts()
     assert ChangeCounts.of(BlockTableUpdates([])).is_empty
     assert not counts.is_empty

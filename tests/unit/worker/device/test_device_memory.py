@@ -82,7 +82,7 @@ def test_the_pool_gets_what_the_model_and_a_step_leave_of_the_share():
     # Recorded steps have memory of their own: one for all, and each what its launches take.
     own = usage.activation_bytes - round(4 * GIB * 1.1) - GIB
     assert 30 * 12 * MIB < own < 30 * 14 * MIB + 128 * MIB
-    plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960)
+    plan = plan_device_memory(config(max_num_seqs=4096), kv(), usage, 40960, 8192)
     room = int(141 * GIB * 0.9) - 2 * GIB - 16 * GIB - usage.activation_bytes
     assert plan.num_kv_blocks == room // kv().bytes_per_block
     assert plan.fits
@@ -123,14 +123,14 @@ def test_the_pool_leaves_what_measuring_the_device_takes():
 def test_the_pool_takes_what_is_free_for_cached_prefixes_when_sequences_need_less():
     usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
     room = int(141 * GIB * 0.9) - 2 * GIB
-    assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks == room // kv().bytes_per_block
+    assert plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000, 8192).num_kv_blocks == room // kv().bytes_per_block
     small = replace(kv(), layer_shapes=((1, 8),))
-    assert plan_device_memory(config(max_num_seqs=8), small, usage, 1000).num_kv_blocks == 1 << 18
+    assert plan_device_memory(config(max_num_seqs=8), small, usage, 1000, 8192).num_kv_blocks == 1 << 18
 
 
 def test_the_pool_is_no_larger_than_all_sequences_need_when_the_memory_is_the_hosts():
     usage = DeviceUsage(141 * GIB, 0, GIB, GIB)
-    plan = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000, has_own_memory=False)
+    plan = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000, 8192, has_own_memory=False)
     assert plan.num_kv_blocks == 8 * 16
 
 
@@ -150,15 +150,16 @@ def test_a_step_takes_more_tokens_on_a_gpu_unless_it_is_said_how_many(device, op
 
 def test_the_pool_has_the_size_that_was_asked_for():
     usage = DeviceUsage(80 * GIB, GIB, 16 * GIB, 2 * GIB)
-    assert plan_device_memory(config(num_kv_blocks=77), kv(), usage, 4096).num_kv_blocks == 77
+    assert plan_device_memory(config(num_kv_blocks=77), kv(), usage, 4096, 8192).num_kv_blocks == 77
     asked = config(kv_cache_memory_bytes=4 * GIB)
-    assert plan_device_memory(asked, kv(), usage, 4096).num_kv_blocks == 4 * GIB // kv().bytes_per_block
+    assert plan_device_memory(asked, kv(), usage, 4096, 8192).num_kv_blocks == 4 * GIB // kv().bytes_per_block
 
 
 def test_quantised_keys_and_values_take_about_half():
     usage = DeviceUsage(80 * GIB, GIB, 16 * GIB, 2 * GIB)
     blocks = [
-        plan_device_memory(config(max_num_seqs=999), kv(dtype), usage, 40960).num_kv_blocks for dtype in ("bfloat16", "fp8")
+        plan_device_memory(config(max_num_seqs=999), kv(dtype), usage, 40960, 8192).num_kv_blocks
+        for dtype in ("bfloat16", "fp8")
     ]
     assert blocks[1] / blocks[0] == pytest.approx(2 * 128 / (128 + 4), rel=0.01)
 
@@ -174,7 +175,7 @@ def test_quantised_keys_and_values_take_about_half():
 )
 def test_the_error_says_what_to_change_when_nothing_is_left(options, usage, named):
     with pytest.raises(ConfigError) as raised:
-        plan_device_memory(config(**options), kv(), usage, 4096)
+        plan_device_memory(config(**options), kv(), usage, 4096, 8192)
     assert all(words in str(raised.value) for words in named), str(raised.value)
 
 
@@ -213,26 +214,28 @@ def test_the_estimate_counts_no_more_tokens_than_all_sequences_have(tmp_path, mo
     assert estimate(4096) == estimate(4096, max_num_batched_tokens=8192)
 
 
-def test_a_model_with_windows_has_one_group_on_a_device(tmp_path, monkeypatch):
-    """The kernels of a GPU have one block table: its cache keeps all tokens in all layers."""
+def test_layers_with_a_window_keep_its_tokens_on_a_device(tmp_path, monkeypatch):
     monkeypatch.setattr("quire.worker.device.memory.CudaMemory", lambda device: FakeMemory(100 * GIB, 141 * GIB))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     windowed = replace(LAYER, attention=replace(LAYER.attention, window=512))
     spec = replace(SPEC, layers=(windowed, LAYER) * 18)
     shapes = {"embedding.weight": (150_000, 4096)}
-    plans = [estimate_memory(config(), torch.device("cuda"), each, shapes, 4096, tmp_path) for each in (spec, SPEC)]
-    assert plans[0] == plans[1]
-    assert plans[0].kv.window_tokens is None
-    assert (plans[0].num_window_blocks, plans[0].table_width) == (0, 4096 // plans[0].kv.block_size)
+    few = config(max_num_seqs=16)
+    limited, whole = (estimate_memory(few, torch.device("cuda"), each, shapes, 1 << 17, tmp_path) for each in (spec, SPEC))
+    assert (limited.kv.window_tokens, sum(limited.kv.is_windowed), whole.kv.window_tokens) == (512, 18, None)
+    assert limited.num_long_sequences > 1.8 * whole.num_long_sequences
+    assert 0.999 * whole.kv_bytes < limited.kv_bytes <= whole.kv_bytes
+    # Twice 16 sequences of ten blocks, and a step of 8192 tokens; the memory holds fewer than 16 of the longest sequences.
+    assert limited.num_window_blocks == 2 * 16 * 10 + 8192 // 64
 
 
 def test_a_block_takes_more_where_drafts_keep_something_under_it():
     usage = DeviceUsage(141 * GIB, 2 * GIB, 16 * GIB, GIB)
-    alone = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000).num_kv_blocks
-    options = config(max_num_seqs=8), kv(), usage, 1000
+    alone = plan_device_memory(config(max_num_seqs=8), kv(), usage, 1000, 8192).num_kv_blocks
+    options = config(max_num_seqs=8), kv(), usage, 1000, 8192
     both = plan_device_memory(*options, draft_block_bytes=3 * kv().bytes_per_block).num_kv_blocks
     assert both == alone // 4
-    given = config(max_num_seqs=8, num_kv_blocks=alone), kv(), usage, 1000
+    given = config(max_num_seqs=8, num_kv_blocks=alone), kv(), usage, 1000, 8192
     assert plan_device_memory(*given).num_kv_blocks == alone
     with pytest.raises(ConfigError, match=f"asked for .* .{alone} blocks"):
         plan_device_memory(*given, draft_block_bytes=kv().bytes_per_block)
