@@ -47,11 +47,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
             f"{name} is {value!r} and pipeline_parallel_size {config.pipeline_parallel_size}: KV tiers of pipeline stages are "
             "not supported yet; leave one of them out"
         )
-    if config.kv_disk_dir is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"kv_disk_dir is {value!r} and tensor_parallel_size {config.tensor_parallel_size}: the disk tier needs one rank, "
-            "as each rank has a part of every page; give kv_host_bytes only, or leave tensor_parallel_size at 1"
-        )
     if config.role != "both":
         _check_role(config, report)
     if num_host_pages(config, report) == 0:

@@ -120,7 +120,6 @@ def test_tensor_parallel_ranks_give_the_tokens_of_a_cold_engine(monkeypatch):
         ({"kv_host_bytes": 0}, "kv_host_bytes must be None or an integer >= 1"),
         ({"kv_host_bytes": 100}, "kv_host_bytes is 100, but a page"),
         ({"kv_host_bytes": 64 << 20, "pipeline_parallel_size": 2}, "kv_host_bytes.*pipeline_parallel_size"),
-        ({"kv_disk_dir": "/tmp/x", "kv_disk_bytes": 1 << 30, "tensor_parallel_size": 2}, "kv_disk_dir.*tensor_parallel_size"),
         ({"kv_disk_dir": "/tmp/x"}, "kv_disk_bytes is missing"),
         ({"kv_save": "some"}, "kv_save must be one of"),
     ],
@@ -144,6 +143,27 @@ def test_pages_are_found_on_disk_after_a_restart(tmp_path):
     with make_llm(**options) as llm:
         assert run(llm, [PREFIX])[0] == expected
     with make_llm(**options) as llm:
+        found, cached = run(llm, [PREFIX])
+    assert found == expected
+    assert cached[0] >= 64
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"tensor_parallel_size": 2}, {}), ({}, {"tensor_parallel_size": 3, "tensor_parallel_shares": (2, 1, 1)})],
+    ids=["two-ranks-then-one", "one-then-three"],
+)
+@pytest.mark.parametrize("kv_format", ["auto", pytest.param("k8v4", marks=pytest.mark.slow)])
+def test_pages_on_disk_are_found_by_another_number_of_processes(tmp_path, monkeypatch, first, second, kv_format):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    format_ = {"kv_cache_dtype": kv_format}
+    options = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all", **format_}
+    with make_llm(enable_prefix_caching=False, **format_) as cold:
+        expected, _ = run(cold, [PREFIX])
+    with make_llm(**options, **first) as llm:
+        assert run(llm, [PREFIX])[0] == expected
+    with make_llm(**options, **second) as llm:
         found, cached = run(llm, [PREFIX])
     assert found == expected
     assert cached[0] >= 64
