@@ -57,11 +57,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_role(config: EngineConfig, report: ModelReport) -> None:
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"role is {config.role!r} and tensor_parallel_size {config.tensor_parallel_size}: KV transfer needs one rank, as "
-            "each rank has a part of every page; leave tensor_parallel_size at 1"
-        )
     if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
         raise ConfigError(
             f"role is {config.role!r}, but the rope of {report.spec.model_type} depends on the length of a sequence, which KV "
