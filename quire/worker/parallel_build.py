@@ -380,7 +380,7 @@ def _build_rank_0(
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
     executor = LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own)
     part = page_part(rank_config, report.folder, 0, memory.kv, workers.exchange)
-    executor.open_host_tier(rank_config.num_host_pages, config.role == "prefill", part)
+    executor.open_host_tier(rank_config.num_host_pages, config.prefill_listen is not None, part)
     placements = rank_config.placements(report.spec)
     if placements is not None:
         executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
@@ -392,7 +392,11 @@ def _build_rank_0(
 
 def _check_hosts(config: EngineConfig) -> None:
     """Raise ConfigError for what ranks on several hosts do not support: no process has whole pages."""
-    for name, value, allowed in (("kv_disk_dir", config.kv_disk_dir, None), ("role", config.role, "both")):
+    for name, value, allowed in (
+        ("kv_disk_dir", config.kv_disk_dir, None),
+        ("role", config.role, "both"),
+        ("prefill_listen", config.prefill_listen, None),
+    ):
         if value != allowed:
             raise ConfigError(
                 f"{name} is {value!r}, but the ranks are on several hosts, which share no pages: leave it at {allowed!r}, or "
