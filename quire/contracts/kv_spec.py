@@ -238,6 +238,21 @@ class KvSpec:
         layers = (layer for layer, flag in enumerate(self.is_windowed) if flag)
         return sum(map(self._token_bytes, layers)) * self.block_size
 
+    def block_arrays(self) -> list[tuple[str, int, int]]:
+        """Return the arrays of a block on the CPU, in the order of KvPool.arrays: "k", "v" or a scale of them, the layer, and
+        the bytes of a key and value head."""
+        rows: list[tuple[str, int, int]] = []
+        scales: list[tuple[str, int, int]] = []
+        for place, name in enumerate(("k", "v")):
+            for layer, (heads, dim) in enumerate(self.layer_shapes):
+                dtype = self.dtype_of(layer)
+                bits = QUANTIZED_KV_BITS[dtype][place] if dtype in QUANTIZED_KV_BITS else 8 * DTYPE_BYTES[dtype]
+                if heads > 0:
+                    rows.append((name, layer, self.block_size * dim * bits // 8))
+                if heads > 0 and dtype in QUANTIZED_KV_BITS:
+                    scales.append((f"{name}_scale", layer, self.block_size * _SCALE_BYTES))
+        return rows + sorted(scales, key=lambda scale: (scale[1], scale[0]))
+
     def pool_bytes(self, num_blocks: int, num_window_blocks: int) -> int:
         """Bytes of the pools of both groups."""
         return num_blocks * self.bytes_per_block + num_window_blocks * self.window_bytes_per_block

@@ -18,7 +18,7 @@ from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kernels.reference.block_scores import attention_by_block, key_norms
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
-from quire.kv.tiers.host_slab import HostSlab
+from quire.kv.tiers.host_slab import HostSlab, PagePart
 from quire.model.build import Model
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
@@ -80,10 +80,10 @@ class CpuStepExecutor:
         self._pages = PageSupply(self._kv, *(draft_pools if self._context is None else ()))
         self._pages.start()
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
-        """Make the slab of the host tier, if it has any pages. is_shared: other processes are to read it."""
+    def open_host_tier(self, num_pages: int, is_shared: bool = False, part: PagePart | None = None) -> None:
+        """Make the slab of the host tier, if it has any pages; see HostSlab."""
         if num_pages > 0:
-            self.host_slab = HostSlab(self._kv, num_pages, is_shared)
+            self.host_slab = HostSlab(self._kv, num_pages, is_shared, part)
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
         """See PageMover."""

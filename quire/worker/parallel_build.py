@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from quire.contracts.expert_options import EplbConfig, LossyRouting
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import ModelSpec
+from quire.kv.tiers.host_slab import PagePart, slots_file
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
@@ -63,6 +64,7 @@ class RankConfig:
     checks_first       ranks are compared before they load weights, not after: where a launcher has started all of them
     allow_missing_head as in EngineConfig
     num_host_pages     pages of the host tier, of which each rank has its part
+    slots_file         descriptor of the memory of these pages, where the ranks share memory; -1: there are none
     expert_ranks       with expert parallelism: for each layer that has experts, in order, those of each rank
     moves_experts      experts may move between ranks while the engine runs
     lossy_routing      the fields of LossyRouting
@@ -89,6 +91,7 @@ class RankConfig:
     options: dict[str, str]
     checks_first: bool
     num_host_pages: int = 0
+    slots_file: int = -1
     expert_ranks: tuple[list[list[int]], ...] | None = None
     moves_experts: bool = False
     lossy_routing: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -271,6 +274,21 @@ def _rank_group(
     return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
 
 
+def page_part(config: RankConfig, folder: Path, rank: int, own: KvSpec, exchange: RowExchange | None) -> PagePart | None:
+    """Return what a rank holds of the pages of the host tier; None: it has pages of its own, for its part of the blocks.
+
+    own       its KV cache
+    exchange  where the ranks share no memory
+    """
+    if config.slots_file < 0 or exchange is not None:
+        return None
+    spec = _read_spec(config, folder)
+    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec))
+    whole = KvSpec.of(spec, config.block_size, config.kv_dtype)
+    first_heads = tuple(layer.cached_kv_heads.start for layer in shard.layers)
+    return PagePart(config.slots_file, whole, own, first_heads=first_heads)
+
+
 def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
     """Start the workers and load rank 0's shard; return its executor when all ranks are ready.
 
@@ -279,8 +297,11 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
     size, memory = config.parallel.world_size, report.memory
     placements = find_placements(config, report.spec)
     threads = divide_threads(config.num_threads or torch.get_num_threads(), size)
-    rows_file = os.memfd_create("quire-rows", os.MFD_CLOEXEC)
+    num_pages = num_host_pages(config, report)
+    files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC)]
     try:
+        if num_pages > 0:
+            files.append(slots_file(num_pages, memory.kv.bytes_per_block))
         rank_config = RankConfig(
             folder=str(report.folder),
             dtype=report.spec.dtype,
@@ -294,12 +315,13 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             num_window_blocks=memory.num_window_blocks,
             shares=config.parallel.shares,
             num_threads=threads,
-            rows_file=rows_file,
+            rows_file=files[0],
             has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
             needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
             options=config_fields(config),
             checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
-            num_host_pages=num_host_pages(config, report),
+            num_host_pages=num_pages,
+            slots_file=files[1] if num_pages > 0 else -1,
             moves_experts=config.enable_eplb,
             lossy_routing=dataclasses.astuple(config.lossy_routing),
             expert_ranks=None
@@ -309,25 +331,33 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             has_homes=config.enable_dp_attention,
             num_row_ranks=config.prefill_context_parallel_size,
         )
-        workers = start_workers(config, rank_config.to_json(), launch_options(config, pass_fds=(rows_file,)))
+        workers = start_workers(config, rank_config.to_json(), launch_options(config, pass_fds=tuple(files)))
     except BaseException:
-        os.close(rows_file)
+        _close(files)
         raise
     release = threads_release()
     try:
         executor, report = _build_rank_0(config, report, rank_config, workers)
     except BaseException:
         workers.kill()
-        os.close(rows_file)
+        _close(files)
         release()
         raise
+    _close(files[1:])  # every rank has mapped them
     executor.release = release
     return executor, report
+
+
+def _close(files: Sequence[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
 def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
+    if workers.exchange is not None:
+        _check_hosts(config)
     if workers.num_on_host is None:
         bind_rank_to_numa_node(0, rank_config.num_threads)
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
@@ -349,6 +379,8 @@ def _build_rank_0(
     )
     report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=decoder.spared_bytes)
     executor = LeaderExecutor(decoder, memory, config.max_num_seqs, workers, rank_config.rows_file, own)
+    part = page_part(rank_config, report.folder, 0, memory.kv, workers.exchange)
+    executor.open_host_tier(rank_config.num_host_pages, config.prefill_listen is not None, part)
     placements = rank_config.placements(report.spec)
     if placements is not None:
         executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
@@ -356,6 +388,20 @@ def _build_rank_0(
         mover = make_mover(rank_config, report.folder, decoder, workers.communicator)
         executor.move_experts(mover, config.eplb_config or EplbConfig())
     return executor, report
+
+
+def _check_hosts(config: EngineConfig) -> None:
+    """Raise ConfigError for what ranks on several hosts do not support: no process has whole pages."""
+    for name, value, allowed in (
+        ("kv_disk_dir", config.kv_disk_dir, None),
+        ("role", config.role, "both"),
+        ("prefill_listen", config.prefill_listen, None),
+    ):
+        if value != allowed:
+            raise ConfigError(
+                f"{name} is {value!r}, but the ranks are on several hosts, which share no pages: leave it at {allowed!r}, or "
+                "start all ranks on one host"
+            )
 
 
 def _check_alike(config: RankConfig, folder: Path, workers: WorkerGroup | RemoteWorkers) -> None:

@@ -73,6 +73,7 @@ class LeaderExecutor(CpuStepExecutor):
         self._shard, self._workers, self._rows_file = decoder, workers, rows_file
         self._shares = [share / sum(shares) for share in shares]
         self._changes: Changes | None = None
+        self._is_moving = False  # pages, in a step that has not begun
         self._rebalancer: ExpertRebalancer | None = None
         self._save_placement: Callable[[], None] | None = None
         self.release: Callable[[], None] | None = None
@@ -102,6 +103,7 @@ class LeaderExecutor(CpuStepExecutor):
             if self._rebalancer is not None:
                 self._rebalancer.advance()
             changes, self._changes = self._changes, None
+            self._is_moving = False  # in a step the leader waits for the others, which then have moved their pages
             self._workers.ring.send(
                 *encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all, changes))
             )
@@ -114,7 +116,14 @@ class LeaderExecutor(CpuStepExecutor):
         """See PageMover: every rank copies its part."""
         with self._group():
             self._send(encode_page_moves(saves, loads))
+        self._is_moving = True
         super().move_pages(saves, loads)
+
+    def flush(self) -> None:
+        """See StepExecutor: every rank has moved its pages before this returns."""
+        if self._is_moving:
+            self._is_moving = False
+            self._send_and_wait(Call.WAIT)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor."""
@@ -153,17 +162,11 @@ class LeaderExecutor(CpuStepExecutor):
 
     def sleep(self) -> None:
         """See StepExecutor: every rank does, before this returns."""
-        with self._group():
-            self._send(([Call.SLEEP], []))
-            super().sleep()
-            self._workers.communicator.barrier()
+        self._send_and_wait(Call.SLEEP, super().sleep)
 
     def wake_up(self) -> None:
         """See StepExecutor: every rank does, before this returns."""
-        with self._group():
-            self._send(([Call.WAKE_UP], []))
-            super().wake_up()
-            self._workers.communicator.barrier()
+        self._send_and_wait(Call.WAKE_UP, super().wake_up)
 
     def close(self) -> None:
         """See StepExecutor: the workers end."""
@@ -233,6 +236,12 @@ class LeaderExecutor(CpuStepExecutor):
         changes, self._changes = self._changes, None
         if changes is not None:
             self._workers.ring.send(*encode_changes(changes))
+
+    def _send_and_wait(self, call: Call, run: Callable[[], None] = lambda: None) -> None:
+        with self._group():
+            self._send(([call], []))
+            run()
+            self._workers.communicator.barrier()
 
     def _send(self, message: Encoded) -> None:
         self._send_changes()

@@ -40,6 +40,7 @@ class Call(IntEnum):
     SWITCH_EXPERTS = 10
     LOAD_ADAPTER = 11
     UNLOAD_ADAPTER = 12
+    WAIT = 13
 
 
 class Changes(NamedTuple):

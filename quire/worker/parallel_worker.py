@@ -23,7 +23,7 @@ from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.cpu_executor import CpuStepExecutor
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, make_mover, num_threads_of
+from quire.worker.parallel_build import RankConfig, build_rank, check_rank_memory, make_mover, num_threads_of, page_part
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import (
     Call,
@@ -47,6 +47,8 @@ def main(context: WorkerContext) -> None:
     torch.set_num_threads(num_threads_of(config, context.rank, context.num_on_host, context.own))
     rows_file = os.memfd_create("quire-rows") if context.exchange is not None else context.open_descriptor(config.rows_file)
     config = replace(config, rows_file=rows_file)
+    if config.slots_file >= 0 and context.exchange is None:
+        config = replace(config, slots_file=context.open_descriptor(config.slots_file))
     folder = Path(config.folder)
     if context.exchange is not None and isinstance(context.own, EngineConfig):
         folder = resolve_model(context.own.model, context.own.revision)  # the checkpoint of this host
@@ -58,14 +60,15 @@ def main(context: WorkerContext) -> None:
     mover = make_mover(config, folder, decoder, context.communicator) if config.moves_experts else None
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())
-    executor.open_host_tier(config.num_host_pages)
+    part = page_part(config, folder, context.rank, memory.kv, context.exchange)
+    executor.open_host_tier(config.num_host_pages, part=part)
     if not config.checks_first:
         _check_alike(context, config, folder)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
     try:
         while True:
             message = context.ring.receive()
-            if message is not None and not _follow_sleep(executor, Call(int(message.header[0])), context):
+            if message is not None and not _follow(executor, Call(int(message.header[0])), context):
                 make_call(executor, decoder, message, mover)
     finally:
         executor.close()
@@ -76,13 +79,13 @@ def _check_alike(context: WorkerContext, config: RankConfig, folder: Path) -> No
     check_fingerprints(context.communicator, own_fingerprint(context.own, folder, config.options))
 
 
-def _follow_sleep(executor: CpuStepExecutor, call: Call, context: WorkerContext) -> bool:
-    """Sleep or wake up if the leader has, and tell it when that is done; return whether it was such a call."""
-    if call not in (Call.SLEEP, Call.WAKE_UP):
+def _follow(executor: CpuStepExecutor, call: Call, context: WorkerContext) -> bool:
+    """Make a call that the leader waits for, and tell it when that is done; return whether it was such a call."""
+    if call not in (Call.SLEEP, Call.WAKE_UP, Call.WAIT):
         return False
     if call is Call.SLEEP:
         executor.sleep()
-    else:
+    elif call is Call.WAKE_UP:
         executor.wake_up()
     context.communicator.barrier()
     return True

@@ -10,6 +10,7 @@ import torch
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
+from quire.kv.tiers.host_slab import slots_file
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
 from quire.parallel.launch import spawn_workers
@@ -20,6 +21,7 @@ from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.pipeline_memory import PipelineSizes
 from quire.worker.pipeline_plan import kept_layers_of, stages_of
 from quire.worker.pipeline_stage import StageConfig
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
@@ -33,15 +35,19 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
     """
     num_files = config.pipeline_parallel_size if config.tensor_parallel_size > 1 else 0
     rows_files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files)]
+    num_pages = num_host_pages(config, report)
+    page_file = slots_file(num_pages, report.memory.kv.bytes_per_block) if num_pages > 0 else -1
     release_threads = threads_release()
 
     def release() -> None:
         release_threads()
         for rows_file in rows_files:
             os.close(rows_file)
+        if page_file >= 0:
+            os.close(page_file)
 
     try:
-        stage_config = _stage_config(config, report, tuple(rows_files))
+        stage_config = replace(_stage_config(config, report, tuple(rows_files)), num_host_pages=num_pages, slots_file=page_file)
         torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
         executor, report = _start_stages(config, report, stage_config)
     except BaseException:
@@ -91,7 +97,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         config,
         areas=stage_config.sizes.areas(),
         subgroups=stage_config.subgroups,
-        pass_fds=stage_config.rows_files,
+        pass_fds=(*stage_config.rows_files, *((stage_config.slots_file,) if stage_config.slots_file >= 0 else ())),
     )
     workers = spawn_workers(WORKER_MODULE, len(places) + 1, stage_config.to_json(), options)
     try:

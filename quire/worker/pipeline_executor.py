@@ -22,11 +22,20 @@ from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
+from quire.kv.tiers.host_slab import HostSlab
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
-from quire.worker.parallel_messages import Call, Changes, Encoded, StepCall, encode_changes, encode_rows
+from quire.worker.parallel_messages import (
+    Call,
+    Changes,
+    Encoded,
+    StepCall,
+    encode_changes,
+    encode_page_moves,
+    encode_rows,
+)
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
 from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
 from quire.worker.pipeline_stage import StageConfig
@@ -91,7 +100,9 @@ class PipelineExecutor:
         self._taken: SentStep | None = None
         self._kept_layers = config.kept_layers
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
-        self._is_closed = False
+        self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
+        part = config.page_part(memory.kv, memory.kv.part(0, 0))
+        self.host_slab = None if part is None else HostSlab(None, config.num_host_pages, part=part)
         self.release: Callable[[], None] | None = None
 
     def expert_stats(self) -> list[ExpertStats]:
@@ -129,8 +140,20 @@ class PipelineExecutor:
         if entries or block_copies:
             self._send(encode_changes(Changes(list(entries), list(block_copies))))
 
+    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover: every stage copies its part, in the order of the steps."""
+        self._send(encode_page_moves(saves, loads))
+        self._is_moving = True
+
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """See PageMover: refused."""
+        raise InvariantError("the stages have mapped the pages that they were started with")
+
     def flush(self) -> None:
-        """See StepExecutor: changes are sent at once."""
+        """See StepExecutor: changes are sent at once, and every stage has moved its pages before this returns."""
+        if self._is_moving:
+            self._is_moving = False
+            self._send_and_wait(Call.WAIT)
 
     def start_step(
         self,
@@ -147,7 +170,7 @@ class PipelineExecutor:
         self._wait(self._memory.counter(len(self._stages) - 1), number + 1 - self.max_in_flight)
         call = StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_prompt_logits)
         self._send(encode_numbered_step(call, number & 0x7FFFFFFF, reads))
-        self._num_sent = number + 1
+        self._num_sent, self._is_moving = number + 1, False
         self.clock.note_in_flight(self._num_sent - self._num_taken)
         num_logit_rows, num_tokens = len(tokens.logit_rows), len(tokens.token_ids)
         keeps_all = keeps_prompt_logits or "final" in reads
@@ -241,6 +264,7 @@ class PipelineExecutor:
         self._workers.close()
         if self._pages is not None:
             self._pages.close()
+        self.host_slab = None
         if self.release is not None:
             self.release()
             self.release = None

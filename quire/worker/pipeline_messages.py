@@ -27,6 +27,8 @@ class StageCall(IntEnum):
     HIDDEN_STATES = 16
     SLEEP = Call.SLEEP
     WAKE_UP = Call.WAKE_UP
+    MOVE_PAGES = Call.MOVE_PAGES
+    WAIT = Call.WAIT
 
 
 def encode_numbered_step(call: StepCall, number: int, reads: Sequence[DraftInput] = ()) -> Encoded:

@@ -11,6 +11,7 @@ from typing import Any
 
 from quire.contracts.kv_spec import KvDtype, KvSpec
 from quire.contracts.memory import MemoryPlan
+from quire.kv.tiers.host_slab import PagePart
 from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.pipeline_stages import PipelineStage
@@ -58,6 +59,8 @@ class StageConfig:
     num_threads      of each worker, those of the first stage first
     num_batch_slots  rows of the block tables
     kept_layers      whose inputs a draft head in the leader reads, low to high
+    num_host_pages   pages of the host tier
+    slots_file       descriptor of the memory of these pages, which all processes share; -1: there are none
     allow_missing_head as in EngineConfig
     """
 
@@ -77,6 +80,8 @@ class StageConfig:
     num_threads: tuple[int, ...]
     sizes: PipelineSizes
     kept_layers: tuple[int, ...] = ()
+    num_host_pages: int = 0
+    slots_file: int = -1
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -94,6 +99,19 @@ class StageConfig:
         """Return the places in kept_layers of those that a stage has."""
         first, last = (bisect_left(self.kept_layers, layer) for layer in (stage.start, stage.stop))
         return range(first, last)
+
+    def page_part(self, whole: KvSpec, own: KvSpec, first_layer: int = 0, shard: ModelShard | None = None) -> PagePart | None:
+        """Return what a process holds of the pages of the host tier; None: there are none.
+
+        whole, own   the KV caches of the model and of the process
+        first_layer  of its stage
+        shard        of the whole model, of the ranks of a stage
+        """
+        if self.slots_file < 0:
+            return None
+        layers = range(first_layer, first_layer + len(own.layer_shapes))
+        first_heads = tuple(0 if shard is None else shard.layers[layer].cached_kv_heads.start for layer in layers)
+        return PagePart(self.slots_file, whole, own, first_layer, first_heads)
 
     @property
     def subgroups(self) -> dict[str, tuple[int, ...]]:
@@ -116,9 +134,9 @@ class StageConfig:
 
 def build_stage(
     config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier]
-) -> tuple[StageDecoder, MemoryPlan]:
-    """Load a worker's part of the layers of its stage; return what runs it, and the plan of its KV cache. Nothing of other
-    stages, and no rows of other ranks, are opened.
+) -> tuple[StageDecoder, MemoryPlan, PagePart | None]:
+    """Load a worker's part of the layers of its stage; return what runs it, the plan of its KV cache, and its part of the pages
+    of the host tier. Nothing of other stages, and no rows of other ranks, are opened.
 
     subgroups  the barriers of this worker, see StageConfig.subgroups
 
@@ -132,7 +150,8 @@ def build_stage(
     policy = None if config.quantization is None else POLICIES[config.quantization]
     quantize = None if policy is None else parameter_quantizer(parameters, spec, policy).quantized
     is_windowed = config.num_window_blocks > 0
-    group, kv = None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+    group, shard, kv = None, None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
+    whole = kv
     if place.num_tensor_ranks > 1:
         shard = ModelShard.of(spec, place.tensor_rank, config.shares)
         kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
@@ -142,12 +161,14 @@ def build_stage(
     kept = config.kept_part(stage)
     if kept and place.is_first_rank:
         decoder.keep_inputs(tuple(config.kept_layers[index] - stage.start for index in kept))
-    return decoder, MemoryPlan(
+    own = kv.part(stage.start, stage.stop)
+    plan = MemoryPlan(
         0,
         decoder.weight_bytes,
         0,
-        kv.part(stage.start, stage.stop),
+        own,
         config.num_kv_blocks,
         config.max_model_len,
         num_window_blocks=config.num_window_blocks,
     )
+    return decoder, plan, config.page_part(whole, own, stage.start, shard)

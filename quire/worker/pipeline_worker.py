@@ -18,13 +18,14 @@ from quire.contracts.memory import MemoryPlan
 from quire.kernels.native import load_native
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
+from quire.kv.tiers.host_slab import HostSlab, PagePart
 from quire.model.stage_decoder import StageDecoder, StageOutputs
 from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.ring import RingMessage
 from quire.speculate.proposer import DraftInput
-from quire.worker.parallel_messages import StepCall, decode_changes, decode_step
+from quire.worker.parallel_messages import StepCall, decode_changes, decode_page_moves, decode_step
 from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
 from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
@@ -39,16 +40,18 @@ def main(context: WorkerContext) -> None:
         bind_rank_to_numa_node(context.rank - 1, config.num_threads)
     torch.set_num_threads(config.num_threads[context.rank - 1])
     context.startup.stage(f"loading weights of {place.describe()}")
-    decoder, plan = build_stage(config, place, context.subgroups)
+    decoder, plan, part = build_stage(config, place, context.subgroups)
     memory = PipelineMemory(context.memory, config.sizes)
     executor = StageExecutor(decoder, plan, config, place, memory, context.barrier)
+    if part is not None:
+        executor.open_host_tier(config.num_host_pages, part)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
             message = context.ring.receive()
             if message is None:
                 continue
-            if not executor.follow_sleep(StageCall(int(message.header[0]))):
+            if not executor.follow(StageCall(int(message.header[0]))):
                 executor.make_call(message)
                 continue
             context.communicator.barrier()  # the leader waits in it
@@ -80,14 +83,19 @@ class StageExecutor:
         self._tables = list(self._block_tables)
         self._addresses = [address_of(table) for table in self._tables]
         self._num_answers = 0
+        self._slab: HostSlab | None = None
 
     @property
     def spared_bytes(self) -> int:
         """See NativeDecoder.spared_bytes; of the last stage."""
         return self._decoder.spared_bytes if self._stage.is_last else 0
 
-    def follow_sleep(self, call: StageCall) -> bool:
-        """Sleep or wake up if the leader has; return whether it was such a call."""
+    def open_host_tier(self, num_pages: int, part: PagePart) -> None:
+        """Map the pages of the host tier."""
+        self._slab = HostSlab(self._kv, num_pages, part=part)
+
+    def follow(self, call: StageCall) -> bool:
+        """Make a call that the leader waits for; return whether it was such a call."""
         if call is StageCall.SLEEP:
             self._pages.close()
             self._kv.drop()
@@ -95,7 +103,7 @@ class StageExecutor:
             self._pages = PageSupply(self._kv)
             self._pages.start()
         else:
-            return False
+            return call is StageCall.WAIT
         return True
 
     def make_call(self, message: RingMessage) -> None:
@@ -114,6 +122,8 @@ class StageExecutor:
             elif call is StageCall.MOVE_TOKENS:
                 sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
                 self._decoder.move_tokens(self._kv, sources, targets)
+            elif call is StageCall.MOVE_PAGES and self._slab is not None:
+                self._slab.move(*decode_page_moves(message))
             elif call in (StageCall.LOGITS, StageCall.HIDDEN_STATES):
                 if self._stage.is_last:
                     self._answer(call, request_slot(message), message.arrays[0].tolist())
@@ -195,6 +205,7 @@ class StageExecutor:
     def close(self) -> None:
         """Release the weights and the KV pool."""
         self._pages.close()
+        self._slab = None
         del self._decoder, self._kv
 
 

@@ -17,7 +17,7 @@ class PipelinedStepDriver(StepDriver):
     """
 
     def __init__(self, executor: PipelineExecutor, speculator: Speculator | None = None) -> None:
-        super().__init__(executor, speculator)
+        super().__init__(executor, speculator, page_mover=executor)
         self.num_stages = executor.max_in_flight
         self._pipeline = executor
         self._in_flight: dict[int, StepDrafts | None] = {}  # by step id

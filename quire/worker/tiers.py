@@ -42,16 +42,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(f"{name} is {value!r}, but the model attends in both directions, which caches nothing: leave it out")
     if report.spec.implementation == "transformers":
         raise ConfigError(f"{name} is {value!r}, but model_impl 'transformers' has no KV tiers: leave one of them out")
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{name} is {value!r} and pipeline_parallel_size {config.pipeline_parallel_size}: KV tiers of pipeline stages are "
-            "not supported yet; leave one of them out"
-        )
-    if config.kv_disk_dir is not None and config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"kv_disk_dir is {value!r} and tensor_parallel_size {config.tensor_parallel_size}: the disk tier needs one rank, "
-            "as each rank has a part of every page; give kv_host_bytes only, or leave tensor_parallel_size at 1"
-        )
     if config.role != "both":
         _check_role(config, report)
     if num_host_pages(config, report) == 0:
@@ -62,10 +52,10 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_role(config: EngineConfig, report: ModelReport) -> None:
-    if config.tensor_parallel_size > 1:
+    if config.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"role is {config.role!r} and tensor_parallel_size {config.tensor_parallel_size}: KV transfer needs one rank, as "
-            "each rank has a part of every page; leave tensor_parallel_size at 1"
+            f"role is {config.role!r} and pipeline_parallel_size {config.pipeline_parallel_size}: KV transfer is not supported "
+            "with pipeline stages; leave role at 'both', or take tensor_parallel_size instead"
         )
     if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
         raise ConfigError(

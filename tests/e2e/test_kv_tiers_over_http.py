@@ -16,9 +16,9 @@ SYSTEM = "You are a careful clerk who answers briefly and never forgets what was
 KEY = "secret"
 
 
-def serving_with_tiers(folder):
+def serving_with_tiers(folder, *ranks):
     tiers = ("--kv-disk-dir", str(folder), "--kv-disk-bytes", str(64 << 20), "--api-key", KEY, "--num-threads", "1")
-    return serving(*tiers, key=KEY)
+    return serving(*tiers, *ranks, key=KEY)
 
 
 def ask_messages(server, *marks):
@@ -48,9 +48,10 @@ def wait_for_metric(server, name, tier, least):
     server.wait_for(lambda: metric(server, name, tier) >= least, timeout_s=30)
 
 
-def test_marked_prompts_are_found_after_kill_and_restart(tmp_path):
+@pytest.mark.parametrize("ranks", [(), ("--tensor-parallel-size", "2")], ids=["one-process", "two-ranks"])
+def test_marked_prompts_are_found_after_kill_and_restart(tmp_path, ranks):
     folder = tmp_path / "tier"
-    with serving_with_tiers(folder) as server:
+    with serving_with_tiers(folder, *ranks) as server:
         first = ask_messages(server, "mark")
         asked = ask_chat(server, "Kept.", prompt_cache_retention="24h")
         assert first["usage"]["cache_read_input_tokens"] == 0
@@ -60,7 +61,7 @@ def test_marked_prompts_are_found_after_kill_and_restart(tmp_path):
         os.kill(server.engine_pid(), signal.SIGKILL)
         os.kill(server.process.pid, signal.SIGKILL)
     assert (folder / "cache_secret").stat().st_mode & 0o777 == 0o600
-    with serving_with_tiers(folder) as server:
+    with serving_with_tiers(folder, *ranks) as server:
         again = ask_messages(server)
         assert again["content"] == first["content"]
         usage = again["usage"]

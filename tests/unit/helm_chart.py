@@ -109,6 +109,25 @@ VALUES: dict[str, dict[str, Any]] = {
         "router": {"enabled": False},
         "networkPolicy": {"enabled": True, "engineFrom": [PEER]},
     },
+    "apart": {
+        **_KEY,
+        **_MONITORING,
+        "model": {"name": "/models/big", "storage": {"type": "claimPerPod", "size": "20Gi"}},
+        "engine": {
+            "replicas": 2,
+            "options": {"num-threads": 4, "kv-host-bytes": 1 << 30},
+            "kvEvents": {"enabled": True},
+            "nodeSelector": {"disk": "fast"},
+        },
+        "prefill": {
+            "enabled": True,
+            "replicas": 3,
+            "transferSecret": {"existingSecret": "quire-transfer"},
+            "options": {"kv-host-bytes": 4 << 30},
+            "resources": {"requests": {"cpu": "16"}, "limits": {"memory": "32Gi"}},
+        },
+        "networkPolicy": {"enabled": True},
+    },
     "direct": {"router": {"enabled": False}, "networkPolicy": {"enabled": True}, "fullnameOverride": "llm"},
 }
 each_render = pytest.mark.parametrize("name", VALUES)
@@ -137,11 +156,11 @@ def of_kind(name: str, kind: str) -> list[dict[str, Any]]:
 
 
 def pod_templates(name: str) -> dict[str, dict[str, Any]]:
-    """Return {"engine", "worker" or "router": pod template}."""
+    """Return {"engine", "prefill", "worker" or "router": pod template}."""
     found = {}
     for one in rendered(name):
         if one["kind"] == "StatefulSet":
-            found["engine"] = one["spec"]["template"]
+            found[one["metadata"]["labels"]["app.kubernetes.io/component"]] = one["spec"]["template"]
         elif one["kind"] == "Deployment":
             found["router"] = one["spec"]["template"]
         elif one["kind"] == "LeaderWorkerSet":

@@ -114,7 +114,7 @@ def test_values_of_options_arrive_as_they_were_given():
 
 @pytest.mark.parametrize("name", [name for name in VALUES if VALUES[name].get("router", {}).get("enabled", True)])
 def test_router_has_the_address_of_every_engine(name):
-    (owner,) = of_kind(name, "StatefulSet") or of_kind(name, "LeaderWorkerSet")
+    owner, *prefill = of_kind(name, "StatefulSet") or of_kind(name, "LeaderWorkerSet")
     set_name = owner["metadata"]["name"]
     # Pods of a StatefulSet have addresses below its serviceName, leaders of a LeaderWorkerSet below the name of the set.
     domain = owner["spec"].get("serviceName", set_name)
@@ -125,6 +125,9 @@ def test_router_has_the_address_of_every_engine(name):
         most = scalers[0]["spec"].get("maxReplicas") or scalers[0]["spec"]["maxReplicaCount"]
     port = port_of(pod_templates(name)["engine"], "http")
     wanted = [f"http://{set_name}-{index}.{domain}:{port}" for index in range(most)]
+    for one in prefill:
+        name_of_set, count = one["metadata"]["name"], one["spec"]["replicas"]
+        wanted += [f"http://{name_of_set}-{index}.{one['spec']['serviceName']}:{port}" for index in range(count)]
     assert [one.url for one in router_config(parsed(pod_templates(name)["router"])).backends] == wanted
     headless = {
         one["metadata"]["name"]: one["spec"] for one in of_kind(name, "Service") if one["spec"].get("clusterIP") == "None"
@@ -140,24 +143,25 @@ def test_services_lead_to_ports_of_pods_that_answer_clients(name):
     front = "router" if "router" in pod_templates(name) else "engine"
     for service in of_kind(name, "Service"):
         is_headless = service["spec"].get("clusterIP") == "None"
-        assert selected(name, service["spec"]["selector"]) == {"engine" if is_headless else front}
+        component = service["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert selected(name, service["spec"]["selector"]) == {component if is_headless else front}
         for port in service["spec"]["ports"]:
             for role in selected(name, service["spec"]["selector"]):
                 target = port_of(pod_templates(name)[role], port["targetPort"])
                 assert not is_headless or port["port"] == target
-    assert len(of_kind(name, "Service")) == 2
+    assert len(of_kind(name, "Service")) == 2 + ("prefill" in pod_templates(name))
 
 
 @each_render
 def test_selectors_take_the_pods_that_they_mean(name):
     templates = pod_templates(name)
-    engines = {role for role in templates if role != "router"}
+    engines = {role for role in templates if role in ("engine", "worker")}
     for one in of_kind(name, "StatefulSet") + of_kind(name, "Deployment"):
-        role = "engine" if one["kind"] == "StatefulSet" else "router"
+        role = one["metadata"]["labels"]["app.kubernetes.io/component"]
         assert selected(name, one["spec"]["selector"]["matchLabels"]) == {role}
     for one in of_kind(name, "PodDisruptionBudget"):
-        is_router = one["metadata"]["name"].endswith("-router")
-        assert selected(name, one["spec"]["selector"]["matchLabels"]) == ({"router"} if is_router else engines)
+        role = one["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert selected(name, one["spec"]["selector"]["matchLabels"]) == (engines if role == "engine" else {role})
     for one in of_kind(name, "ServiceMonitor"):
         labels = one["spec"]["selector"]["matchLabels"].items()
         (service,) = [service for service in of_kind(name, "Service") if labels <= service["metadata"]["labels"].items()]
@@ -205,6 +209,7 @@ def test_probes_ask_routes_of_the_server(name):
         # A worker of a group has /health only; a router must start before an engine is there.
         wanted = {
             "engine": ["/ready", "/ready", "/health"],
+            "prefill": ["/ready", "/ready", "/health"],
             "worker": ["/health"] * 3,
             "router": ["/health", "/ready", "/health"],
         }
@@ -273,8 +278,9 @@ def test_mounts_are_volumes_or_claims_of_the_pod(name):
     }
     for role, template in pod_templates(name).items():
         volumes = {one["name"] for one in template["spec"]["volumes"]}
-        mounts = {one["name"] for one in container_of(template)["volumeMounts"]}
-        assert mounts == volumes | (claims if role == "engine" else set())
+        containers = template["spec"]["containers"] + template["spec"].get("initContainers", [])
+        mounts = {mount["name"] for one in containers for mount in one["volumeMounts"]}
+        assert mounts == volumes | (claims if role in ("engine", "prefill") else set())
         assert not volumes & claims
 
 
@@ -305,7 +311,7 @@ def test_key_is_in_a_secret_and_reaches_whoever_needs_it(name):
         assert secret_of(template, "QUIRE_ROUTER_BACKEND_KEY" if role == "router" else "QUIRE_API_KEY") == secret
     for one in of_kind(name, "ServiceMonitor"):
         credentials = [end.get("authorization", {}).get("credentials") for end in one["spec"]["endpoints"]]
-        has_key = secret is not None and one["metadata"]["name"].endswith("-engine")
+        has_key = secret is not None and not one["metadata"]["name"].endswith("-router")
         assert credentials == [{"name": secret[0], "key": secret[1]} if has_key else None]
     made = {(one["metadata"]["name"], entry) for one in of_kind(name, "Secret") for entry in one["stringData"]}
     assert made == ({secret} if key and "value" in key else set())
@@ -343,6 +349,37 @@ def test_router_follows_the_kv_events_that_engines_publish():
         for host in (f"demo-quire-engine-{number}.demo-quire-engine" for number in range(2))
     }
     assert "kv-events" not in json.dumps(pod_templates("default"))
+
+
+def test_prefill_servers_and_engines_have_the_roles_that_they_need():
+    templates = pod_templates("apart")
+    engine, prefill = parsed(templates["engine"]), parsed(templates["prefill"])
+    assert (engine.role, prefill.role) == ("decode", "prefill")
+    assert engine.prefill_urls is None, "the router tells it"
+    assert prefill.prefill_listen == f"tcp://0.0.0.0:{port_of(templates['prefill'], 'kv-transfer')}" == "tcp://0.0.0.0:7000"
+    assert (engine.kv_host_bytes, prefill.kv_host_bytes) == (1 << 30, 4 << 30)
+    assert (engine.num_threads, prefill.num_threads) == (4, 4)
+    assert (engine.kv_events_endpoint is None, prefill.kv_events_endpoint is None) == (False, True)
+    assert container_of(templates["prefill"])["resources"]["requests"] == {"cpu": "16"}
+    assert templates["prefill"]["spec"]["nodeSelector"] == {"disk": "fast"}
+    for role, args in (("engine", engine), ("prefill", prefill)):
+        (copies,) = templates[role]["spec"]["initContainers"]  # with fsGroup, Kubernetes lets a group read the Secret's file
+        *_, source, target = copies["command"]
+        assert copies["command"][:3] == ["install", "-m", "600"]
+        assert (source, target) == ("/secret/transfer-secret", str(args.transfer_secret_file))
+        assert {"name": "transfer-secret", "secret": {"secretName": "quire-transfer"}} in templates[role]["spec"]["volumes"]
+    assert "initContainers" not in pod_templates("default")["engine"]["spec"]
+
+
+def test_pages_of_prefill_servers_are_for_engines_when_the_network_policy_is_on():
+    policies = {one["metadata"]["name"]: one["spec"] for one in of_kind("apart", "NetworkPolicy")}
+    policy = policies["demo-quire-prefill"]
+    assert selected("apart", policy["podSelector"]["matchLabels"]) == {"prefill"}
+    found = [(selected("apart", rule["from"][0]["podSelector"]["matchLabels"]), rule["ports"]) for rule in policy["ingress"]]
+    assert found == [
+        ({"router"}, [{"protocol": "TCP", "port": "http"}]),
+        ({"engine"}, [{"protocol": "TCP", "port": "kv-transfer"}]),
+    ]
 
 
 def test_ranks_of_a_group_reach_each_other_when_the_network_policy_is_on():

@@ -27,7 +27,7 @@ yaml = pytest.importorskip("yaml", reason="needs PyYAML")
 pytestmark = needs_helm
 
 
-@pytest.mark.parametrize("name", ["default", "fleet", "group", "gateway"])
+@pytest.mark.parametrize("name", ["default", "fleet", "group", "gateway", "apart"])
 def test_notes_name_the_service_and_the_secret(name, tmp_path):
     chart = tmp_path / "quire"
     shutil.copytree(CHART, chart)  # links become files
@@ -78,6 +78,25 @@ def test_values_of_the_guide_are_accepted():
         ({"leaderWorkerSet": {"enabled": True}, "engine": {"gpu": {"count": 1}}}, ["engine.gpu.count is 1", "CPUs only"]),
         ({"leaderWorkerSet": {"enabled": True}, "engine": {"dataVolume": {"enabled": True}}}, ["engine.dataVolume.enabled"]),
         ({"inferencePool": {"enabled": True, "create": True}}, ["inferencePool.endpointPicker.name"]),
+        ({"prefill": {"enabled": True}}, ["prefill.enabled needs apiKey"]),
+        ({"prefill": {"enabled": True}, "router": {"enabled": False}}, ["prefill.enabled needs router.enabled"]),
+        ({"prefill": {"enabled": True}, "apiKey": {"value": "a"}}, ["prefill.transferSecret.existingSecret"]),
+        (
+            {
+                "prefill": {"enabled": True, "transferSecret": {"existingSecret": "a"}},
+                "apiKey": {"value": "a"},
+                "engine": {"gpu": {"count": 1}},
+            },
+            ["prefill.enabled is not supported with", "engine.gpu.count"],
+        ),
+        ({"prefill": {"port": 0}}, ["prefill.port"]),
+        (
+            {
+                "prefill": {"enabled": True, "transferSecret": {"existingSecret": "a"}, "options": {"role": "both"}},
+                "apiKey": {"value": "a"},
+            },
+            ["prefill.options.role is set by the chart", "prefill"],
+        ),
         ({"inferencePool": {"create": True}}, ["inferencePool.create needs inferencePool.enabled"]),
         ({"engine": {"options": {"port": 3}}}, ["engine.options.port", "engine.port"]),
         ({"engine": {"options": {"api-key": "k"}}}, ["engine.options.api-key", "apiKey"]),

@@ -211,6 +211,7 @@ class KvAllocator:
         if self.host_tier is None or not self.host_tier.has_moves:
             return plan
         saves, loads = self.host_tier.take_moves()
+        self.host_tier.pin([slot for _, slot in saves])  # nothing else may be written there before the step has run
         return replace(plan, page_saves=saves, page_loads=loads)
 
     def end_page_moves(self, plan: StepPlan, is_failed: bool) -> None:
@@ -218,11 +219,12 @@ class KvAllocator:
         tier = self.host_tier
         if tier is None:
             return
-        tier.unpin(slot for slot, _ in plan.page_loads)
         if is_failed:
             tier.drop_slots(slot for _, slot in plan.page_saves)
             for _, block_id in plan.page_loads:
                 self.index.drop(block_id)
+        tier.unpin(slot for _, slot in plan.page_saves)
+        tier.unpin(slot for slot, _ in plan.page_loads)
 
     def save_cached(self, max_blocks: int) -> None:
         """Save the pages of up to max_blocks published blocks that no tier has, in the order in which they came."""

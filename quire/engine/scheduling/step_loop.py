@@ -109,8 +109,11 @@ class StepLoop:
         self._finish(self._steps[0])
 
     def _fill_stages(self, num_stages: int) -> None:
-        """Launch steps until each stage has one, or there are no more sequences."""
-        while (num_steps := len(self._steps)) < num_stages:
+        """Launch steps until each stage has one, or there are no more sequences.
+
+        A step that could not be launched is committed first: others may read what it was to load.
+        """
+        while (num_steps := len(self._steps)) < num_stages and all(step.launched is not None for step in self._steps):
             self._launch(self._scheduler.schedule_pipelined)
             if len(self._steps) == num_steps:
                 return

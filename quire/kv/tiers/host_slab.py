@@ -8,50 +8,93 @@ import os
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.shared_slots import SharedSlots
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
 
 
+@dataclass(frozen=True, slots=True)
+class PagePart:
+    """What a process holds of the pages of a model that is divided among processes of one host.
+
+    A page is that of the whole model on one process, so it does not depend on how the model is divided.
+
+    file         descriptor of the memory of all slots, see `slots_file`
+    whole        the KV cache of the whole model
+    own          that of the process: of consecutive layers, with some of the key and value heads of each
+    first_layer  of its layers, in the model
+    first_heads  of each of its layers, the first key and value head, in the layer
+    """
+
+    file: int
+    whole: KvSpec
+    own: KvSpec
+    first_layer: int = 0
+    first_heads: tuple[int, ...] = ()
+
+    def offsets(self) -> list[int]:
+        """Return where in a page the bytes of each array of the process are, in the order of KvPool.arrays."""
+        starts: dict[tuple[str, int], tuple[int, int]] = {}
+        first = 0
+        for name, layer, head_bytes in self.whole.block_arrays():
+            starts[name, layer] = first, head_bytes
+            first += head_bytes * self.whole.layer_shapes[layer][0]
+        found: list[int] = []
+        for name, layer, _ in self.own.block_arrays():
+            start, head_bytes = starts[name, self.first_layer + layer]
+            found.append(start + self.first_heads[layer] * head_bytes)
+        return found
+
+
 class HostSlab:
     """Slots of one page each. A page holds one block: of each array of the pool the block's bytes, one after the other.
 
-    The memory is taken from the system only as slots are first written. Ranks of one model have a slab each, with the same
-    slots, for their parts of the blocks.
+    The memory is taken from the system only as slots are first written. Processes of one model on one host share the slots,
+    and each copies its part of a page. Those on several hosts have a slab each, with the same slots, for their parts of the
+    blocks.
 
     page_bytes      of one block
     stride          bytes from slot to slot
-    shared          the slots for other processes; None: they are not shared
+    shared          the slots for other engines; None: they are not shared
     save_s, load_s  seconds of `move` so far
     """
 
-    def __init__(self, pool: KvPool, num_slots: int, is_shared: bool = False) -> None:
-        """Make the slots. is_shared: other processes are to read them, see `shared`."""
-        self._blocks = [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
-        self.page_bytes = sum(blocks.shape[1] for blocks in self._blocks)
+    def __init__(self, pool: KvPool | None, num_slots: int, is_shared: bool = False, part: PagePart | None = None) -> None:
+        """Make the slots, or map those of `part`.
+
+        pool       None: this process has no blocks, but reads and writes pages
+        is_shared  other engines are to read them, see `shared`
+        """
+        self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
+        sizes = [blocks.shape[1] for blocks in self._blocks]
+        self.page_bytes = sum(sizes) if part is None else part.whole.bytes_per_block
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
-        self.stride = stride = -(-self.page_bytes // _ALIGNMENT) * _ALIGNMENT
+        self.stride = stride = slot_stride(self.page_bytes)
         self.shared: SharedSlots | None = None
-        if is_shared:
-            memory, fd = _shared_memory(num_slots * stride)
+        file = None if part is None else part.file
+        if file is None and is_shared:
+            file = slots_file(num_slots, self.page_bytes)
+            weakref.finalize(self, os.close, file)
+        if file is None:
+            memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = mmap.mmap(file, num_slots * stride, flags=mmap.MAP_SHARED)
+        if file is not None and is_shared:
+            fd = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
             self.shared = SharedSlots(fd, num_slots, stride)
             weakref.finalize(self, os.close, fd)
-        else:
-            memory = mmap.mmap(-1, num_slots * stride, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
-        self._parts: list[NDArray[np.uint8]] = []
-        first = 0
-        for blocks in self._blocks:
-            last = first + blocks.shape[1]
-            self._parts.append(self._slots[:, first:last])
-            first = last
+        firsts = np.cumsum([0, *sizes[:-1]]).tolist() if part is None else part.offsets()
+        self._parts = [self._slots[:, first : first + size] for first, size in zip(firsts, sizes, strict=True)]
 
     @property
     def address(self) -> int:
@@ -80,16 +123,21 @@ class HostSlab:
         self.load_s += time.perf_counter() - saved_s
 
 
-def _shared_memory(num_bytes: int) -> tuple[mmap.mmap, int]:
-    """Return memory of a fixed size, which can be mapped safely, and a file descriptor by which others may only read it."""
-    fd = os.memfd_create("quire-kv-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def slot_stride(page_bytes: int) -> int:
+    """Return the bytes from slot to slot."""
+    return -(-page_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def slots_file(num_slots: int, page_bytes: int) -> int:
+    """Return a descriptor of memory for slots, of a fixed size, so that it can be mapped safely."""
+    file = os.memfd_create("quire-kv-slots", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(fd, num_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED)
-        return memory, os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(fd)
+        os.ftruncate(file, num_slots * slot_stride(page_bytes))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
 
 
 def _bytes_of(array: torch.Tensor, num_blocks: int) -> NDArray[np.uint8]:

@@ -9,7 +9,7 @@ from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
-from quire.worker import parallel_launch
+from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import check_tiers
 from tests.thread_workers import ThreadWorkers
@@ -101,16 +101,49 @@ def test_tokens_are_those_of_a_cold_engine_when_drafts_follow(drafts):
     assert min(cached[5:]) >= 64
 
 
+SIZES = {
+    "ranks": {"tensor_parallel_size": 2},
+    "stages": {"pipeline_parallel_size": 2},
+    "ranks-of-stages": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+@pytest.fixture
+def thread_workers(monkeypatch):
+    for module in (parallel_launch, pipeline_build):
+        monkeypatch.setattr(module, "spawn_workers", ThreadWorkers)
+
+
 @pytest.mark.slow
 @needs_native
-def test_tensor_parallel_ranks_give_the_tokens_of_a_cold_engine(monkeypatch):
-    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_ranks_and_stages_give_the_tokens_of_a_cold_engine(thread_workers, sizes):
     with make_llm(enable_prefix_caching=False) as cold:
         expected, _ = run(cold, PROMPTS)
-    with make_llm(kv_host_bytes=64 << 20, kv_save="all", tensor_parallel_size=2) as llm:
+    with make_llm(kv_host_bytes=64 << 20, kv_save="all", **sizes) as llm:
         found, cached = run(llm, PROMPTS)
+        assert llm.llm_engine.scheduler.kv.host_tier.stats.num_loaded >= 12
     assert found == expected
     assert min(cached[5:]) >= 64
+
+
+@needs_native
+@pytest.mark.parametrize("save", ["all", pytest.param("write_through", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [SIZES["stages"], pytest.param(SIZES["ranks-of-stages"], marks=pytest.mark.slow)])
+def test_stages_give_the_tokens_of_a_roomy_engine_with_several_steps_in_flight(tmp_path, thread_workers, sizes, save):
+    """Slots are saved, loaded and read from disk while later stages still compute earlier steps."""
+    prompts = [(PREFIX if index % 3 == 0 else OTHERS[index % 4])[: 180 + 20 * (index % 4)] for index in range(12)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    with make_llm(num_kv_blocks=96) as roomy:
+        expected = [output.outputs[0].token_ids for output in roomy.generate(prompts, params, use_tqdm=False)]
+    disk = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_host_bytes": 12 << 16}
+    for _ in range(2):
+        with make_llm(**disk, kv_save=save, num_kv_blocks=24, **sizes) as llm:
+            found = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+            tier = llm.llm_engine.scheduler.kv.host_tier
+            assert tier.find_problem() is None
+            assert tier.stats.num_loaded > 0
+        assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -119,8 +152,6 @@ def test_tensor_parallel_ranks_give_the_tokens_of_a_cold_engine(monkeypatch):
         ({"kv_host_bytes": 1 << 20, "enable_prefix_caching": False}, "kv_host_bytes needs enable_prefix_caching"),
         ({"kv_host_bytes": 0}, "kv_host_bytes must be None or an integer >= 1"),
         ({"kv_host_bytes": 100}, "kv_host_bytes is 100, but a page"),
-        ({"kv_host_bytes": 64 << 20, "pipeline_parallel_size": 2}, "kv_host_bytes.*pipeline_parallel_size"),
-        ({"kv_disk_dir": "/tmp/x", "kv_disk_bytes": 1 << 30, "tensor_parallel_size": 2}, "kv_disk_dir.*tensor_parallel_size"),
         ({"kv_disk_dir": "/tmp/x"}, "kv_disk_bytes is missing"),
         ({"kv_save": "some"}, "kv_save must be one of"),
     ],
@@ -144,6 +175,26 @@ def test_pages_are_found_on_disk_after_a_restart(tmp_path):
     with make_llm(**options) as llm:
         assert run(llm, [PREFIX])[0] == expected
     with make_llm(**options) as llm:
+        found, cached = run(llm, [PREFIX])
+    assert found == expected
+    assert cached[0] >= 64
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"tensor_parallel_size": 2}, {}), (SIZES["stages"], {"tensor_parallel_size": 3, "tensor_parallel_shares": (2, 1, 1)})],
+    ids=["two-ranks-then-one", "stages-then-three-ranks"],
+)
+@pytest.mark.parametrize("kv_format", ["auto", pytest.param("k8v4", marks=pytest.mark.slow)])
+def test_pages_on_disk_are_found_by_another_number_of_processes(tmp_path, thread_workers, first, second, kv_format):
+    format_ = {"kv_cache_dtype": kv_format}
+    options = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all", **format_}
+    with make_llm(enable_prefix_caching=False, **format_) as cold:
+        expected, _ = run(cold, [PREFIX])
+    with make_llm(**options, **first) as llm:
+        assert run(llm, [PREFIX])[0] == expected
+    with make_llm(**options, **second) as llm:
         found, cached = run(llm, [PREFIX])
     assert found == expected
     assert cached[0] >= 64

@@ -14,9 +14,11 @@ from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.transfer import page_client, page_server
+from quire.worker import parallel_launch
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import check_tiers, tier_fingerprint, transfer_fingerprint
 from tests.prefill_thread import PrefillThread
+from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, run
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -67,8 +69,15 @@ def patient(monkeypatch):
 @needs_native
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv_cache_dtype": "int8"}, {"dtype": "float32"}, {"quantization": "int8"}],
-    ids=["bf16", "int8-kv", "f32", "int8-weights"],
+    [
+        {},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "turboquant_4bit"},
+        {"kv_cache_dtype": "k8v4", "kv_cache_dtype_skip_layers": (0, -1)},
+        {"dtype": "float32"},
+        {"quantization": "int8"},
+    ],
+    ids=["bf16", "int8-kv", "4-bit-kv", "k8v4-kv", "f32", "int8-weights"],
 )
 def test_tokens_are_those_of_one_engine(tmp_path, options):
     with make_llm(enable_prefix_caching=False, **options) as cold:
@@ -83,6 +92,29 @@ def test_tokens_are_those_of_one_engine(tmp_path, options):
     assert min(cached) >= 64
     assert stats.outcomes["complete"] >= 3
     assert stats.num_hits == stats.num_loaded > 12
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), pytest.param(1, 3, marks=pytest.mark.slow)],
+    ids=["two-and-two", "two-and-one", "one-and-three"],
+)
+@needs_native
+def test_tensor_parallel_ranks_of_either_side_give_the_tokens_of_one_engine(cold, monkeypatch, prefill, decode):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    expected, _ = run(cold, PROMPTS)
+    options = {"kv_host_bytes": 64 << 20}
+    with (
+        prefill_engine(tensor_parallel_size=prefill, **options) as peer,
+        decode_llm(peer.address, tensor_parallel_size=decode, **options) as llm,
+    ):
+        found, cached = run(llm, PROMPTS)
+        assert wait_until(lambda: peer.engine.prefill.tier_stats().num_pages == 0)
+        check_nothing_is_held(peer.engine)
+        check_nothing_is_held(llm.llm_engine)
+        assert outcomes(llm)["complete"] >= 3
+    assert found == expected
+    assert min(cached) >= 64
 
 
 @needs_native
@@ -416,10 +448,6 @@ def test_fingerprints_differ_where_torch_runs_the_model():
         (
             {"role": "prefill", "prefill_listen": "unix:/x", "data_parallel_size": 2},
             "role is 'prefill' and data_parallel_size 2",
-        ),
-        (
-            {"role": "decode", "prefill_urls": ("unix:/x",), "tensor_parallel_size": 2},
-            "role is 'decode' and tensor_parallel_size",
         ),
         ({"role": "decode", "prefill_urls": ("unix:/x",), "pipeline_parallel_size": 2}, "role is 'decode'.*pipeline_parallel"),
         ({"role": "prefill", "prefill_listen": "unix:/no/such/folder/x"}, "prefill_listen is unix:.*cannot listen"),

@@ -18,6 +18,26 @@
 {{ include "quire.fullname" . }}-router
 {{- end -}}
 
+{{/* The name of the prefill servers, and of their headless service. */}}
+{{- define "quire.prefillName" -}}
+{{ include "quire.fullname" . }}-prefill
+{{- end -}}
+
+{{/* The values for the pods of prefill servers, as JSON: those of engines are replaced. */}}
+{{- define "quire.prefillValues" -}}
+{{- $values := deepCopy .Values -}}
+{{- $_ := set $values.engine "options" (mergeOverwrite $values.engine.options $values.prefill.options) -}}
+{{- $_ := set $values.engine "replicas" $values.prefill.replicas -}}
+{{- range $name := list "resources" "nodeSelector" -}}
+{{- $_ := set $values.engine $name (default (get $values.engine $name) (get $values.prefill $name)) -}}
+{{- end -}}
+{{- $_ := set $values.engine.kvEvents "enabled" false -}}
+{{- $_ := set $values.engine.dataVolume "enabled" false -}}
+{{- $_ := set $values.inferencePool "enabled" false -}}
+{{- $_ := set $values "role" "prefill" -}}
+{{- toJson $values -}}
+{{- end -}}
+
 {{/* The headless service of the engines. The controller of a LeaderWorkerSet makes one with the set's name itself. */}}
 {{- define "quire.engineServiceName" -}}
 {{ include "quire.engineName" . }}{{ if .Values.leaderWorkerSet.enabled }}-leaders{{ end }}
@@ -154,6 +174,16 @@ valueFrom:
 - tcp://*:{{ .replayPort }}
 {{- end }}
 {{- end }}
+{{- if .Values.prefill.enabled }}
+- --role
+- {{ default "decode" .Values.role }}
+- --transfer-secret-file
+- /tmp/transfer-secret
+{{- if eq (default "decode" .Values.role) "prefill" }}
+- --prefill-listen
+- tcp://0.0.0.0:{{ .Values.prefill.port }}
+{{- end }}
+{{- end }}
 {{- include "quire.optionArguments" .Values.engine.options }}
 {{- end -}}
 
@@ -172,6 +202,13 @@ valueFrom:
 {{- if $.Values.engine.kvEvents.enabled }}
 - --kv-events
 - {{ include "quire.kvEventSource" (dict "host" (printf "%s-%d.%s" $engine $index $engine) "engine" $.Values.engine) }}
+{{- end }}
+{{- end }}
+{{- if .Values.prefill.enabled }}
+{{- $prefill := include "quire.prefillName" . }}
+{{- range $index := until (int .Values.prefill.replicas) }}
+- --backend
+- http://{{ $prefill }}-{{ $index }}.{{ $prefill }}:{{ $.Values.engine.port }}
 {{- end }}
 {{- end }}
 - --drain-timeout
@@ -243,9 +280,33 @@ failureThreshold: {{ max 1 (int (ceil (divf .seconds .period))) }}
 {{- if and $values.inferencePool.create (not $values.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name must be set when inferencePool.create is true" -}}
 {{- end -}}
+{{- if $values.prefill.enabled -}}
+{{- if not $values.router.enabled -}}
+{{- fail "prefill.enabled needs router.enabled: the router tells engines where prefill servers are" -}}
+{{- end -}}
+{{- if not (include "quire.hasApiKey" .) -}}
+{{- fail "prefill.enabled needs apiKey.existingSecret or apiKey.value: with that key the router tells engines where prefill servers are" -}}
+{{- end -}}
+{{- if not $values.prefill.transferSecret.existingSecret -}}
+{{- fail "prefill.enabled needs prefill.transferSecret.existingSecret: pages go between pods" -}}
+{{- end -}}
+{{- if or $values.leaderWorkerSet.enabled $values.engine.gpu.count -}}
+{{- fail "prefill.enabled is not supported with leaderWorkerSet.enabled and engine.gpu.count: KV transfer needs CPUs, and all ranks in one pod" -}}
+{{- end -}}
+{{- end -}}
 {{- $reserved := dict "model" "model.name" "host" "(fixed: 0.0.0.0)" "port" "engine.port" "api-key" "apiKey" "served-model-name" "model.servedNames" "start-timeout" "engine.probes.startupSeconds" "drain-grace" "engine.drain.graceSeconds" "drain-timeout" "engine.drain.timeoutSeconds" "data-dir" "engine.dataVolume" "uds" "(not supported)" "ssl-keyfile" "(not supported: probes and router use HTTP)" "ssl-certfile" "(not supported: probes and router use HTTP)" -}}
 {{- if $values.leaderWorkerSet.enabled -}}
 {{- $_ := set $reserved "tensor-parallel-size" "leaderWorkerSet.size" -}}
+{{- end -}}
+{{- if $values.prefill.enabled -}}
+{{- range $name := list "role" "prefill-listen" "prefill-url" "transfer-secret-file" -}}
+{{- $_ := set $reserved $name "prefill" -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $value := $values.prefill.options -}}
+{{- with get $reserved $name -}}
+{{- fail (printf "prefill.options.%s is set by the chart; use the value %s" $name .) -}}
+{{- end -}}
 {{- end -}}
 {{- range $name, $value := $values.engine.options -}}
 {{- with get $reserved $name -}}

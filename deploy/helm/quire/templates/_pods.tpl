@@ -33,7 +33,7 @@ command: [quire]
 {{- define "quire.engineMetadata" -}}
 {{- $values := .root.Values -}}
 labels:
-  {{- include "quire.selectorLabels" (dict "root" .root "component" "engine") | nindent 2 }}
+  {{- include "quire.selectorLabels" (dict "root" .root "component" (ternary "prefill" "engine" (eq .role "prefill"))) | nindent 2 }}
   quire-role: {{ .role }}
   {{- with $values.commonLabels }}
   {{- toYaml . | nindent 2 }}
@@ -60,7 +60,7 @@ annotations:
 {{- $values := .root.Values -}}
 {{- $engine := $values.engine -}}
 {{- $probes := $engine.probes -}}
-{{- $ready := ternary "/ready" "/health" (eq .role "server") -}}
+{{- $ready := ternary "/health" "/ready" (eq .role "worker") -}}
 {{- include "quire.podFields" (dict "root" .root "values" $engine) }}
 {{- with $engine.priorityClassName }}
 priorityClassName: {{ . }}
@@ -70,6 +70,22 @@ runtimeClassName: {{ . }}
 {{- end }}
 # --drain-grace, --drain-timeout, and 5 s to end.
 terminationGracePeriodSeconds: {{ add $engine.drain.graceSeconds $engine.drain.timeoutSeconds 5 }}
+{{- if $values.prefill.enabled }}
+initContainers:
+  # quire refuses a secret that a group may read, as Kubernetes mounts it with an fsGroup.
+  - name: transfer-secret
+    image: {{ include "quire.image" .root | quote }}
+    imagePullPolicy: {{ $values.image.pullPolicy }}
+    securityContext: {{- toYaml $values.containerSecurityContext | nindent 6 }}
+    command: [install, -m, "600", /secret/{{ $values.prefill.transferSecret.key }}, /tmp/transfer-secret]
+    resources: {{- include "quire.engineResources" .root | nindent 6 }}
+    volumeMounts:
+      - name: tmp
+        mountPath: /tmp
+      - name: transfer-secret
+        mountPath: /secret
+        readOnly: true
+{{- end }}
 containers:
   - name: quire
     {{- include "quire.containerFields" .root | nindent 4 }}
@@ -83,6 +99,10 @@ containers:
         containerPort: {{ $engine.kvEvents.port }}
       - name: kv-replay
         containerPort: {{ $engine.kvEvents.replayPort }}
+      {{- end }}
+      {{- if eq .role "prefill" }}
+      - name: kv-transfer
+        containerPort: {{ $values.prefill.port }}
       {{- end }}
       {{- if $values.leaderWorkerSet.enabled }}
       - name: rendezvous
@@ -181,6 +201,11 @@ volumes: {{- include "quire.engineVolumes" .root | nindent 2 }}
   persistentVolumeClaim:
     claimName: {{ $storage.existingClaim }}
     readOnly: {{ $storage.readOnly }}
+{{- end }}
+{{- if .Values.prefill.enabled }}
+- name: transfer-secret
+  secret:
+    secretName: {{ .Values.prefill.transferSecret.existingSecret }}
 {{- end }}
 {{- with .Values.engine.sharedMemorySize }}
 - name: shared-memory
