@@ -30,7 +30,8 @@ class ParallelConfig:
     data_parallel_size            replicas of the engine, which exchange nothing; not part of world_size
     decode_context_parallel_size  tensor-parallel ranks that share the tokens of one sequence: each holds the keys and values
                                   of some of them. It divides tensor_parallel_size, and adds no ranks
-    prefill_context_parallel_size  ranks that each have the whole model, and compute some of the tokens of a step
+    prefill_context_parallel_size  groups of tensor_parallel_size ranks that each have the whole model, and compute some of the
+                                  tokens of a step
     enable_dp_attention           each tensor-parallel rank has the whole attention weights and is the home of some sequences:
                                   it attends to these, and holds their keys and values. All other weights are sharded as
                                   usual. It adds no ranks
@@ -94,7 +95,7 @@ class ParallelConfig:
             )
         if self.prefill_context_parallel_size == 1:
             return
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("decode_context_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             if value > 1:
                 raise ConfigError(

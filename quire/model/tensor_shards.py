@@ -289,30 +289,47 @@ class ContextPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowDivision:
-    """A rank's place among ranks that each have the whole model and compute some of the tokens of a step (prefill context
-    parallelism)."""
+    """A rank's place among ranks that have the same weights and compute some of the tokens of a step (prefill context
+    parallelism): each has the whole model, or the same shard of it.
+
+    barrier_address, rows_file  as in RankGroup, of these ranks only
+    """
 
     rank: int
     size: int
+    barrier_address: int
+    rows_file: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """A rank's place in a group of ranks on one host, for the native kernels.
 
-    shard            of a tensor-parallel group; a RowDivision: every rank has the whole model
+    shard            of a tensor-parallel group; None: every rank has the whole model, and divides rows
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
     exchange         the exchange at each barrier if the ranks share no memory, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     context          where the ranks share the tokens of sequences, or are homes
     has_homes        each rank attends to the sequences whose blocks it has
+    division         where the rows of a step are divided. With a shard too, every tensor-parallel group computes some of them
     """
 
-    shard: ModelShard | RowDivision
-    barrier_address: int
-    rows_file: int
+    shard: ModelShard | None
+    barrier_address: int = 0
+    rows_file: int = -1
     has_whole_vocabulary: bool = False
     exchange: Callable[[int, Sequence[tuple[int, int, int, int]]], bool] | None = None
     context: ContextPlace | None = None
     has_homes: bool = False
+    division: RowDivision | None = None
+
+    @property
+    def computes_results(self) -> bool:
+        """Whether the logits of a step are computed by this rank, alone or with its tensor-parallel group."""
+        return self.division is None or self.division.rank == 0
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether this rank gets the logits of a step."""
+        return self.computes_results and (self.shard is None or self.shard.rank == 0)

@@ -106,7 +106,9 @@ def _context_bytes(config: EngineConfig, spec: ModelSpec, num_batched_tokens: in
         num_groups = config.tensor_parallel_size // config.decode_context_parallel_size
         return num_batched_tokens * row * 4 + 2 * num_groups * _PARTIAL_BYTES
     if config.prefill_context_parallel_size > 1:
-        row = 4 * max(one.num_kv_heads * one.head_dim for one in attentions) + spec.hidden_size
+        # With tensor ranks, those of each shard share rows with its heads, of which the last may be on several ranks.
+        heads = max(max(one.num_kv_heads, config.tensor_parallel_size) * one.head_dim for one in attentions)
+        row = 4 * heads + config.tensor_parallel_size * spec.hidden_size
         return num_batched_tokens * row * 4
     return 0
 

@@ -31,11 +31,12 @@ from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDi
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.communicator import Communicator
 from quire.parallel.expert_placement import ExpertPlacement
+from quire.parallel.mesh import DeviceMesh
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
-from quire.parallel.worker_group import WorkerGroup
+from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.device.device_select import check_rank_devices
@@ -57,6 +58,8 @@ class RankConfig:
     shares             what each rank gets, in parts
     num_threads        of each rank
     rows_file          descriptor of the file for the rows that ranks share, the same in every process
+    group_files        where tensor-parallel groups divide the rows of a step: in place of rows_file, those of each group, and
+                       behind them those of the ranks with each shard
     has_draft_heads    rank 0 drafts with heads that read the whole embedding or LM head
     needed_bytes       of memory, of each rank, estimated
     options            see config_fields
@@ -68,7 +71,7 @@ class RankConfig:
     lossy_routing      the fields of LossyRouting
     context_size       ranks that share the tokens of sequences
     has_homes          each rank attends to sequences of its own
-    num_row_ranks      ranks that divide the rows of a step, each of which has the whole model; 1: they are tensor-parallel
+    num_row_ranks      groups of len(shares) tensor-parallel ranks that divide the rows of a step
     """
 
     folder: str
@@ -95,6 +98,12 @@ class RankConfig:
     context_size: int = 1
     has_homes: bool = False
     num_row_ranks: int = 1
+    group_files: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a grid."""
+        return DeviceMesh(tensor=len(self.shares), context=self.num_row_ranks)
 
     @property
     def num_local_blocks(self) -> int:
@@ -155,7 +164,7 @@ class RankMemory:
 def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
     """Return what each rank will hold."""
     found: list[RankMemory] = []
-    if config.prefill_context_parallel_size > 1:
+    if config.prefill_context_parallel_size > 1 and config.tensor_parallel_size == 1:
         return _row_rank_memories(config, report)
     placements = find_placements(config, report.spec)
     whole = report.num_parameters  # that weight_bytes is of; on GPUs it is of rank 0's
@@ -174,8 +183,10 @@ def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]
         tokens = None if size == 1 else f"1/{size} of the tokens of a sequence"
         if config.enable_dp_attention:
             tokens = f"the sequences at home here: {memory.num_local_blocks:,} blocks"
+        if config.prefill_context_parallel_size > 1:
+            tokens = f"computes 1/{config.prefill_context_parallel_size} of the tokens of a prompt"
         found.append(RankMemory(num_bytes, num_kv_bytes, shard.layers[0].heads.heads, heads.kv_heads, num_experts, tokens))
-    return found
+    return found * config.prefill_context_parallel_size
 
 
 def _row_rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
@@ -198,11 +209,17 @@ def check_rank_memory(config: RankConfig, rank: int) -> None:
 
 
 def build_rank(
-    config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier, exchange: RowExchange | None = None
+    config: RankConfig,
+    folder: Path,
+    rank: int,
+    barrier: ProcessBarrier,
+    exchange: RowExchange | None = None,
+    subgroups: Mapping[str, ProcessBarrier] | None = None,
 ) -> tuple[NativeDecoder, MemoryPlan]:
     """Load a rank's shard; return what runs it, and the plan of its KV cache. It opens only the rows that the rank has.
 
-    exchange  where the ranks share no memory
+    exchange   where the ranks share no memory
+    subgroups  the barriers of row_subgroups that the rank is in, where tensor-parallel groups divide rows
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
@@ -210,6 +227,8 @@ def build_rank(
     parameters = open_parameters(folder, spec)
     quantize = _quantizer(config, spec, parameters)
     group, kv = _rank_group(config, spec, rank, barrier, exchange)
+    if config.group_files:
+        group = _divided_group(config, group, rank, subgroups or {})
     decoder = NativeDecoder(native_extension(), spec, parameters, config.max_model_len, quantize, group)
     lossy = LossyRouting(*config.lossy_routing)
     if lossy:
@@ -255,13 +274,14 @@ def _rank_group(
 ) -> tuple[RankGroup, KvSpec]:
     """Return the place of a rank in its group, and the shape of its KV cache."""
     is_windowed = config.num_window_blocks > 0
-    if config.num_row_ranks > 1:
-        division = RowDivision(rank, config.num_row_ranks)
+    if len(config.shares) == 1:
+        division = RowDivision(rank, config.num_row_ranks, barrier.address, config.rows_file)
         kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
-        return RankGroup(division, barrier.address, config.rows_file, exchange=exchange), kv
-    size = config.context_size
+        return RankGroup(None, exchange=exchange, division=division), kv
+    size, is_rank_0 = config.context_size, rank == 0
+    rank %= len(config.shares)
     shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.has_homes)
-    has_whole_vocabulary = rank == 0 and config.has_draft_heads
+    has_whole_vocabulary = is_rank_0 and config.has_draft_heads
     context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
     if config.has_homes:
         context = ContextPlace(rank, len(config.shares), config.num_local_blocks)
@@ -271,49 +291,46 @@ def _rank_group(
     return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
 
 
+def row_subgroups(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have a barrier of their own where tensor-parallel groups divide the rows of steps: those of each
+    group, and those that have the same shard; none where there is one kind only."""
+    if mesh.tensor == 1 or mesh.context == 1:
+        return {}
+    groups = {f"tensor{place}": mesh.group(place * mesh.tensor, "tensor") for place in range(mesh.context)}
+    return groups | {f"rows{place}": mesh.group(place, "context") for place in range(mesh.tensor)}
+
+
+def _divided_group(config: RankConfig, group: RankGroup, rank: int, subgroups: Mapping[str, ProcessBarrier]) -> RankGroup:
+    """Return the place of a rank whose tensor-parallel group divides rows with others."""
+    at, mesh = config.mesh.coordinates(rank), config.mesh
+    tensor, rows = subgroups[f"tensor{at.context}"], subgroups[f"rows{at.tensor}"]
+    division = RowDivision(at.context, mesh.context, rows.address, config.group_files[mesh.context + at.tensor])
+    return replace(group, barrier_address=tensor.address, rows_file=config.group_files[at.context], division=division)
+
+
 def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
     """Start the workers and load rank 0's shard; return its executor when all ranks are ready.
 
     Raises what any rank fails with.
     """
-    size, memory = config.parallel.world_size, report.memory
-    placements = find_placements(config, report.spec)
-    threads = divide_threads(config.num_threads or torch.get_num_threads(), size)
     rows_file = os.memfd_create("quire-rows", os.MFD_CLOEXEC)
+    subgroups = row_subgroups(DeviceMesh.of(config.parallel))
+    group_files = tuple(os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in subgroups)
+    release_threads = threads_release()
+
+    def release() -> None:
+        release_threads()
+        for group_file in group_files:
+            os.close(group_file)
+
     try:
-        rank_config = RankConfig(
-            folder=str(report.folder),
-            dtype=report.spec.dtype,
-            quantization=config.quantization,
-            allow_missing_head=config.allow_missing_head,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            block_size=memory.kv.block_size,
-            kv_dtype=memory.kv.dtype,
-            num_kv_blocks=memory.num_kv_blocks,
-            num_window_blocks=memory.num_window_blocks,
-            shares=config.parallel.shares,
-            num_threads=threads,
-            rows_file=rows_file,
-            has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
-            needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
-            options=config_fields(config),
-            checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
-            num_host_pages=num_host_pages(config, report),
-            moves_experts=config.enable_eplb,
-            lossy_routing=dataclasses.astuple(config.lossy_routing),
-            expert_ranks=None
-            if placements is None
-            else tuple([list(own) for own in each.ranks] for each in placements.values()),
-            context_size=config.decode_context_parallel_size,
-            has_homes=config.enable_dp_attention,
-            num_row_ranks=config.prefill_context_parallel_size,
-        )
-        workers = start_workers(config, rank_config.to_json(), launch_options(config, pass_fds=(rows_file,)))
+        rank_config = _rank_config(config, report, rows_file, group_files)
+        options = launch_options(config, pass_fds=(rows_file, *group_files), subgroups=subgroups)
+        workers = start_workers(config, rank_config.to_json(), options)
     except BaseException:
         os.close(rows_file)
+        release()
         raise
-    release = threads_release()
     try:
         executor, report = _build_rank_0(config, report, rank_config, workers)
     except BaseException:
@@ -323,6 +340,38 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
         raise
     executor.release = release
     return executor, report
+
+
+def _rank_config(config: EngineConfig, report: ModelReport, rows_file: int, group_files: tuple[int, ...]) -> RankConfig:
+    """Return what every rank has to know."""
+    memory, placements = report.memory, find_placements(config, report.spec)
+    return RankConfig(
+        folder=str(report.folder),
+        dtype=report.spec.dtype,
+        quantization=config.quantization,
+        allow_missing_head=config.allow_missing_head,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=memory.kv.block_size,
+        kv_dtype=memory.kv.dtype,
+        num_kv_blocks=memory.num_kv_blocks,
+        num_window_blocks=memory.num_window_blocks,
+        shares=config.parallel.shares,
+        num_threads=divide_threads(config.num_threads or torch.get_num_threads(), config.parallel.world_size),
+        rows_file=rows_file,
+        has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
+        needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
+        options=config_fields(config),
+        checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
+        num_host_pages=num_host_pages(config, report),
+        moves_experts=config.enable_eplb,
+        lossy_routing=dataclasses.astuple(config.lossy_routing),
+        expert_ranks=None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values()),
+        context_size=config.decode_context_parallel_size,
+        has_homes=config.enable_dp_attention,
+        num_row_ranks=config.prefill_context_parallel_size,
+        group_files=group_files,
+    )
 
 
 def _build_rank_0(
@@ -335,7 +384,8 @@ def _build_rank_0(
         _check_alike(rank_config, report.folder, workers)
     workers.startup.stage("loading weights")
     check_rank_memory(rank_config, 0)
-    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange)
+    subgroups = attach_subgroups(workers.memory, 0, row_subgroups(rank_config.mesh))
+    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange, subgroups)
     if not rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
     workers.startup.ready({"packed_weight_bytes": decoder.weight_bytes})

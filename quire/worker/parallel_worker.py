@@ -54,7 +54,7 @@ def main(context: WorkerContext) -> None:
         _check_alike(context, config, folder)
     context.startup.stage("loading weights")
     check_rank_memory(config, context.rank)
-    decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange)
+    decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange, context.subgroups)
     mover = make_mover(config, folder, decoder, context.communicator) if config.moves_experts else None
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())

@@ -135,7 +135,23 @@ void Plan::set_rank_group(BarrierState* barrier, int rank, int size, i32 first_o
     group_.rows.set_file(file);
 }
 
-void Plan::divide_rows() { group_.divides_rows = true; }
+void Plan::divide_rows(BarrierState* barrier, int rank, int size, int file) {
+    if (entry_ != Entry::token) throw std::invalid_argument("heads that draft do not divide rows");
+    row_group_.barrier = barrier;
+    row_group_.rank = rank;
+    row_group_.size = size;
+    row_group_.rows.set_file(file);
+}
+
+void Plan::set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) {
+    if (is_sharded() && divides_rows()) throw std::invalid_argument("ranks that divide rows and shard a model share memory");
+    (divides_rows() ? row_group_ : group_).exchange = std::move(exchange);
+}
+
+void Plan::set_layer(u32 layer) {
+    for (const RankGroup* group : {&group_, &row_group_})
+        if (group->barrier != nullptr) set_location(group->barrier, group->rank, layer);
+}
 
 void Plan::set_homes(i32 num_local_blocks) {
     if (!is_sharded() || has_context() || num_local_blocks < 1) throw std::invalid_argument("homes are ranks that shard a model, each with blocks of its own");
@@ -467,18 +483,18 @@ void Plan::reserve_divided() {
             pointer = reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(divided_expert_tokens_, num_counts * group_.size);  // the first: it is read between steps
+        take(divided_expert_tokens_, num_counts * row_group_.size);  // the first: it is read between steps
         for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
         take(divided_x_, divided_capacity_ * row_stride(hidden_));
-        if (pass == 0) base = group_.rows.reserve(used);
+        if (pass == 0) base = row_group_.rows.reserve(used);
     }
 }
 
 void Plan::share_expert_tokens() {
     i64 num_counts = 0;
     for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
-    i64* to = divided_expert_tokens_ + num_counts * group_.rank;
-    group_.wrote(reinterpret_cast<float*>(to), 1, 0, 2 * num_counts);
+    i64* to = divided_expert_tokens_ + num_counts * row_group_.rank;
+    row_group_.wrote(reinterpret_cast<float*>(to), 1, 0, 2 * num_counts);
     for (const auto& counts : expert_tokens_) to = std::copy(counts.begin(), counts.end(), to);
 }
 
@@ -488,7 +504,7 @@ std::vector<std::vector<i64>> Plan::expert_tokens() {
     std::vector<std::vector<i64>> found = expert_tokens_;
     for (auto& counts : found) std::fill(counts.begin(), counts.end(), 0);
     const i64* from = divided_expert_tokens_;
-    for (int rank = 0; rank < group_.size; ++rank)
+    for (int rank = 0; rank < row_group_.size; ++rank)
         for (auto& counts : found)
             for (i64& count : counts) count += *from++;
     return found;
@@ -539,6 +555,6 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     l.own_copies = std::move(own_copies);
 }
 
-i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes(); }
+i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes() + row_group_.rows.num_bytes(); }
 
 }  // namespace quire

@@ -42,8 +42,6 @@ struct RankGroup {
     BarrierState* barrier = nullptr;  // null: one rank has the whole model
     int rank = 0, size = 1;
     i32 first_output = 0;  // of the vocabulary: of the embedding's rows and the head's outputs
-    // Prefill context parallelism: every rank has all weights, and computes some of the tokens of a step.
-    bool divides_rows = false;
     // Decode context parallelism: ranks [rank - place, rank - place + num_places) each hold some chunks of the keys and values of every
     // sequence, in num_local_blocks blocks.
     i32 place = 0, num_places = 1, num_local_blocks = 0;

@@ -349,7 +349,7 @@ struct Stepper : StepEntry {
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
             const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
-            if (plan.group_.barrier != nullptr && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
+            if (worker.rank == 0) plan.set_layer(static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else if (!plan.has_homes())
@@ -362,7 +362,7 @@ struct Stepper : StepEntry {
             if (num_rows == 0) return;
             feed_forward(l);
             if (l.per_layer_gate) add_per_layer(l, i + 1 == count && !in.keeps_all);
-            if (plan.group_.is_aborted) return;
+            if (plan.is_aborted()) return;
         }
         const PlanLayer& last = layer(count - 1);
         if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
@@ -444,7 +444,7 @@ void step_body(void* argument, Worker& worker) {
     stepper.all_layers();
     if (call.plan->divides_rows()) {
         stepper.gather_rows(*call.given);
-        if (!call.plan->gives_results()) return;
+        if (!call.plan->computes_results()) return;
     }
     if (in.num_logit_rows == 0 || call.plan->is_aborted()) return;
     const i32* rows = in.keeps_all ? call.given->wanted_rows : nullptr;
@@ -484,8 +484,8 @@ void Plan::step(const StepInput& given) {
     check_step(given);
     const std::lock_guard<std::mutex> lock(guard_);
     given_ = given;
-    const StepInput input = divides_rows() ? divided_.take(given, group_.rank, group_.size) : given;
-    const i32 num_results = !divides_rows() || group_.rank != 0 ? 0 : given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
+    const StepInput input = divides_rows() ? divided_.take(given, row_group_.rank, row_group_.size) : given;
+    const i32 num_results = !divides_rows() || !computes_results() ? 0 : given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
     if (has_homes()) home_input_ = divided_.take_home(input, group_.rank, group_.num_local_blocks, block_size());
     const StepInput& attended = has_homes() ? home_input_ : input;
     find_last_ask(attended);
@@ -502,9 +502,9 @@ void Plan::step(const StepInput& given) {
     run_team(num_threads, step_body, &call);
     query_rows_.clear();
     if (divides_rows()) {
-        set_location(group_.barrier, group_.rank, 0);
-        if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
-        if (!gives_results()) {
+        set_layer(0);
+        if (is_aborted()) throw std::runtime_error("the group of ranks is aborted");
+        if (!computes_results()) {
             if (input.best != nullptr && is_screening_) screening_.end();
             return;
         }
