@@ -29,7 +29,7 @@ class RankThreads:
     exchanges_rows  no rank sees the rows of another, as if each were on a host of its own
     placements      with expert parallelism: of the experts of each layer that has any
     context         (ranks that share the tokens of sequences, blocks in the cache of each)
-    num_row_groups  groups of ranks, of one for each share, that each have the whole model and compute some of the tokens of a step
+    num_row_groups  groups of one rank for each share; each has the whole model and computes some of the tokens of a step
     has_homes       context is (ranks, blocks in the cache of each), and each rank attends to sequences of its own
     """
 
