@@ -36,6 +36,7 @@ from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
+from quire.parallel.step_pacer import StepPacer
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
@@ -49,6 +50,10 @@ from quire.worker.parallel_launch import config_fields, fingerprint, launch_opti
 from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
+
+_MOVE_SHARE = 1 / 32
+"""How much of the weights that the shortest step reads is read and written next to each step while experts move. One thread
+converts and packs them, so a byte may cost up to 16 times as much as in the step before the step is 1.5 times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +72,7 @@ class RankConfig:
     allow_missing_head as in EngineConfig
     num_host_pages     pages of the host tier, of which each rank has its part
     expert_ranks       with expert parallelism: for each layer that has experts, in order, those of each rank
-    moves_experts      experts may move between ranks while the engine runs
+    expert_move_bytes  that each rank may read and write next to a step to load experts that move; 0: none move
     lossy_routing      the fields of LossyRouting
     context_size       ranks that share the tokens of sequences
     has_homes          each rank attends to sequences of its own
@@ -93,7 +98,7 @@ class RankConfig:
     checks_first: bool
     num_host_pages: int = 0
     expert_ranks: tuple[list[list[int]], ...] | None = None
-    moves_experts: bool = False
+    expert_move_bytes: int = 0
     lossy_routing: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_size: int = 1
     has_homes: bool = False
@@ -265,8 +270,9 @@ def make_mover(config: RankConfig, folder: Path, decoder: NativeDecoder, communi
     spec = _read_spec(config, folder)
     parameters = open_parameters(folder, spec)
     quantize = _quantizer(config, spec, parameters)
-    loader = ExpertLoader(native_extension(), spec, lambda: parameters, quantize, decoder.dense_stacks)
-    return ExpertMover(decoder, loader.load, communicator, config.placements(spec) or {})
+    pacer = StepPacer(config.expert_move_bytes)
+    loader = ExpertLoader(native_extension(), spec, lambda: parameters, quantize, decoder.dense_stacks, pacer)
+    return ExpertMover(decoder, loader.load, communicator, config.placements(spec) or {}, pacer)
 
 
 def _rank_group(
@@ -342,6 +348,14 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
     return executor, report
 
 
+def _expert_move_bytes(config: EngineConfig, report: ModelReport) -> int:
+    """Return how much each rank reads and writes next to a step to load experts: a part of the weights that it reads in a
+    step with one token, which is the shortest."""
+    if not config.enable_eplb:
+        return 0
+    return max(1, int(report.active_weight_bytes * _MOVE_SHARE / config.tensor_parallel_size))
+
+
 def _rank_config(config: EngineConfig, report: ModelReport, rows_file: int, group_files: tuple[int, ...]) -> RankConfig:
     """Return what every rank has to know."""
     memory, placements = report.memory, find_placements(config, report.spec)
@@ -364,7 +378,7 @@ def _rank_config(config: EngineConfig, report: ModelReport, rows_file: int, grou
         options=config_fields(config),
         checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
         num_host_pages=num_host_pages(config, report),
-        moves_experts=config.enable_eplb,
+        expert_move_bytes=_expert_move_bytes(config, report),
         lossy_routing=dataclasses.astuple(config.lossy_routing),
         expert_ranks=None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values()),
         context_size=config.decode_context_parallel_size,
@@ -402,7 +416,7 @@ def _build_rank_0(
     placements = rank_config.placements(report.spec)
     if placements is not None:
         executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
-    if rank_config.moves_experts:
+    if rank_config.expert_move_bytes:
         mover = make_mover(rank_config, report.folder, decoder, workers.communicator)
         executor.move_experts(mover, config.eplb_config or EplbConfig())
     return executor, report
