@@ -15,7 +15,7 @@ from quire.model.native_experts import PackedExpert
 from quire.model.tensor_shards import ExpertShard
 from quire.parallel.communicator import Communicator, least_of
 from quire.parallel.expert_balance import Move, apply_moves
-from quire.parallel.step_pacer import StepPacer
+from quire.parallel.step_pacer import StepPacer, short_turns
 from quire.worker.expert_parallel import Placements
 
 logger = get_logger(__name__)
@@ -89,8 +89,9 @@ class ExpertMover:
 
     def _load_all(self, layer: int, experts: list[int]) -> None:
         try:
-            for expert in experts:
-                self._loaded[expert] = self._load(layer, expert)
+            with short_turns():
+                for expert in experts:
+                    self._loaded[expert] = self._load(layer, expert)
         except Exception as error:  # reported by the next call of switch; the rank goes on with the experts that it has
             logger.exception("an expert of layer %d cannot be loaded", layer)
             self._error = f"{type(error).__name__}: {error}"
