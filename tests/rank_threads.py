@@ -30,7 +30,7 @@ class RankThreads:
     placements      with expert parallelism: of the experts of each layer that has any
     context         (ranks that share the tokens of sequences, blocks in the cache of each)
     num_row_groups  groups of one rank for each share; each has the whole model and computes some of the tokens of a step
-    has_homes       context is (ranks, blocks in the cache of each), and each rank attends to sequences of its own
+    home_size       ranks of a home: context is (homes, blocks in the cache of each), and each attends to sequences of its own
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class RankThreads:
         placements: Mapping[int, ExpertPlacement] | None = None,
         context: tuple[int, int] = (1, 0),
         num_row_groups: int = 1,
-        has_homes: bool = False,
+        home_size: int = 0,
     ) -> None:
         self._mesh = DeviceMesh(tensor=len(shares), context=num_row_groups)
-        self.spec, self._size, self._context, self._has_homes = spec, self._mesh.size, context, has_homes
+        self.spec, self._size, self._context, self._home_size = spec, self._mesh.size, context, home_size
         subgroups = row_subgroups(self._mesh)
         areas = {**ProcessBarrier.areas(self._size), **ShmCommunicator.areas(self._size), **subgroup_areas(subgroups)}
         self._memory = SharedMemoryFile.create(areas)
@@ -58,8 +58,8 @@ class RankThreads:
         self._rows_files = [os.memfd_create("rows") for _ in range(1 + len(subgroups))]
         self.shards: list[ModelShard | None] = [None] * self._size
         if len(shares) > 1:
-            size = 1 if has_homes else context[0]
-            self.shards = [ModelShard.of(spec, rank, shares, placements, size, has_homes) for rank in range(len(shares))]
+            size = 1 if home_size else context[0]
+            self.shards = [ModelShard.of(spec, rank, shares, placements, size, home_size) for rank in range(len(shares))]
             self.shards *= num_row_groups
         self.decoders = []
         for rank, shard in enumerate(self.shards):
@@ -74,7 +74,8 @@ class RankThreads:
 
     def _place(self, rank: int) -> ContextPlace | None:
         size, num_local_blocks = self._context
-        return None if size == 1 else ContextPlace(rank % size, size, num_local_blocks)
+        place = rank // self._home_size if self._home_size else rank % size
+        return None if size == 1 else ContextPlace(place, size, num_local_blocks)
 
     def _group(
         self, rank: int, shard: ModelShard | None, address: int, file: int, exchange: RowExchange | None = None
@@ -83,7 +84,7 @@ class RankThreads:
         if shard is None:
             return RankGroup(None, exchange=exchange, division=RowDivision(rank, self._size, address, file))
         place = self._place(rank)
-        return RankGroup(shard, address, file, exchange=exchange, context=place, has_homes=self._has_homes)
+        return RankGroup(shard, address, file, exchange=exchange, context=place, home_size=self._home_size)
 
     def _group_of_groups(self, rank: int, shard: ModelShard | None, subgroups: Mapping[str, tuple[int, ...]]) -> RankGroup:
         """Return a tensor-parallel group that divides rows with others."""

@@ -76,7 +76,8 @@ class SchedulerConfig:
     window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
     num_block_places        ranks that share the tokens of a sequence; each has an equal part of the blocks. block_chunk
                             consecutive blocks of a sequence are on one rank, the next ones on the next
-    num_homes               ranks that each attend to sequences of their own, with an equal part of the blocks
+    num_homes               homes (ranks, or groups of them) that each attend to sequences of their own, with an equal part of
+                            the blocks
     """
 
     max_num_seqs: int
@@ -239,6 +240,7 @@ class EngineConfig:
                             with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
     enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
+    dp_attention_size       with it: groups of these processes that do so, and divide the heads; None: one for each process
     enable_expert_parallel  each of these processes, at least two, holds whole experts of a mixture model, instead of a part of
                             every expert. The same tokens at any number of them. On a CPU
     expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the
@@ -332,6 +334,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     tensor_parallel_shares: tuple[float, ...] | None = None
     enable_dp_attention: bool = False
+    dp_attention_size: int | None = None
     enable_expert_parallel: bool = False
     expert_placement: str = "linear"
     expert_load: str | None = None
@@ -371,6 +374,7 @@ class EngineConfig:
             tensor_parallel_shares=self.tensor_parallel_shares,
             enable_expert_parallel=self.enable_expert_parallel,
             enable_dp_attention=self.enable_dp_attention,
+            dp_attention_size=self.dp_attention_size,
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             pipeline_layers=self.pipeline_layers,

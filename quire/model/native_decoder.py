@@ -94,8 +94,8 @@ class NativeDecoder:
                 self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, first_output, group.rows_file)
             if rows is not None:
                 self._plan.divide_rows(rows.barrier_address, rows.rank, rows.size, rows.rows_file)
-            if group.context is not None and group.has_homes:
-                self._plan.set_homes(group.context.num_local_blocks)
+            if group.context is not None and group.home_size:
+                self._plan.set_homes(group.home_size, group.context.num_local_blocks)
             elif group.context is not None:
                 self._plan.set_context(group.context.place, group.context.size, group.context.num_local_blocks)
             if group.exchange is not None:

@@ -45,7 +45,7 @@ class LayerShard:
     inner    its intermediate columns of the feed-forward block, or of every expert; with expert parallelism all of them
     shared_inner  the same of the shared expert
     outputs  its columns of the residual stream: rows of o and down
-    attention_outputs  those of o only; all of them where the rank has whole attention weights
+    attention_outputs  those of o only, where ranks of a home divide them
     total_heads, total_kv_heads  of all ranks together
     experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
     context  with decode context parallelism: the heads of all ranks that share the tokens of sequences, which its KV cache has
@@ -81,20 +81,22 @@ class LayerShard:
         rank: int,
         shares: Sequence[float],
         placement: ExpertPlacement | None = None,
-        has_homes: bool = False,
+        home_size: int = 0,
     ) -> LayerShard:
-        """Return the part of a rank; placement: of the experts, with expert parallelism; has_homes: see ModelShard.of."""
+        """Return the part of a rank; placement: of the experts, with expert parallelism; home_size: see ModelShard.of."""
         attention, inner = layer.attention, _inner_size(layer)
-        whole = HeadRange(ShardRange(0, attention.num_heads), ShardRange(0, attention.num_kv_heads))
+        place, group = rank, shares  # among the ranks that divide the heads
+        if home_size:
+            place, group = rank % home_size, shares[rank // home_size * home_size :][:home_size]
         return cls(
-            whole if has_homes else head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
+            head_range(attention.num_heads, attention.num_kv_heads, place, group),
             _output_range(inner, rank, shares) if placement is None else ShardRange(0, inner),
             _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
             attention.num_heads,
             attention.num_kv_heads,
             None if placement is None else ExpertShard.of(placement, rank),
-            attention_outputs=ShardRange(0, hidden_size) if has_homes else None,
+            attention_outputs=_output_range(hidden_size, place, group) if home_size else None,
         )
 
 
@@ -162,13 +164,13 @@ class ModelShard:
         shares: Sequence[float],
         placements: Mapping[int, ExpertPlacement] | None = None,
         context_size: int = 1,
-        has_homes: bool = False,
+        home_size: int = 0,
     ) -> ModelShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
         placements    with expert parallelism: of the experts of each layer that has any, by its index
         context_size  consecutive ranks that share the tokens of sequences
-        has_homes     each rank has whole attention weights, for sequences of its own
+        home_size     consecutive ranks that have the whole attention weights, for sequences of their own; 0: all ranks
 
         Raises ConfigError if a rank would have no part of a weight.
         """
@@ -182,7 +184,7 @@ class ModelShard:
                 f"another layer ({spec.model_type}) run on one rank"
             )
         layers = tuple(
-            LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), has_homes)
+            LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), home_size)
             for index, layer in enumerate(spec.layers)
         )
         if context_size > 1:
@@ -311,7 +313,7 @@ class RankGroup:
     exchange         the exchange at each barrier if the ranks share no memory, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     context          where the ranks share the tokens of sequences, or are homes
-    has_homes        each rank attends to the sequences whose blocks it has
+    home_size        consecutive ranks that attend to the sequences whose blocks they have; 0: there are no homes
     division         where the rows of a step are divided. With a shard too, every tensor-parallel group computes some of them
     """
 
@@ -321,7 +323,7 @@ class RankGroup:
     has_whole_vocabulary: bool = False
     exchange: Callable[[int, Sequence[tuple[int, int, int, int]]], bool] | None = None
     context: ContextPlace | None = None
-    has_homes: bool = False
+    home_size: int = 0
     division: RowDivision | None = None
 
     @property

@@ -73,8 +73,8 @@ def _row_ranks_part(
 
 def shard_of(config: EngineConfig, spec: ModelSpec, rank: int, placements: Placements | None) -> ModelShard:
     """Return the part of a tensor-parallel rank. Raises ConfigError where the model cannot be divided so."""
-    size, has_homes = config.decode_context_parallel_size, config.enable_dp_attention
-    return ModelShard.of(spec, rank, config.parallel.shares, placements, size, has_homes)
+    size, home_size = config.decode_context_parallel_size, config.parallel.home_size
+    return ModelShard.of(spec, rank, config.parallel.shares, placements, size, home_size)
 
 
 def shard_parameters(shard: ModelShard, shapes: Mapping[str, tuple[int, ...]]) -> int:

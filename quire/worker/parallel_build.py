@@ -75,7 +75,7 @@ class RankConfig:
     expert_move_bytes  that each rank may read and write next to a step to load experts that move; 0: none move
     lossy_routing      the fields of LossyRouting
     context_size       ranks that share the tokens of sequences
-    has_homes          each rank attends to sequences of its own
+    home_size          ranks of each home of sequences; 0: there are no homes
     num_row_ranks      groups of len(shares) tensor-parallel ranks that divide the rows of a step
     """
 
@@ -101,7 +101,7 @@ class RankConfig:
     expert_move_bytes: int = 0
     lossy_routing: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_size: int = 1
-    has_homes: bool = False
+    home_size: int = 0
     num_row_ranks: int = 1
     group_files: tuple[int, ...] = ()
 
@@ -111,9 +111,14 @@ class RankConfig:
         return DeviceMesh(tensor=len(self.shares), context=self.num_row_ranks)
 
     @property
+    def num_homes(self) -> int:
+        """Homes of sequences; 1: all ranks attend to all sequences."""
+        return len(self.shares) // self.home_size if self.home_size else 1
+
+    @property
     def num_local_blocks(self) -> int:
         """Blocks in the KV cache of each rank."""
-        return self.num_kv_blocks // (len(self.shares) if self.has_homes else self.context_size)
+        return self.num_kv_blocks // (self.num_homes if self.home_size else self.context_size)
 
     def placements(self, spec: ModelSpec) -> Placements | None:
         """Return where the experts of the model are; None without expert parallelism."""
@@ -247,7 +252,7 @@ def build_rank(
         config.max_model_len,
         num_window_blocks=config.num_window_blocks,
         num_block_places=config.context_size,
-        num_homes=len(config.shares) if config.has_homes else 1,
+        num_homes=config.num_homes,
     )
     return decoder, memory
 
@@ -286,13 +291,13 @@ def _rank_group(
         return RankGroup(None, exchange=exchange, division=division), kv
     size, is_rank_0 = config.context_size, rank == 0
     rank %= len(config.shares)
-    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.has_homes)
+    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.home_size)
     has_whole_vocabulary = is_rank_0 and config.has_draft_heads
     context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
-    if config.has_homes:
-        context = ContextPlace(rank, len(config.shares), config.num_local_blocks)
+    if config.home_size:
+        context = ContextPlace(rank // config.home_size, config.num_homes, config.num_local_blocks)
     group = RankGroup(
-        shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, has_homes=config.has_homes
+        shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, home_size=config.home_size
     )
     return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
 
@@ -382,7 +387,7 @@ def _rank_config(config: EngineConfig, report: ModelReport, rows_file: int, grou
         lossy_routing=dataclasses.astuple(config.lossy_routing),
         expert_ranks=None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values()),
         context_size=config.decode_context_parallel_size,
-        has_homes=config.enable_dp_attention,
+        home_size=config.parallel.home_size,
         num_row_ranks=config.prefill_context_parallel_size,
         group_files=group_files,
     )

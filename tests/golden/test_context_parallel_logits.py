@@ -116,14 +116,15 @@ def _compare(folder, dtype, layouts, kv_dtype=None, exchanges_rows=False, ends=E
 
 
 def _compare_homes(folder, dtype, sizes, kv_dtype=None, exchanges_rows=False, ends=ENDS, placements=None):
+    """sizes: (homes, ranks of each)"""
     spec = read_model_spec(folder, dtype)
     parameters, kv_dtype = (lambda: load_parameters(folder, spec)), kv_dtype or dtype
     expected = _one_rank(spec, parameters, kv_dtype, ends)
-    for size in sizes:
-        shares = (1,) * size
+    for size, home_size in sizes:
+        shares = (1,) * (size * home_size)
         placed = None if placements is None else placements(spec, shares)
         ranks = RankThreads(
-            spec, parameters, shares, MAX_LEN, None, exchanges_rows, placed, context=(size, NUM_BLOCKS), has_homes=True
+            spec, parameters, shares, MAX_LEN, None, exchanges_rows, placed, context=(size, NUM_BLOCKS), home_size=home_size
         )
         pools = ranks.pools(BLOCK_SIZE, kv_dtype, NUM_BLOCKS)
 
@@ -134,7 +135,9 @@ def _compare_homes(folder, dtype, sizes, kv_dtype=None, exchanges_rows=False, en
         assert len(set(ranks.num_barriers)) == 1
         ranks.close()
         for step, (a, b) in enumerate(zip(expected, found, strict=True)):
-            assert (a[0] == b[0]).all(), f"{(a[0] != b[0]).sum()} of {a[0].size} logits of call {step} differ with {size} homes"
+            assert (a[0] == b[0]).all(), (
+                f"{(a[0] != b[0]).sum()} of {a[0].size} logits of call {step} differ: {size} x {home_size}"
+            )
             assert a[1] == b[1]
 
 
@@ -184,7 +187,7 @@ def test_logits_are_the_same_bits_where_ranks_share_no_memory(checkpoint, layout
 
 @pytest.mark.parametrize(("case", "exchanges_rows"), [("llama-mqa", False), ("llama-mqa", True), ("qwen3-moe-mlp-only", False)])
 def test_logits_are_the_same_bits_where_sequences_have_homes(checkpoint, case, exchanges_rows):
-    _compare_homes(checkpoint(case, "v5"), "float32", [2, 3], exchanges_rows=exchanges_rows, ends=ENDS[1:4])
+    _compare_homes(checkpoint(case, "v5"), "float32", [(2, 1), (3, 1), (2, 2)], exchanges_rows=exchanges_rows, ends=ENDS[1:4])
 
 
 HOME_CASES = (
@@ -198,7 +201,7 @@ HOME_CASES = (
 @pytest.mark.parametrize("case", HOME_CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_logits_of_every_kind_are_the_same_bits_where_sequences_have_homes(checkpoint, case, dtype):
-    _compare_homes(checkpoint(case, "v5"), dtype, [2, 4], ends=ENDS[1:8])
+    _compare_homes(checkpoint(case, "v5"), dtype, [(2, 1), (4, 1)] + [(2, 2), (2, 3)] * (case != "olmo2"), ends=ENDS[1:8])
 
 
 @pytest.mark.slow
@@ -207,4 +210,4 @@ def test_logits_are_the_same_bits_where_homes_share_whole_experts(checkpoint, ca
     def place(spec, shares):
         return {index: linear_placement(count, slot_counts(count, 1, shares)) for index, count in count_experts(spec).items()}
 
-    _compare_homes(checkpoint(case, "v5"), "bfloat16", [2, 4], "int8", ends=ENDS[1:8], placements=place)
+    _compare_homes(checkpoint(case, "v5"), "bfloat16", [(2, 1), (4, 1), (2, 2)], "int8", ends=ENDS[1:8], placements=place)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.cli.main import main
 from quire.contracts.config import EngineConfig
+from quire.engine.inspect import inspect_model
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
@@ -38,6 +40,7 @@ LAYOUTS = {
     "rows-3": {PCP: 3},
     "rows-2-of-2": {PCP: 2, "tensor_parallel_size": 2},
     "rows-3-of-2": {PCP: 3, "tensor_parallel_size": 2, "tensor_parallel_shares": (2, 1)},
+    "homes-2-of-2": {"tensor_parallel_size": 4, "enable_dp_attention": True, "dp_attention_size": 2},
     "homes-2": {"tensor_parallel_size": 2, "enable_dp_attention": True},
     "homes-3": {"tensor_parallel_size": 3, "enable_dp_attention": True, "tensor_parallel_shares": (3, 1, 2)},
 }
@@ -129,6 +132,7 @@ DRAFTS = {
     "groups-suffix-tree": (GROUPS, {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
     "homes-ngram": (HOMES, {"method": "ngram", "num_speculative_tokens": 4}),
     "homes-suffix-tree": (HOMES, {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
+    "homes-of-2-suffix-tree": ("homes-2-of-2", {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
     "homes-draft-model": (HOMES, {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}),
     "homes-eagle3": (HOMES, {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4}),
     "homes-medusa": (HOMES, {"method": "medusa", "model": "demo-medusa"}),
@@ -173,9 +177,7 @@ def test_outputs_of_preempted_sequences_are_those_of_one_rank(layout, num_kv_blo
 
 @pytest.mark.parametrize(
     "options",
-    _cases(
-        {"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": {"tensor_parallel_size": 4, "enable_dp_attention": True}}, "2"
-    ),
+    _cases({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
 )
 def test_homes_share_the_experts(options):
     one, ranks = _engine(model="demo-moe"), _engine(**EXPERTS, **options)
@@ -276,6 +278,15 @@ def test_context_parallel_ranks_on_gpus_are_refused(options):
         check_dp_attention(EngineConfig(model="demo", **LAYOUTS["homes-2"]), None, "cuda:0")
     with pytest.raises(ConfigError, match="_context_parallel_size is 2, but the model runs on cuda:0: .* on CPUs only"):
         check_context_parallel(EngineConfig(model="demo", **options), None, "cuda:0")
+
+
+def test_a_norm_over_all_heads_is_refused_where_ranks_of_a_home_divide_them():
+    config = EngineConfig(model="demo", **LAYOUTS["homes-2-of-2"])
+    spec = inspect_model(config).spec
+    layer = spec.layers[0]
+    attention = replace(layer.attention, qk_norm=layer.attn_in, qk_norm_over="all")
+    with pytest.raises(ConfigError, match="dp_attention_size is 2, but the model .* norms q and k over all heads"):
+        check_dp_attention(config, replace(spec, layers=(replace(layer, attention=attention),)), "cpu")
 
 
 @pytest.mark.slow

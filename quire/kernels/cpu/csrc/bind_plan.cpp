@@ -58,7 +58,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(shared_gate); QUIRE_FIELD(shared_up); QUIRE_FIELD(shared_down); QUIRE_FIELD(shared_scale); QUIRE_FIELD(routing); QUIRE_FIELD(weighs_inputs);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
-    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
+    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output); QUIRE_FIELD(first_o_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
     QUIRE_FIELD(first_context_head); QUIRE_FIELD(num_context_heads); QUIRE_FIELD(first_context_kv_head); QUIRE_FIELD(num_context_kv_heads); QUIRE_FIELD(writes_kv_heads);
 #undef QUIRE_FIELD
@@ -117,7 +117,7 @@ void bind_setup(PlanClass& plan) {
             if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
             p.set_rank_group(reinterpret_cast<BarrierState*>(barrier), rank, size, first_output, file);
         }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
-        .def("set_homes", &Plan::set_homes, "num_local_blocks"_a, "Let each rank attend to its own sequences; after set_rank_group.")
+        .def("set_homes", &Plan::set_homes, "home_size"_a, "num_local_blocks"_a, "Let each home of home_size ranks attend to its own sequences; after set_rank_group.")
         .def("divide_rows", [](Plan& p, uintptr_t barrier, int rank, int size, int file) {
             if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
             p.divide_rows(reinterpret_cast<BarrierState*>(barrier), rank, size, file);

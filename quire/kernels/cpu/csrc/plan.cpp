@@ -153,9 +153,10 @@ void Plan::set_layer(u32 layer) {
         if (group->barrier != nullptr) set_location(group->barrier, group->rank, layer);
 }
 
-void Plan::set_homes(i32 num_local_blocks) {
-    if (!is_sharded() || has_context() || num_local_blocks < 1) throw std::invalid_argument("homes are ranks that shard a model, each with blocks of its own");
-    group_.has_homes = true;
+void Plan::set_homes(i32 home_size, i32 num_local_blocks) {
+    if (!is_sharded() || has_context() || num_local_blocks < 1 || home_size < 1 || group_.size % home_size != 0)
+        throw std::invalid_argument("homes are ranks that shard a model, or groups of as many, each with blocks of its own");
+    group_.home_size = home_size;
     group_.num_local_blocks = num_local_blocks;
 }
 
@@ -200,6 +201,10 @@ void Plan::finish_attention(PlanLayer& l) {
     if (has_context()) context_row_size_ = std::max(context_row_size_, (l.total_heads + 2 * l.total_kv_heads) * l.head_dim);
     if (divides_rows()) divided_kv_size_ = std::max(divided_kv_size_, 2 * l.num_kv_heads * l.head_dim);
     if (l.is_qk_norm_whole && l.q_norm.is_present && shards_heads()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
+    if (group_.home_size > 1) {
+        if (l.is_qk_norm_whole && l.q_norm.is_present) throw std::invalid_argument("the ranks of a home do not norm all heads of q and k together");
+        home_row_size_ = std::max<i64>(home_row_size_, l.total_heads * std::max(l.head_dim, l.latent.value));
+    }
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
@@ -435,6 +440,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(home_rows_, home_row_size_ == 0 ? 0 : rows * row_stride(home_row_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(context_rows_, context_row_size_ == 0 ? 0 : rows * row_stride(context_row_size_));
         for (u8*& buffer : context_buffers_) {

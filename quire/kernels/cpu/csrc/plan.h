@@ -100,8 +100,9 @@ struct PlanLayer {
     // weights are null. Empty: every rank has all experts, or a shard of each.
     std::vector<i32> expert_copies, own_copies;
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
-    // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
-    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
+    // (0: as many as this one). first_output: of the weights whose results join the residual, o and down;
+    // first_o_output: of o only, where that differs.
+    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, first_o_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
     i32 first_shared_inner = 0, total_shared_inner = 0;
     // With decode context parallelism: the heads of all ranks that share the tokens of sequences, which is what the cache of each of them
     // has (0: only the rank's own), and whether this rank is the one that writes its key and value heads for the others.
@@ -162,14 +163,15 @@ public:
     // Let groups of num_places consecutive ranks share the tokens of sequences; after set_rank_group. num_local_blocks: of the cache of
     // each; the block tables of steps count those of all of them, see ContextJob.
     void set_context(i32 place, i32 num_places, i32 num_local_blocks);
-    // Let each rank have all heads and the sequences whose blocks it holds, num_local_blocks of them; after set_rank_group.
-    void set_homes(i32 num_local_blocks);
+    // Let each home, of home_size consecutive ranks that divide all heads, have the sequences whose blocks it holds, num_local_blocks of
+    // them; after set_rank_group.
+    void set_homes(i32 home_size, i32 num_local_blocks);
     // For ranks without shared memory: the exchange at each barrier, see RankGroup::exchange.
     void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange);
     bool is_sharded() const { return group_.barrier != nullptr; }
     bool divides_rows() const { return row_group_.barrier != nullptr; }
     bool has_context() const { return group_.num_places > 1; }
-    bool has_homes() const { return group_.has_homes; }
+    bool has_homes() const { return group_.home_size > 0; }
     bool shards_heads() const { return is_sharded() && !has_homes(); }
     // Whether the logits of a step are computed here: of ranks that divide rows by the first one, which gets the rows of all.
     bool computes_results() const { return row_group_.rank == 0; }
@@ -292,6 +294,8 @@ private:
     DividedRows divided_;
     StepInput home_input_;        // with homes: the sequences of this rank, whose rows are in divided_
     float* home_out_ = nullptr;   // the results of their attention
+    float* home_rows_ = nullptr;  // shared by the ranks of homes of several: the results of all heads, in rows of home_row_size_
+    i64 home_row_size_ = 0;
     StepInput given_;  // the whole step
     float *divided_kv_[2] = {nullptr, nullptr}, *divided_x_ = nullptr;
     i64* divided_expert_tokens_ = nullptr;  // [ranks][layers * experts]

@@ -57,7 +57,7 @@ void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_window
     if (has_context()) throw std::invalid_argument("ranks that share the tokens of sequences move none");
     const std::lock_guard<std::mutex> lock(guard_);
     for (const std::shared_ptr<PlanLayer>& layer : layers_) {
-        const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank * num_slots;
+        const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank / std::max(group_.home_size, 1) * num_slots;
         for (i32 i = 0; layer->k && layer->is_windowed == is_windowed && i < count; ++i) {
             if (!has_homes())
                 kernels_used->attention->move(layer->kv, from[i], to[i]);
