@@ -14,9 +14,12 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDivision
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.expert_placement import ExpertPlacement
+from quire.parallel.mesh import DeviceMesh
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.parallel.shm_communicator import ShmCommunicator
+from quire.parallel.worker_group import attach_subgroups, initialise_subgroups, subgroup_areas
+from quire.worker.parallel_build import row_subgroups
 
 
 class RankThreads:
@@ -26,8 +29,8 @@ class RankThreads:
     exchanges_rows  no rank sees the rows of another, as if each were on a host of its own
     placements      with expert parallelism: of the experts of each layer that has any
     context         (ranks that share the tokens of sequences, blocks in the cache of each)
-    divides_rows    every rank has the whole model, and computes some of the tokens of a step
-    has_homes       context is (ranks, blocks in the cache of each), and each rank attends to sequences of its own
+    num_row_groups  groups of one rank for each share; each has the whole model and computes some of the tokens of a step
+    home_size       ranks of a home: context is (homes, blocks in the cache of each), and each attends to sequences of its own
     """
 
     def __init__(
@@ -40,52 +43,73 @@ class RankThreads:
         exchanges_rows: bool = False,
         placements: Mapping[int, ExpertPlacement] | None = None,
         context: tuple[int, int] = (1, 0),
-        divides_rows: bool = False,
-        has_homes: bool = False,
+        num_row_groups: int = 1,
+        home_size: int = 0,
     ) -> None:
-        self.spec, self._size, self._context, self._has_homes = spec, len(shares), context, has_homes
-        self._memory = SharedMemoryFile.create({**ProcessBarrier.areas(self._size), **ShmCommunicator.areas(self._size)})
+        self._mesh = DeviceMesh(tensor=len(shares), context=num_row_groups)
+        self.spec, self._size, self._context, self._home_size = spec, self._mesh.size, context, home_size
+        subgroups = row_subgroups(self._mesh)
+        areas = {**ProcessBarrier.areas(self._size), **ShmCommunicator.areas(self._size), **subgroup_areas(subgroups)}
+        self._memory = SharedMemoryFile.create(areas)
+        initialise_subgroups(self._memory, subgroups)
         ProcessBarrier.initialise(self._memory, self._size)
         self.barriers = [ProcessBarrier(self._memory, rank, self._size) for rank in range(self._size)]
         self._own_memories: list[SharedMemoryFile] = []
-        self._rows_files = [os.memfd_create("rows")]
-        if divides_rows:
-            self.shards = [RowDivision(rank, self._size) for rank in range(self._size)]
-        else:
-            size = 1 if has_homes else context[0]
-            self.shards = [ModelShard.of(spec, rank, shares, placements, size, has_homes) for rank in range(self._size)]
+        self._rows_files = [os.memfd_create("rows") for _ in range(1 + len(subgroups))]
+        self.shards: list[ModelShard | None] = [None] * self._size
+        if len(shares) > 1:
+            size = 1 if home_size else context[0]
+            self.shards = [ModelShard.of(spec, rank, shares, placements, size, home_size) for rank in range(len(shares))]
+            self.shards *= num_row_groups
         self.decoders = []
-        for shard in self.shards:
+        for rank, shard in enumerate(self.shards):
             if exchanges_rows:
-                group = self._group_of_own(shard)
+                group = self._group_of_own(rank, shard)
+            elif subgroups:
+                group = self._group_of_groups(rank, shard, subgroups)
             else:
-                address = self.barriers[shard.rank].address
-                place = self._place(shard.rank)
-                group = RankGroup(shard, address, self._rows_files[0], context=place, has_homes=has_homes)
+                group = self._group(rank, shard, self.barriers[rank].address, self._rows_files[0])
             self.decoders.append(NativeDecoder(native_extension(), spec, parameters(), max_model_len, quantize, group))
         self._pool = ThreadPoolExecutor(self._size)
 
     def _place(self, rank: int) -> ContextPlace | None:
         size, num_local_blocks = self._context
-        return None if size == 1 else ContextPlace(rank % size, size, num_local_blocks)
+        place = rank // self._home_size if self._home_size else rank % size
+        return None if size == 1 else ContextPlace(place, size, num_local_blocks)
 
-    def _group_of_own(self, shard: ModelShard | RowDivision) -> RankGroup:
+    def _group(
+        self, rank: int, shard: ModelShard | None, address: int, file: int, exchange: RowExchange | None = None
+    ) -> RankGroup:
+        """Return a group of ranks of one kind."""
+        if shard is None:
+            return RankGroup(None, exchange=exchange, division=RowDivision(rank, self._size, address, file))
+        place = self._place(rank)
+        return RankGroup(shard, address, file, exchange=exchange, context=place, home_size=self._home_size)
+
+    def _group_of_groups(self, rank: int, shard: ModelShard | None, subgroups: Mapping[str, tuple[int, ...]]) -> RankGroup:
+        """Return a tensor-parallel group that divides rows with others."""
+        at, own = self._mesh.coordinates(rank), attach_subgroups(self._memory, rank, subgroups)
+        tensor, rows = own[f"tensor{at.context}"], own[f"rows{at.tensor}"]
+        division = RowDivision(
+            at.context, self._mesh.context, rows.address, self._rows_files[1 + self._mesh.context + at.tensor]
+        )
+        return RankGroup(shard, tensor.address, self._rows_files[1 + at.context], division=division)
+
+    def _group_of_own(self, rank: int, shard: ModelShard | None) -> RankGroup:
         """Return a group in which a rank has memory of its own; what it exchanges goes through a communicator."""
         memory = SharedMemoryFile.create(ProcessBarrier.areas(self._size))
         ProcessBarrier.initialise(memory, self._size)
-        own = ProcessBarrier(memory, shard.rank, self._size)
+        own = ProcessBarrier(memory, rank, self._size)
         self._own_memories.append(memory)
         self._rows_files.append(os.memfd_create("rows"))
-        exchange = RowExchange(ShmCommunicator(self._memory, self.barriers[shard.rank]), own)
-        self.barriers[shard.rank] = own
-        place = self._place(shard.rank)
-        file, has_homes = self._rows_files[-1], self._has_homes
-        return RankGroup(shard, own.address, file, exchange=exchange, context=place, has_homes=has_homes)
+        exchange = RowExchange(ShmCommunicator(self._memory, self.barriers[rank]), own)
+        self.barriers[rank] = own
+        return self._group(rank, shard, own.address, self._rows_files[-1], exchange)
 
     def pools(self, block_size: int, dtype: KvDtype, num_blocks: int) -> list[KvPool]:
         """Return a cache for each rank."""
         whole = KvSpec.of(self.spec, block_size, dtype)
-        shapes = [whole if isinstance(one, RowDivision) else one.kv_spec(self.spec, block_size, dtype) for one in self.shards]
+        shapes = [whole if one is None else one.kv_spec(self.spec, block_size, dtype) for one in self.shards]
         return [KvPool(shape, num_blocks) for shape in shapes]
 
     def call(self, act: Callable[[NativeDecoder, int], Any]) -> Any:

@@ -159,6 +159,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="each of these processes has whole attention weights and attends to sequences of its own; CPU",
     )
     group.add_argument(
+        "--dp-attention-size",
+        type=int,
+        metavar="N",
+        help="with it: groups of these processes that do so, and divide the heads; None: one for each process",
+    )
+    group.add_argument(
         "--enable-expert-parallel",
         action="store_true",
         help="each of these processes holds whole experts of a mixture model, instead of a part of every expert; CPU",

@@ -76,7 +76,8 @@ class SchedulerConfig:
     window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
     num_block_places        ranks that share the tokens of a sequence; each has an equal part of the blocks. block_chunk
                             consecutive blocks of a sequence are on one rank, the next ones on the next
-    num_homes               ranks that each attend to sequences of their own, with an equal part of the blocks
+    num_homes               homes (ranks, or groups of them) that each attend to sequences of their own, with an equal part of
+                            the blocks
     """
 
     max_num_seqs: int
@@ -239,6 +240,7 @@ class EngineConfig:
                             with deterministic on GPUs
     tensor_parallel_shares  what each of them gets, in parts: (2, 1) gives the first two thirds; None: equal shares
     enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
+    dp_attention_size       with it: groups of these processes that do so, and divide the heads; None: one for each process
     enable_expert_parallel  each of these processes, at least two, holds whole experts of a mixture model, instead of a part of
                             every expert. The same tokens at any number of them. On a CPU
     expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the
@@ -269,8 +271,9 @@ class EngineConfig:
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
-    prefill_context_parallel_size  processes of this host that each hold the whole model and KV cache and compute a part of the
-                            tokens of a prompt. The same tokens at any number. On a CPU
+    prefill_context_parallel_size  processes of this host, or groups of tensor_parallel_size of them, that each hold the whole
+                            model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number. On a
+                            CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
     enable_lora             take LoRA adapters (PEFT), which requests name. Not with stages, ranks on
                             GPUs, enable_dp_attention or prefill_context_parallel_size
@@ -331,6 +334,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     tensor_parallel_shares: tuple[float, ...] | None = None
     enable_dp_attention: bool = False
+    dp_attention_size: int | None = None
     enable_expert_parallel: bool = False
     expert_placement: str = "linear"
     expert_load: str | None = None
@@ -370,6 +374,7 @@ class EngineConfig:
             tensor_parallel_shares=self.tensor_parallel_shares,
             enable_expert_parallel=self.enable_expert_parallel,
             enable_dp_attention=self.enable_dp_attention,
+            dp_attention_size=self.dp_attention_size,
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             pipeline_layers=self.pipeline_layers,

@@ -48,7 +48,8 @@ class MemoryPlan:
     num_window_blocks of the pool of its window group; 0: there is no such group
     num_states        recurrent states that are held next to it, num_state_checkpoints of them for prefixes; 0: there are none
     num_block_places  ranks that share the tokens of sequences, each with an equal part of the blocks
-    num_homes         ranks that each attend to sequences of their own, with an equal part of the blocks
+    num_homes         homes (ranks, or groups of them) that each attend to sequences of their own, with an equal part of the
+                      blocks
     host              what the ranks on this host hold, where tensor-parallel ranks share the model; weight_bytes and kv are of
                       the whole model
     offloaded_bytes   of weights in host memory that a GPU copies before use, see EngineConfig.cpu_offload_gb; weight_bytes are
@@ -163,7 +164,7 @@ class MemoryPlan:
     def _describe_places(self) -> tuple[str, ...]:
         if self.num_homes > 1:
             return (
-                f"homes       {self.num_homes} ranks attend to sequences of their own: each holds {self.num_local_blocks:,} "
+                f"homes       {self.num_homes} homes attend to sequences of their own: each holds {self.num_local_blocks:,} "
                 f"blocks, {self.num_local_blocks * self.kv.block_size:,} tokens, the longest that a sequence can be",
             )
         if self.num_block_places == 1:

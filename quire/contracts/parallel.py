@@ -30,10 +30,13 @@ class ParallelConfig:
     data_parallel_size            replicas of the engine, which exchange nothing; not part of world_size
     decode_context_parallel_size  tensor-parallel ranks that share the tokens of one sequence: each holds the keys and values
                                   of some of them. It divides tensor_parallel_size, and adds no ranks
-    prefill_context_parallel_size  ranks that each have the whole model, and compute some of the tokens of a step
+    prefill_context_parallel_size  groups of tensor_parallel_size ranks that each have the whole model, and compute some of the
+                                  tokens of a step
     enable_dp_attention           each tensor-parallel rank has the whole attention weights and is the home of some sequences:
                                   it attends to these, and holds their keys and values. All other weights are sharded as
                                   usual. It adds no ranks
+    dp_attention_size             homes, of equally many consecutive ranks, which divide the attention heads; None: one for each
+                                  rank
     enable_expert_parallel        each tensor-parallel rank holds some experts whole; otherwise each expert is sharded
     tensor_parallel_shares        what each tensor-parallel rank gets, as parts ((2, 1): two thirds and one third);
                                   None: equal shards
@@ -46,6 +49,7 @@ class ParallelConfig:
     decode_context_parallel_size: int = 1
     prefill_context_parallel_size: int = 1
     enable_dp_attention: bool = False
+    dp_attention_size: int | None = None
     enable_expert_parallel: bool = False
     tensor_parallel_shares: tuple[float, ...] | None = None
     pipeline_layers: tuple[int, ...] | None = None
@@ -66,6 +70,11 @@ class ParallelConfig:
             )
         if self.enable_dp_attention:
             self._check_homes()
+        elif self.dp_attention_size is not None:
+            raise ConfigError(
+                f"dp_attention_size is {self.dp_attention_size!r}, but enable_dp_attention False: set it to True, or leave "
+                "dp_attention_size at None"
+            )
         self._check_context()
         if self.tensor_parallel_shares is not None:
             object.__setattr__(self, "tensor_parallel_shares", self._checked_shares())
@@ -77,6 +86,13 @@ class ParallelConfig:
             raise ConfigError(
                 "enable_dp_attention is True, but tensor_parallel_size is 1: the homes of sequences are its ranks; raise it, "
                 "or leave enable_dp_attention out"
+            )
+        num_homes = self.dp_attention_size
+        is_number = isinstance(num_homes, int) and not isinstance(num_homes, bool) and num_homes > 1
+        if num_homes is not None and (not is_number or self.tensor_parallel_size % num_homes):
+            raise ConfigError(
+                f"dp_attention_size must be None or an integer >= 2 that divides tensor_parallel_size, got {num_homes!r} and "
+                f"{self.tensor_parallel_size}"
             )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
@@ -94,7 +110,7 @@ class ParallelConfig:
             )
         if self.prefill_context_parallel_size == 1:
             return
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        for name in ("decode_context_parallel_size", "pipeline_parallel_size"):
             value = getattr(self, name)
             if value > 1:
                 raise ConfigError(
@@ -138,8 +154,13 @@ class ParallelConfig:
 
     @property
     def num_homes(self) -> int:
-        """Ranks that attend to sequences of their own; 1: all ranks attend to all sequences."""
-        return self.tensor_parallel_size if self.enable_dp_attention else 1
+        """Ranks, or groups of ranks, that attend to sequences of their own; 1: all ranks attend to all sequences."""
+        return (self.dp_attention_size or self.tensor_parallel_size) if self.enable_dp_attention else 1
+
+    @property
+    def home_size(self) -> int:
+        """Ranks of each home of sequences; 0: there are no homes."""
+        return self.tensor_parallel_size // self.num_homes if self.enable_dp_attention else 0
 
     @property
     def shares(self) -> tuple[float, ...]:

@@ -28,17 +28,16 @@ from quire.kernels.reference.activation import apply_xielu, cut_gate
 from quire.kernels.reference.altup import join_streams, split_streams
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.reference.per_layer_inputs import per_layer_inputs
-from quire.kernels.reference.rope import inverse_frequencies
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
-from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads, rope_table
+from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model.device_heads import fill_missing_weights, needs_separate_heads, turn_heads
+from quire.model.device_heads import fill_missing_weights, needs_separate_heads, rope_of, turn_heads
 from quire.model.device_latent import LatentAttention
 from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, SharedBlock, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
@@ -46,9 +45,10 @@ from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.model.device_refusal import check_on_device
-from quire.model.device_streams import LayerNorms, StreamLayer
+from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.model.mixers import mix
+from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
@@ -110,9 +110,7 @@ class DeviceDecoder:
         per_layer = None if spec.per_layer_inputs is None else own["per_layer_proj.weight"]
         self._per_layer_proj = None if per_layer is None else DeviceLinear((per_layer,), None, is_in_order)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
-        tables = {
-            rope: _rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes
-        }
+        tables = {rope: rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes}
         self.num_long_rope_rows = max_model_len
         self._layers = [
             DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order, _layer_ranks(ranks, index, weights))
@@ -185,11 +183,42 @@ class DeviceDecoder:
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
         # The first layer changes x in place.
         embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
-        y, per_layer, altup = None, self._per_layer_inputs(token_ids, x), self.spec.altup
-        if altup is not None:
-            x = split_streams(x, self._stack("altup_split"))
+        inputs = LayerInputs(self._per_layer_inputs(token_ids, x), embeddings)
         if self._offload is not None:
             self._offload.begin()
+        if self.ranks is not None and self._divides_norms(x):
+            norm = self._layers[0].first_norm
+            y = x if norm is None else normalize(x, norm)
+            with self.ranks.divided_rows(x) as own:
+                hidden = self._run_layers(own, y, inputs, positions, step, pool, False)
+        else:
+            hidden = self._run_layers(x, None, inputs, positions, step, pool, is_few)
+        self._keep(hidden, None if self._tapped else 0)
+        return hidden
+
+    def _divides_norms(self, x: Tensor) -> bool:
+        """Return whether each rank norms a part of the rows of a step. Sums that are gathered whole, to be added in order, stay
+        so: then a row does not depend on the number of rows."""
+        return x.nbytes > ORDERED_BYTES and not self._tapped and all(layer.can_divide_rows for layer in self._layers)
+
+    def _run_layers(
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        inputs: LayerInputs,
+        positions: Tensor,
+        step: DeviceAttentionMetadata,
+        pool: DeviceKvPool,
+        is_few: bool,
+    ) -> Tensor:
+        """Run all layers; return the hidden states [T, hidden_size] after the final norm.
+
+        x  the residual stream, or this rank's rows of it; changed
+        y  the norm that the first layer reads, of all rows; None: it is made from x
+        """
+        altup = self.spec.altup
+        if altup is not None:
+            x = split_streams(x, self._stack("altup_split"))
         for index, layer in enumerate(self._layers):
             self._keep(x if altup is None else x[altup.active], self._tapped.get(index))
             if self._offload is not None:
@@ -204,7 +233,7 @@ class DeviceDecoder:
                 layer.fused.forward(x, positions, places, cache)
                 y = None
                 continue
-            own_inputs = None if per_layer is None else per_layer[:, index]
+            own_inputs = None if inputs.per_layer is None else inputs.per_layer[:, index]
             if altup is not None:
                 x = layer.forward_streams(x, positions, places, cache, own_inputs)
                 continue
@@ -213,11 +242,9 @@ class DeviceDecoder:
             is_last = index + 1 == len(self._layers)
             following = self._final_norm if is_last else self._layers[index + 1].first_norm
             states = pool.states[index] if pool.states else ()
-            y = layer.forward(x, y, positions, places, cache, following, states, own_inputs, embeddings)
+            y = layer.forward(x, y, positions, places, cache, following, states, own_inputs, inputs.embeddings)
         x = x if altup is None else join_streams(x, self._stack("altup_join"))
-        hidden = normalize(x, self._final_norm) if y is None else y
-        self._keep(hidden, None if self._tapped else 0)
-        return hidden
+        return normalize(x, self._final_norm) if y is None else y
 
     def _stack(self, name: str) -> Tensor:
         """Return a stack of matrices [N, hidden_size, hidden_size], dense."""
@@ -257,16 +284,6 @@ class DeviceDecoder:
         if self.spec.final_softcap is not None:
             logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return logits
-
-
-def _rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: torch.dtype, device: torch.device) -> Rope:
-    """Return the table of a rope; with switch_len, the rows of that many positions of its short variant come last."""
-    long = rope_table(spec, inverse_frequencies(spec, max_model_len).to(device), max_model_len, dtype)
-    if switch_len is None:
-        return long
-    frequencies = inverse_frequencies(spec, spec.original_max if spec.depends_on_length else max_model_len)
-    short = rope_table(spec, frequencies.to(device), switch_len, dtype)
-    return Rope(spec, torch.cat((long.table, short.table)))
 
 
 def _layer_ranks(ranks: DeviceRanks | None, index: int, weights: DeviceWeights) -> LayerRanks | None:
@@ -338,6 +355,19 @@ class DeviceLayer:
         if self._shared is not None:
             return None
         return self._mlp_in if self._spec.is_mlp_only else self.attn_in
+
+    @property
+    def can_divide_rows(self) -> bool:
+        """Whether ranks may each have a part of the rows of the residual stream: both blocks end with a sum over the ranks."""
+        spec = self._spec
+        if spec.mixer is not None or spec.is_parallel or spec.is_mlp_only or spec.mlp == NO_MLP:
+            return False
+        if self._ranks is None or any(part is not None for part in (self._tail, self._shared, self._branches, self._streams)):
+            return False
+        closing = {"o", "experts.down"} if isinstance(spec.mlp, MoeSpec) else {"o", "down"}
+        if isinstance(spec.mlp, MoeSpec) and spec.mlp.shared is not None:
+            closing.add("shared.down")
+        return self._ranks.row_parallel >= closing
 
     def fuse(self, arrived: Tensor) -> str | None:
         """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in FusedLayer."""
@@ -431,7 +461,9 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        return add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
+        y = y if self._ranks is None else self._ranks.gather_rows(y)
+        y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
+        return y if self._ranks is None else self._ranks.gather_rows(y)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]

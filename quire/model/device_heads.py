@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import AttentionSpec, ModelSpec, NormSpec
+from quire.contracts.model_spec import AttentionSpec, ModelSpec, NormSpec, RopeSpec
 from quire.kernels.reference.norm import normalize
-from quire.kernels.reference.rope import query_factors, rotate
+from quire.kernels.reference.rope import inverse_frequencies, query_factors, rotate
 from quire.kernels.triton.norm import Norm
-from quire.kernels.triton.qk_rope_store import Projections, Rope
+from quire.kernels.triton.qk_rope_store import Projections, Rope, rope_table
 
 
 def needs_separate_heads(spec: AttentionSpec) -> bool:
@@ -57,3 +57,13 @@ def fill_missing_weights(tensors: dict[str, Tensor], spec: ModelSpec, dtype: tor
             fill(prefix + name, getattr(layer, name), spec.hidden_size)
         for name in ("q_norm", "k_norm"):
             fill(prefix + name, layer.attention.qk_norm, layer.attention.head_dim)
+
+
+def rope_of(spec: RopeSpec, max_model_len: int, switch_len: int | None, dtype: torch.dtype, device: torch.device) -> Rope:
+    """Return the table of a rope; with switch_len, the rows of that many positions of its short variant come last."""
+    long = rope_table(spec, inverse_frequencies(spec, max_model_len).to(device), max_model_len, dtype)
+    if switch_len is None:
+        return long
+    frequencies = inverse_frequencies(spec, spec.original_max if spec.depends_on_length else max_model_len)
+    short = rope_table(spec, frequencies.to(device), switch_len, dtype)
+    return Rope(spec, torch.cat((long.table, short.table)))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -28,6 +29,10 @@ class Collectives(Protocol):
         """See Communicator."""
         ...
 
+    def reduce_scatter(self, out: Tensor, x: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """See Communicator."""
+        ...
+
 
 class DeviceRanks:
     """The group of a rank. All ranks make the same calls in the same order; no call waits for the device.
@@ -39,6 +44,7 @@ class DeviceRanks:
     def __init__(self, communicator: Collectives, shard: DeviceShard) -> None:
         self.communicator, self.shard = communicator, shard
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
+        self._row_sizes: tuple[int, ...] | None = None
 
     @property
     def specs(self) -> list[ModelSpec]:
@@ -64,8 +70,13 @@ class DeviceRanks:
     def sum_parts(self, part: Tensor) -> Tensor:
         """Return the sum of the ranks' partial sums [T, N], which may overwrite `part`.
 
-        Up to ORDERED_BYTES the sum is in f32 in rank order; larger sums use the library's order.
+        Up to ORDERED_BYTES the sum is in f32 in rank order; larger sums use the library's order. While rows are divided, only
+        this rank's rows of the sum, in f32 in rank order.
         """
+        if self._row_sizes is not None:
+            own = part.new_empty(self._row_sizes[self.shard.rank], part.shape[1])
+            self.communicator.reduce_scatter(own, part, self._row_sizes)
+            return own
         if part.nbytes > ORDERED_BYTES:
             self.communicator.all_reduce(part, in_order=False)
             return part
@@ -76,6 +87,27 @@ class DeviceRanks:
     def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
         """Add the sum of the ranks' partial sums [T, N], for few tokens, to the residual stream x in place."""
         add_parts_launch(x, self._gather(part), residual_scale).run()
+
+    @contextmanager
+    def divided_rows(self, x: Tensor) -> Iterator[Tensor]:
+        """Divide the rows of the residual stream x [T, N] among the ranks within the block (sequence parallelism): yields this
+        rank's, and sum_parts returns these only, until gather_rows."""
+        size = self.communicator.size
+        ends = [(rank + 1) * len(x) // size for rank in range(size)]
+        self._row_sizes = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+        own = ends[self.shard.rank]
+        try:
+            yield x[own - self._row_sizes[self.shard.rank] : own]
+        finally:
+            self._row_sizes = None
+
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """Return the rows [T, N] of all ranks, given this rank's; all rows, as they are, while they are not divided."""
+        if self._row_sizes is None:
+            return part
+        out = part.new_empty(sum(self._row_sizes), part.shape[1])
+        self.communicator.all_gather(out, part.contiguous(), self._row_sizes)
+        return out
 
     def lookup(self, embedding: DeviceLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ids [T] i64 of an embedding that is sharded by rows; exact, since all parts but one are zeros."""
@@ -123,6 +155,10 @@ class LayerRanks:
         if name in self.row_parallel:
             return self._ranks.sum_parts(linear(rows))
         return self.gather_outputs(linear(self._ranks.gather_columns(rows, self._inputs[name])))
+
+    def gather_rows(self, part: Tensor) -> Tensor:
+        """See DeviceRanks."""
+        return self._ranks.gather_rows(part)
 
     def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
         """See DeviceRanks."""

@@ -26,6 +26,17 @@ class LayerNorms(NamedTuple):
     mlp_out: Norm | None
 
 
+class LayerInputs(NamedTuple):
+    """What the layers of a step read besides the residual.
+
+    per_layer   [T, layers, size] of a model with per-layer inputs
+    embeddings  [T, hidden_size] what the first layer reads, for shared blocks
+    """
+
+    per_layer: Tensor | None
+    embeddings: Tensor | None
+
+
 class StreamLayer:
     """One layer of a model with alternating updates; see LayerSpec.altup and LayerSpec.laurel.
 

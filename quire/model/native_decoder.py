@@ -23,7 +23,7 @@ from quire.model.lora.native_adapters import NativeAdapters
 from quire.model.native_experts import PackedExpert
 from quire.model.native_model import NativeModelBuilder
 from quire.model.native_weights import NativeWeight
-from quire.model.tensor_shards import ContextPlace, ExpertShard, RankGroup, RowDivision
+from quire.model.tensor_shards import ContextPlace, ExpertShard, RankGroup
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
@@ -86,21 +86,22 @@ class NativeDecoder:
         self._group = group
         self.mirror: PlanMirror | None = None
         # The other ranks of a group write their logits into rank 0's memory, and get none.
-        self._gives_results = group is None or group.shard.rank == 0
+        self._gives_results = group is None or group.gives_results
         if group is not None:
-            shard = group.shard
-            first_output = 0 if isinstance(shard, RowDivision) else shard.vocabulary.start
-            self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, first_output, group.rows_file)
-            if isinstance(shard, RowDivision):
-                self._plan.divide_rows()
-            if group.context is not None and group.has_homes:
-                self._plan.set_homes(group.context.num_local_blocks)
+            shard, rows = group.shard, group.division
+            if shard is not None:
+                first_output = shard.vocabulary.start
+                self._plan.set_rank_group(group.barrier_address, shard.rank, shard.size, first_output, group.rows_file)
+            if rows is not None:
+                self._plan.divide_rows(rows.barrier_address, rows.rank, rows.size, rows.rows_file)
+            if group.context is not None and group.home_size:
+                self._plan.set_homes(group.home_size, group.context.num_local_blocks)
             elif group.context is not None:
                 self._plan.set_context(group.context.place, group.context.size, group.context.num_local_blocks)
             if group.exchange is not None:
                 self._plan.set_exchange(group.exchange)
         self._parts = self._builder(native, self._plan, spec, parameters, rope_index, quantize).build()
-        own_shard = None if group is None or isinstance(group.shard, RowDivision) else group.shard
+        own_shard = None if group is None else group.shard
         self.adapters = NativeAdapters(native, self._plan, spec, own_shard)
         self._extend_angles(_FIRST_POSITIONS)
         self._kv: KvPool | None = None
@@ -113,7 +114,7 @@ class NativeDecoder:
 
     def _builder(self, *args: Any) -> NativeModelBuilder:
         """Return what makes the plan; args: see NativeModelBuilder."""
-        if self._group is None or isinstance(self._group.shard, RowDivision):
+        if self._group is None:
             return NativeModelBuilder(*args)
         return NativeModelBuilder(*args, shard=self._group.shard, has_whole_vocabulary=self._group.has_whole_vocabulary)
 
@@ -125,7 +126,7 @@ class NativeDecoder:
     @property
     def is_sharded(self) -> bool:
         """Whether this rank has a shard of the model."""
-        return self._group is not None and not isinstance(self._group.shard, RowDivision)
+        return self._group is not None and self._group.shard is not None
 
     @property
     def embedding(self) -> NativeWeight:
@@ -394,6 +395,8 @@ class NativeDecoder:
 
     def logits_into(self, rows: Sequence[int], address: int) -> None:
         """As logits_of, written at an address."""
+        if self._group is not None and not self._group.computes_results:
+            return
         places = _int32(rows)
         self._plan.logits(places.data_ptr(), len(places), address)
 

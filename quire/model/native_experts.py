@@ -15,6 +15,7 @@ from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.model.native_weights import InputForm, NativeWeight, WeightPacker, input_form, is_made_exact
 from quire.model.tensor_shards import ExpertShard
 from quire.parallel.shards import ShardRange
+from quire.parallel.step_pacer import StepPacer
 from quire.quant.parameters import DenseOrQuantized, Parameter, QuantizedStack, StoredParameter, load_parameter
 from quire.quant.weight import QuantizedWeight
 
@@ -131,6 +132,8 @@ class ExpertPacker:
     def pack_one(self, stack: ExpertStack, index: int, ranges: tuple[ShardRange, ...]) -> list[NativeWeight]:
         """Return the weights of one expert, in the form that its layer has."""
         weight = self._open(stack, index)
+        if self._forms.quantize is not None and isinstance(weight, Tensor):
+            self._packer.take(weight.nbytes)
         if stack.module in self.dense_stacks:
             weight = weight if isinstance(weight, Tensor) else weight.dequantize(self._dtype)
         else:
@@ -184,6 +187,7 @@ class ExpertLoader:
 
     open_parameters  returns all parameters of the model, as quire.model.checkpoint.open_parameters does
     quantize, dense_stacks  as when the model was built
+    pacer            bounds what is read and written next to a step; a weight that is quantised on load counts as one piece
     """
 
     def __init__(
@@ -193,11 +197,14 @@ class ExpertLoader:
         open_parameters: Callable[[], Mapping[str, Parameter | StoredParameter]],
         quantize: Callable[[str, Tensor], DenseOrQuantized] | None,
         dense_stacks: frozenset[str],
+        pacer: StepPacer | None = None,
     ) -> None:
         self._spec, self._open_parameters = spec, open_parameters
         self._parameters: Mapping[str, Parameter | StoredParameter] = {}
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        self._packer = ExpertPacker(WeightForms(spec.dtype, quantize), WeightPacker(native, dtype, num_threads=1), dtype)
+        self._packer = ExpertPacker(
+            WeightForms(spec.dtype, quantize), WeightPacker(native, dtype, num_threads=1, pacer=pacer), dtype
+        )
         self._packer.dense_stacks |= dense_stacks
 
     def load(self, layer: int, expert: int) -> PackedExpert:

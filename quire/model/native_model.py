@@ -517,6 +517,7 @@ def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:
     layer.first_head, layer.first_kv_head = heads.start, kv_heads.start
     layer.total_heads, layer.total_kv_heads = attention.num_heads, attention.num_kv_heads
     layer.first_inner, layer.first_output = shard.inner.start, shard.outputs.start
+    layer.first_o_output = shard.o_outputs.start
     if shard.context is not None:
         heads, kv_heads = shard.context.heads, shard.context.kv_heads
         layer.first_context_head, layer.num_context_heads = heads.start, heads.size

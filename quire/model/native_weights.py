@@ -11,6 +11,7 @@ from torch import Tensor
 from quire.base.cpu_caches import largest_cache_bytes
 from quire.base.logging import get_logger
 from quire.kernels.cpu.pages import SpentPages, is_file_view
+from quire.parallel.step_pacer import StepPacer
 from quire.quant.float8 import Float8Weight
 from quire.quant.parameters import DenseOrQuantized
 from quire.quant.weight import QuantizedWeight, StoredWeight
@@ -43,10 +44,18 @@ class WeightPacker:
     dtype    torch.bfloat16, float16 or float32: how weights that are not quantised are kept
     is_short compress bfloat16 to 12 bits without loss if few weights are exceptions: fewer bytes to read, more arithmetic
     num_threads  that pack; None: all of the process
+    pacer    bounds what is read and written next to a step; None: nothing does
     """
 
-    def __init__(self, native: ModuleType, dtype: torch.dtype, is_short: bool = False, num_threads: int | None = None) -> None:
-        self._num_threads = num_threads
+    def __init__(
+        self,
+        native: ModuleType,
+        dtype: torch.dtype,
+        is_short: bool = False,
+        num_threads: int | None = None,
+        pacer: StepPacer | None = None,
+    ) -> None:
+        self._num_threads, self._pacer = num_threads, pacer
         self._native = native
         self._dtype = dtype
         self._is_short = is_short
@@ -110,12 +119,14 @@ class WeightPacker:
         num_rows, num_columns = weight.shape
         is_view = weight.dtype == dtype == self._dtype and weight.is_contiguous()
         step = num_rows if is_view else max(16, _CONVERTED_WEIGHTS // num_columns // 16 * 16)
+        step = min(step, self._paced_rows(num_rows, num_columns * (weight.element_size() + dtype.itemsize)))
         spent = SpentPages()
         # Only pages of a mapped file are reloaded when they are read again; releasing other memory would zero it.
         is_mapped = is_view and is_file_view(weight)
         packed: NativeWeight = None
         for first in range(0, num_rows, step):
             rows = weight[first : first + step]
+            self.take(len(rows) * num_columns * (weight.element_size() + dtype.itemsize))
             rows = (rows if is_exact else rows.to(self._dtype)).to(dtype).contiguous()
             packed = packed or self._native.Weight(self._format(rows, may_be_short), num_rows, num_columns)
             packed.pack(
@@ -151,7 +162,7 @@ class WeightPacker:
         name = "f8" if self._dtype == torch.bfloat16 else "f8_wide"
         packed = self._native.Weight(name, num_rows, num_columns, block)
         codes = weight.codes.view(torch.uint8).contiguous()
-        packed.pack(codes.data_ptr(), num_columns, 0, num_rows, num_threads=self._threads())
+        self._pack_bytes(packed, codes)
         scale = weight.by_row().scale * self._native.float8_divisor()
         self._set_extras(packed, bias=bias, **{"block_scale" if block else "column_scale": scale if block else scale[:, 0]})
         return packed
@@ -164,15 +175,7 @@ class WeightPacker:
         packed = self._native.Weight("u4" if is_nibble else "u8", num_rows, num_columns, group, input_group)
         levels = torch.tensor(weight.levels if is_nibble else (), dtype=torch.int8)
         codes = weight.codes.contiguous()
-        packed.pack(
-            codes.data_ptr(),
-            num_columns,
-            0,
-            num_rows,
-            levels=levels.data_ptr(),
-            num_levels=len(levels),
-            num_threads=self._threads(),
-        )
+        self._pack_bytes(packed, codes, levels)
         column_scale = weight.scale.abs().amax(1)
         if weight.offset is not None:
             # Offsets must stay within the range of f16, even with small or zero scales.
@@ -188,6 +191,25 @@ class WeightPacker:
             columns=weight.columns,
         )
         return packed
+
+    def _pack_bytes(self, packed: NativeWeight, codes: Tensor, levels: Tensor | None = None) -> None:
+        """Pack codes [N, K] of one byte; levels: i8, of codes of four bits."""
+        num_rows, num_columns = codes.shape
+        step = self._paced_rows(num_rows, 2 * num_columns)
+        given = {} if levels is None else {"levels": levels.data_ptr(), "num_levels": len(levels)}
+        for first in range(0, num_rows, step):
+            count = min(step, num_rows - first)
+            self.take(2 * count * num_columns)
+            packed.pack(codes[first].data_ptr(), num_columns, first, count, num_threads=self._threads(), **given)
+
+    def _paced_rows(self, num_rows: int, row_bytes: int) -> int:
+        """Return how many rows are packed at once, whole panels of 16, where each reads and writes row_bytes."""
+        return num_rows if self._pacer is None else max(16, self._pacer.bytes_per_step // row_bytes // 16 * 16)
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes may be read and written."""
+        if self._pacer is not None:
+            self._pacer.take(num_bytes)
 
     def _set_extras(
         self,

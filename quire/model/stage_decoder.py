@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quire.base.errors import InvariantError
 from quire.contracts.model_spec import ModelSpec
 from quire.kv.pool import KvPool
 from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import NativeModelBuilder
 from quire.model.pipeline_stages import PipelineStage
-from quire.model.tensor_shards import RankGroup, RowDivision
+from quire.model.tensor_shards import RankGroup
 from quire.model.token_runs import TokenRuns
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 
@@ -85,8 +84,6 @@ class StageDecoder(NativeDecoder):
     def _builder(self, *args: Any) -> NativeModelBuilder:
         self._plan.set_stage(self.stage.is_first, self.stage.is_last, self.stage.start)
         shard = None if self._group is None else self._group.shard
-        if isinstance(shard, RowDivision):
-            raise InvariantError("ranks that divide the rows of a step have no pipeline stages")
         return NativeModelBuilder(*args, shard=shard, stage=self.stage)
 
     def run_stage(self, runs: TokenRuns, kv: KvPool, rows: int, outputs: StageOutputs | None) -> list[int]:

@@ -45,7 +45,7 @@ class LayerShard:
     inner    its intermediate columns of the feed-forward block, or of every expert; with expert parallelism all of them
     shared_inner  the same of the shared expert
     outputs  its columns of the residual stream: rows of o and down
-    attention_outputs  those of o only; all of them where the rank has whole attention weights
+    attention_outputs  those of o only, where ranks of a home divide them
     total_heads, total_kv_heads  of all ranks together
     experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
     context  with decode context parallelism: the heads of all ranks that share the tokens of sequences, which its KV cache has
@@ -81,20 +81,22 @@ class LayerShard:
         rank: int,
         shares: Sequence[float],
         placement: ExpertPlacement | None = None,
-        has_homes: bool = False,
+        home_size: int = 0,
     ) -> LayerShard:
-        """Return the part of a rank; placement: of the experts, with expert parallelism; has_homes: see ModelShard.of."""
+        """Return the part of a rank; placement: of the experts, with expert parallelism; home_size: see ModelShard.of."""
         attention, inner = layer.attention, _inner_size(layer)
-        whole = HeadRange(ShardRange(0, attention.num_heads), ShardRange(0, attention.num_kv_heads))
+        place, group = rank, shares  # among the ranks that divide the heads
+        if home_size:
+            place, group = rank % home_size, shares[rank // home_size * home_size :][:home_size]
         return cls(
-            whole if has_homes else head_range(attention.num_heads, attention.num_kv_heads, rank, shares),
+            head_range(attention.num_heads, attention.num_kv_heads, place, group),
             _output_range(inner, rank, shares) if placement is None else ShardRange(0, inner),
             _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
             attention.num_heads,
             attention.num_kv_heads,
             None if placement is None else ExpertShard.of(placement, rank),
-            attention_outputs=ShardRange(0, hidden_size) if has_homes else None,
+            attention_outputs=_output_range(hidden_size, place, group) if home_size else None,
         )
 
 
@@ -162,13 +164,13 @@ class ModelShard:
         shares: Sequence[float],
         placements: Mapping[int, ExpertPlacement] | None = None,
         context_size: int = 1,
-        has_homes: bool = False,
+        home_size: int = 0,
     ) -> ModelShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
         placements    with expert parallelism: of the experts of each layer that has any, by its index
         context_size  consecutive ranks that share the tokens of sequences
-        has_homes     each rank has whole attention weights, for sequences of its own
+        home_size     consecutive ranks that have the whole attention weights, for sequences of their own; 0: all ranks
 
         Raises ConfigError if a rank would have no part of a weight.
         """
@@ -182,7 +184,7 @@ class ModelShard:
                 f"another layer ({spec.model_type}) run on one rank"
             )
         layers = tuple(
-            LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), has_homes)
+            LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), home_size)
             for index, layer in enumerate(spec.layers)
         )
         if context_size > 1:
@@ -293,30 +295,47 @@ class ContextPlace:
 
 @dataclass(frozen=True, slots=True)
 class RowDivision:
-    """A rank's place among ranks that each have the whole model and compute some of the tokens of a step (prefill context
-    parallelism)."""
+    """A rank's place among ranks that have the same weights and compute some of the tokens of a step (prefill context
+    parallelism): each has the whole model, or the same shard of it.
+
+    barrier_address, rows_file  as in RankGroup, of these ranks only
+    """
 
     rank: int
     size: int
+    barrier_address: int
+    rows_file: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """A rank's place in a group of ranks on one host, for the native kernels.
 
-    shard            of a tensor-parallel group; a RowDivision: every rank has the whole model
+    shard            of a tensor-parallel group; None: every rank has the whole model, and divides rows
     barrier_address  of the group's BarrierState (csrc/process_barrier.h) in memory that all ranks map
     rows_file        descriptor of the file for the rows that ranks share; it grows with the largest step
     exchange         the exchange at each barrier if the ranks share no memory, see RowExchange
     has_whole_vocabulary  keep the whole embedding and LM head in addition to the shards, for draft heads that read them
     context          where the ranks share the tokens of sequences, or are homes
-    has_homes        each rank attends to the sequences whose blocks it has
+    home_size        consecutive ranks that attend to the sequences whose blocks they have; 0: there are no homes
+    division         where the rows of a step are divided. With a shard too, every tensor-parallel group computes some of them
     """
 
-    shard: ModelShard | RowDivision
-    barrier_address: int
-    rows_file: int
+    shard: ModelShard | None
+    barrier_address: int = 0
+    rows_file: int = -1
     has_whole_vocabulary: bool = False
     exchange: Callable[[int, Sequence[tuple[int, int, int, int]]], bool] | None = None
     context: ContextPlace | None = None
-    has_homes: bool = False
+    home_size: int = 0
+    division: RowDivision | None = None
+
+    @property
+    def computes_results(self) -> bool:
+        """Whether the logits of a step are computed by this rank, alone or with its tensor-parallel group."""
+        return self.division is None or self.division.rank == 0
+
+    @property
+    def gives_results(self) -> bool:
+        """Whether this rank gets the logits of a step."""
+        return self.computes_results and (self.shard is None or self.shard.rank == 0)

@@ -55,11 +55,17 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
         raise ConfigError(
             f"{name} does not fit the model ({spec.model_type}), whose tokens attend in both directions: leave it out"
         )
+    is_normed = any(layer.attention.qk_norm is not None and layer.attention.qk_norm_over == "all" for layer in spec.layers)
+    if config.parallel.home_size > 1 and is_normed:
+        raise ConfigError(
+            f"dp_attention_size is {unit}, but the model ({spec.model_type}) norms q and k over all heads, which the ranks of "
+            f"a home would divide: leave it at None, so that each of the {config.tensor_parallel_size} ranks is a home"
+        )
     _check_tiers(config, name, True)
     if config.num_kv_blocks is not None and config.num_kv_blocks % unit != 0:
         raise ConfigError(
-            f"num_kv_blocks is {config.num_kv_blocks}, but with {name} on {unit} ranks it must be a multiple of {unit}: each "
-            "rank holds as many blocks"
+            f"num_kv_blocks is {config.num_kv_blocks}, but with {name} and {unit} homes it must be a multiple of {unit}: each "
+            "home holds as many blocks"
         )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -14,6 +15,7 @@ from quire.model.native_experts import PackedExpert
 from quire.model.tensor_shards import ExpertShard
 from quire.parallel.communicator import Communicator, least_of
 from quire.parallel.expert_balance import Move, apply_moves
+from quire.parallel.step_pacer import StepPacer, short_turns
 from quire.worker.expert_parallel import Placements
 
 logger = get_logger(__name__)
@@ -45,15 +47,34 @@ class ExpertMover:
 
     load        reads one expert; called in a thread of its own
     placements  of the experts of each layer; changed at each switch
+    pacer       bounds what `load` does next to a step; None: nothing does
     """
 
-    def __init__(self, decoder: NativeDecoder, load: LoadExpert, communicator: Communicator, placements: Placements) -> None:
-        self.placements = dict(placements)
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        load: LoadExpert,
+        communicator: Communicator,
+        placements: Placements,
+        pacer: StepPacer | None = None,
+    ) -> None:
+        self.placements, self._pacer = dict(placements), pacer
         self._decoder, self._load, self._communicator = decoder, load, communicator
         self._change: ExpertChange | None = None
         self._loaded: dict[int, PackedExpert] = {}
         self._error: str | None = None
         self._thread: threading.Thread | None = None
+
+    @contextmanager
+    def during_step(self) -> Iterator[None]:
+        """Run a step within the block, next to which a bounded part of the experts is loaded."""
+        if self._pacer is not None:
+            self._pacer.begin_step()
+        try:
+            yield
+        finally:
+            if self._pacer is not None:
+                self._pacer.end_step()
 
     def prepare(self, change: ExpertChange) -> None:
         """Begin to load the experts that this rank gets."""
@@ -68,8 +89,9 @@ class ExpertMover:
 
     def _load_all(self, layer: int, experts: list[int]) -> None:
         try:
-            for expert in experts:
-                self._loaded[expert] = self._load(layer, expert)
+            with short_turns():
+                for expert in experts:
+                    self._loaded[expert] = self._load(layer, expert)
         except Exception as error:  # reported by the next call of switch; the rank goes on with the experts that it has
             logger.exception("an expert of layer %d cannot be loaded", layer)
             self._error = f"{type(error).__name__}: {error}"

@@ -15,6 +15,7 @@ from quire.base.logging import get_logger
 from quire.contracts.expert_options import EplbConfig
 from quire.parallel.expert_balance import MAX_IMBALANCE, apply_moves, improve_changes
 from quire.parallel.expert_placement import ExpertPlacement
+from quire.parallel.step_pacer import short_turns
 from quire.worker.expert_moves import ExpertChange, ExpertMover, LoadState
 from quire.worker.expert_parallel import PlacedLoads
 
@@ -136,7 +137,8 @@ class ExpertRebalancer:
 
     def _plan(self, placements: Mapping[int, ExpertPlacement], load: Counts) -> None:
         try:
-            self._plans = plan_layers(placements, load, self._loads.shares)
+            with short_turns():
+                self._plans = plan_layers(placements, load, self._loads.shares)
         except Exception:  # a bug here must not end an engine that serves
             logger.exception("the experts cannot be rebalanced")
             self._plans = []

@@ -32,7 +32,7 @@ def host_part(
 
     Raises ConfigError where the model cannot be divided so.
     """
-    if config.prefill_context_parallel_size > 1:
+    if config.prefill_context_parallel_size > 1 and config.tensor_parallel_size == 1:
         return _row_ranks_part(config, spec, num_weight_bytes, max_model_len, environment)
     if config.tensor_parallel_size == 1:
         return None
@@ -44,14 +44,15 @@ def host_part(
     is_limited = limits_windows(config, spec, max_model_len)
     block_size, dtype = cpu_block_size(config), kv_dtype(config, spec)
     kv: list[KvSpec] = [shard.kv_spec(spec, block_size, dtype, is_limited) for shard in shards]
-    num_stages = config.pipeline_parallel_size
+    num_stages, num_copies = config.pipeline_parallel_size, config.prefill_context_parallel_size
     return HostPart(
-        len(ranks) * num_stages,
-        config.tensor_parallel_size * num_stages,
-        num_weight_bytes * own // whole,
+        len(ranks) * num_stages * num_copies,
+        config.tensor_parallel_size * num_stages * num_copies,
+        num_weight_bytes * own // whole * num_copies,
         # each block is on one of so many ranks
-        -(-sum(each.bytes_per_block for each in kv) // (config.decode_context_parallel_size * config.parallel.num_homes)),
-        sum(each.window_bytes_per_block for each in kv),
+        -(-sum(each.bytes_per_block for each in kv) // (config.decode_context_parallel_size * config.parallel.num_homes))
+        * num_copies,
+        sum(each.window_bytes_per_block for each in kv) * num_copies,
     )
 
 
@@ -72,8 +73,8 @@ def _row_ranks_part(
 
 def shard_of(config: EngineConfig, spec: ModelSpec, rank: int, placements: Placements | None) -> ModelShard:
     """Return the part of a tensor-parallel rank. Raises ConfigError where the model cannot be divided so."""
-    size, has_homes = config.decode_context_parallel_size, config.enable_dp_attention
-    return ModelShard.of(spec, rank, config.parallel.shares, placements, size, has_homes)
+    size, home_size = config.decode_context_parallel_size, config.parallel.home_size
+    return ModelShard.of(spec, rank, config.parallel.shares, placements, size, home_size)
 
 
 def shard_parameters(shard: ModelShard, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -102,6 +103,7 @@ def ranks_on_host(config: EngineConfig, environment: Mapping[str, str] = os.envi
     """
     group = launched_group(config, environment)
     if group is None:
-        return range(config.parallel.world_size // config.pipeline_parallel_size)  # of each stage
+        num_groups = 1 if config.tensor_parallel_size == 1 else config.prefill_context_parallel_size
+        return range(config.parallel.world_size // (config.pipeline_parallel_size * num_groups))  # of each stage or group
     first = group.rank - group.local_rank
     return range(first, first + (group.num_local_ranks or group.local_rank + 1))

@@ -105,8 +105,14 @@ def _context_bytes(config: EngineConfig, spec: ModelSpec, num_batched_tokens: in
         row = max((one.num_heads + 2 * one.num_kv_heads) * one.head_dim for one in attentions)
         num_groups = config.tensor_parallel_size // config.decode_context_parallel_size
         return num_batched_tokens * row * 4 + 2 * num_groups * _PARTIAL_BYTES
+    if config.parallel.home_size > 1:
+        # Results of all heads; of latent attention before or after the last projection.
+        values = [one.head_dim if one.latent is None else max(one.head_dim, one.latent.value_dim) for one in attentions]
+        return num_batched_tokens * max(one.num_heads * size for one, size in zip(attentions, values, strict=True)) * 4
     if config.prefill_context_parallel_size > 1:
-        row = 4 * max(one.num_kv_heads * one.head_dim for one in attentions) + spec.hidden_size
+        # With tensor ranks, those of each shard share rows with its heads, of which the last may be on several ranks.
+        heads = max(max(one.num_kv_heads, config.tensor_parallel_size) * one.head_dim for one in attentions)
+        row = 4 * heads + config.tensor_parallel_size * spec.hidden_size
         return num_batched_tokens * row * 4
     return 0
 

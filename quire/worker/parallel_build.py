@@ -32,11 +32,13 @@ from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDi
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.communicator import Communicator
 from quire.parallel.expert_placement import ExpertPlacement
+from quire.parallel.mesh import DeviceMesh
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.row_exchange import RowExchange
 from quire.parallel.shards import ShardRange
-from quire.parallel.worker_group import WorkerGroup
+from quire.parallel.step_pacer import StepPacer
+from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.device.device_select import check_rank_devices
@@ -50,6 +52,10 @@ from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
+_MOVE_SHARE = 1 / 32
+"""How much of the weights that the shortest step reads is read and written next to each step while experts move. One thread
+converts and packs them, so a byte may cost up to 16 times as much as in the step before the step is 1.5 times as long."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
@@ -58,6 +64,8 @@ class RankConfig:
     shares             what each rank gets, in parts
     num_threads        of each rank
     rows_file          descriptor of the file for the rows that ranks share, the same in every process
+    group_files        where tensor-parallel groups divide the rows of a step: in place of rows_file, those of each group, and
+                       behind them those of the ranks with each shard
     has_draft_heads    rank 0 drafts with heads that read the whole embedding or LM head
     needed_bytes       of memory, of each rank, estimated
     options            see config_fields
@@ -66,11 +74,11 @@ class RankConfig:
     num_host_pages     pages of the host tier, of which each rank has its part
     slots_file         descriptor of the memory of these pages, where the ranks share memory; -1: there are none
     expert_ranks       with expert parallelism: for each layer that has experts, in order, those of each rank
-    moves_experts      experts may move between ranks while the engine runs
+    expert_move_bytes  that each rank may read and write next to a step to load experts that move; 0: none move
     lossy_routing      the fields of LossyRouting
     context_size       ranks that share the tokens of sequences
-    has_homes          each rank attends to sequences of its own
-    num_row_ranks      ranks that divide the rows of a step, each of which has the whole model; 1: they are tensor-parallel
+    home_size          ranks of each home of sequences; 0: there are no homes
+    num_row_ranks      groups of len(shares) tensor-parallel ranks that divide the rows of a step
     """
 
     folder: str
@@ -93,16 +101,27 @@ class RankConfig:
     num_host_pages: int = 0
     slots_file: int = -1
     expert_ranks: tuple[list[list[int]], ...] | None = None
-    moves_experts: bool = False
+    expert_move_bytes: int = 0
     lossy_routing: tuple[float, float, float] = (0.0, 0.0, 0.0)
     context_size: int = 1
-    has_homes: bool = False
+    home_size: int = 0
     num_row_ranks: int = 1
+    group_files: tuple[int, ...] = ()
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a grid."""
+        return DeviceMesh(tensor=len(self.shares), context=self.num_row_ranks)
+
+    @property
+    def num_homes(self) -> int:
+        """Homes of sequences; 1: all ranks attend to all sequences."""
+        return len(self.shares) // self.home_size if self.home_size else 1
 
     @property
     def num_local_blocks(self) -> int:
         """Blocks in the KV cache of each rank."""
-        return self.num_kv_blocks // (len(self.shares) if self.has_homes else self.context_size)
+        return self.num_kv_blocks // (self.num_homes if self.home_size else self.context_size)
 
     def placements(self, spec: ModelSpec) -> Placements | None:
         """Return where the experts of the model are; None without expert parallelism."""
@@ -158,7 +177,7 @@ class RankMemory:
 def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
     """Return what each rank will hold."""
     found: list[RankMemory] = []
-    if config.prefill_context_parallel_size > 1:
+    if config.prefill_context_parallel_size > 1 and config.tensor_parallel_size == 1:
         return _row_rank_memories(config, report)
     placements = find_placements(config, report.spec)
     whole = report.num_parameters  # that weight_bytes is of; on GPUs it is of rank 0's
@@ -177,8 +196,10 @@ def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]
         tokens = None if size == 1 else f"1/{size} of the tokens of a sequence"
         if config.enable_dp_attention:
             tokens = f"the sequences at home here: {memory.num_local_blocks:,} blocks"
+        if config.prefill_context_parallel_size > 1:
+            tokens = f"computes 1/{config.prefill_context_parallel_size} of the tokens of a prompt"
         found.append(RankMemory(num_bytes, num_kv_bytes, shard.layers[0].heads.heads, heads.kv_heads, num_experts, tokens))
-    return found
+    return found * config.prefill_context_parallel_size
 
 
 def _row_rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]:
@@ -201,11 +222,17 @@ def check_rank_memory(config: RankConfig, rank: int) -> None:
 
 
 def build_rank(
-    config: RankConfig, folder: Path, rank: int, barrier: ProcessBarrier, exchange: RowExchange | None = None
+    config: RankConfig,
+    folder: Path,
+    rank: int,
+    barrier: ProcessBarrier,
+    exchange: RowExchange | None = None,
+    subgroups: Mapping[str, ProcessBarrier] | None = None,
 ) -> tuple[NativeDecoder, MemoryPlan]:
     """Load a rank's shard; return what runs it, and the plan of its KV cache. It opens only the rows that the rank has.
 
-    exchange  where the ranks share no memory
+    exchange   where the ranks share no memory
+    subgroups  the barriers of row_subgroups that the rank is in, where tensor-parallel groups divide rows
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
@@ -213,6 +240,8 @@ def build_rank(
     parameters = open_parameters(folder, spec)
     quantize = _quantizer(config, spec, parameters)
     group, kv = _rank_group(config, spec, rank, barrier, exchange)
+    if config.group_files:
+        group = _divided_group(config, group, rank, subgroups or {})
     decoder = NativeDecoder(native_extension(), spec, parameters, config.max_model_len, quantize, group)
     lossy = LossyRouting(*config.lossy_routing)
     if lossy:
@@ -226,7 +255,7 @@ def build_rank(
         config.max_model_len,
         num_window_blocks=config.num_window_blocks,
         num_block_places=config.context_size,
-        num_homes=len(config.shares) if config.has_homes else 1,
+        num_homes=config.num_homes,
     )
     return decoder, memory
 
@@ -249,8 +278,9 @@ def make_mover(config: RankConfig, folder: Path, decoder: NativeDecoder, communi
     spec = _read_spec(config, folder)
     parameters = open_parameters(folder, spec)
     quantize = _quantizer(config, spec, parameters)
-    loader = ExpertLoader(native_extension(), spec, lambda: parameters, quantize, decoder.dense_stacks)
-    return ExpertMover(decoder, loader.load, communicator, config.placements(spec) or {})
+    pacer = StepPacer(config.expert_move_bytes)
+    loader = ExpertLoader(native_extension(), spec, lambda: parameters, quantize, decoder.dense_stacks, pacer)
+    return ExpertMover(decoder, loader.load, communicator, config.placements(spec) or {}, pacer)
 
 
 def _rank_group(
@@ -258,18 +288,19 @@ def _rank_group(
 ) -> tuple[RankGroup, KvSpec]:
     """Return the place of a rank in its group, and the shape of its KV cache."""
     is_windowed = config.num_window_blocks > 0
-    if config.num_row_ranks > 1:
-        division = RowDivision(rank, config.num_row_ranks)
+    if len(config.shares) == 1:
+        division = RowDivision(rank, config.num_row_ranks, barrier.address, config.rows_file)
         kv = KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
-        return RankGroup(division, barrier.address, config.rows_file, exchange=exchange), kv
-    size = config.context_size
-    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.has_homes)
-    has_whole_vocabulary = rank == 0 and config.has_draft_heads
+        return RankGroup(None, exchange=exchange, division=division), kv
+    size, is_rank_0 = config.context_size, rank == 0
+    rank %= len(config.shares)
+    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec), size, config.home_size)
+    has_whole_vocabulary = is_rank_0 and config.has_draft_heads
     context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
-    if config.has_homes:
-        context = ContextPlace(rank, len(config.shares), config.num_local_blocks)
+    if config.home_size:
+        context = ContextPlace(rank // config.home_size, config.num_homes, config.num_local_blocks)
     group = RankGroup(
-        shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, has_homes=config.has_homes
+        shard, barrier.address, config.rows_file, has_whole_vocabulary, exchange, context, home_size=config.home_size
     )
     return group, shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
 
@@ -283,10 +314,27 @@ def page_part(config: RankConfig, folder: Path, rank: int, own: KvSpec, exchange
     if config.slots_file < 0 or exchange is not None:
         return None
     spec = _read_spec(config, folder)
-    shard = ModelShard.of(spec, rank, config.shares, config.placements(spec))
+    shard = ModelShard.of(spec, rank % len(config.shares), config.shares, config.placements(spec))
     whole = KvSpec.of(spec, config.block_size, config.kv_dtype)
     first_heads = tuple(layer.cached_kv_heads.start for layer in shard.layers)
     return PagePart(config.slots_file, whole, own, first_heads=first_heads)
+
+
+def row_subgroups(mesh: DeviceMesh) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that have a barrier of their own where tensor-parallel groups divide the rows of steps: those of each
+    group, and those that have the same shard; none where there is one kind only."""
+    if mesh.tensor == 1 or mesh.context == 1:
+        return {}
+    groups = {f"tensor{place}": mesh.group(place * mesh.tensor, "tensor") for place in range(mesh.context)}
+    return groups | {f"rows{place}": mesh.group(place, "context") for place in range(mesh.tensor)}
+
+
+def _divided_group(config: RankConfig, group: RankGroup, rank: int, subgroups: Mapping[str, ProcessBarrier]) -> RankGroup:
+    """Return the place of a rank whose tensor-parallel group divides rows with others."""
+    at, mesh = config.mesh.coordinates(rank), config.mesh
+    tensor, rows = subgroups[f"tensor{at.context}"], subgroups[f"rows{at.tensor}"]
+    division = RowDivision(at.context, mesh.context, rows.address, config.group_files[mesh.context + at.tensor])
+    return replace(group, barrier_address=tensor.address, rows_file=config.group_files[at.context], division=division)
 
 
 def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecutor, ModelReport]:
@@ -294,48 +342,26 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
 
     Raises what any rank fails with.
     """
-    size, memory = config.parallel.world_size, report.memory
-    placements = find_placements(config, report.spec)
-    threads = divide_threads(config.num_threads or torch.get_num_threads(), size)
-    num_pages = num_host_pages(config, report)
-    files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC)]
+    files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC)]  # the rows, and the pages of tiers
+    subgroups = row_subgroups(DeviceMesh.of(config.parallel))
+    group_files = tuple(os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in subgroups)
+    release_threads = threads_release()
+
+    def release() -> None:
+        release_threads()
+        _close(group_files)
+
     try:
+        num_pages = num_host_pages(config, report)
         if num_pages > 0:
-            files.append(slots_file(num_pages, memory.kv.bytes_per_block))
-        rank_config = RankConfig(
-            folder=str(report.folder),
-            dtype=report.spec.dtype,
-            quantization=config.quantization,
-            allow_missing_head=config.allow_missing_head,
-            max_model_len=memory.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            block_size=memory.kv.block_size,
-            kv_dtype=memory.kv.dtype,
-            num_kv_blocks=memory.num_kv_blocks,
-            num_window_blocks=memory.num_window_blocks,
-            shares=config.parallel.shares,
-            num_threads=threads,
-            rows_file=files[0],
-            has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
-            needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
-            options=config_fields(config),
-            checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
-            num_host_pages=num_pages,
-            slots_file=files[1] if num_pages > 0 else -1,
-            moves_experts=config.enable_eplb,
-            lossy_routing=dataclasses.astuple(config.lossy_routing),
-            expert_ranks=None
-            if placements is None
-            else tuple([list(own) for own in each.ranks] for each in placements.values()),
-            context_size=config.decode_context_parallel_size,
-            has_homes=config.enable_dp_attention,
-            num_row_ranks=config.prefill_context_parallel_size,
-        )
-        workers = start_workers(config, rank_config.to_json(), launch_options(config, pass_fds=tuple(files)))
+            files.append(slots_file(num_pages, report.memory.kv.bytes_per_block))
+        rank_config = _rank_config(config, report, files, group_files)
+        options = launch_options(config, pass_fds=(*files, *group_files), subgroups=subgroups)
+        workers = start_workers(config, rank_config.to_json(), options)
     except BaseException:
         _close(files)
+        release()
         raise
-    release = threads_release()
     try:
         executor, report = _build_rank_0(config, report, rank_config, workers)
     except BaseException:
@@ -353,6 +379,47 @@ def _close(files: Sequence[int]) -> None:
         os.close(file)
 
 
+def _expert_move_bytes(config: EngineConfig, report: ModelReport) -> int:
+    """Return how much each rank reads and writes next to a step to load experts: a part of the weights that it reads in a
+    step with one token, which is the shortest."""
+    if not config.enable_eplb:
+        return 0
+    return max(1, int(report.active_weight_bytes * _MOVE_SHARE / config.tensor_parallel_size))
+
+
+def _rank_config(config: EngineConfig, report: ModelReport, files: Sequence[int], group_files: tuple[int, ...]) -> RankConfig:
+    """Return what every rank has to know. `files` are those of the rows and, with a tier, of its pages."""
+    memory, placements = report.memory, find_placements(config, report.spec)
+    return RankConfig(
+        folder=str(report.folder),
+        dtype=report.spec.dtype,
+        quantization=config.quantization,
+        allow_missing_head=config.allow_missing_head,
+        max_model_len=memory.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        block_size=memory.kv.block_size,
+        kv_dtype=memory.kv.dtype,
+        num_kv_blocks=memory.num_kv_blocks,
+        num_window_blocks=memory.num_window_blocks,
+        shares=config.parallel.shares,
+        num_threads=divide_threads(config.num_threads or torch.get_num_threads(), config.parallel.world_size),
+        rows_file=files[0],
+        has_draft_heads=config.speculative_config is not None and config.speculative_config.has_draft_heads,
+        needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in rank_memories(config, report)),
+        options=config_fields(config),
+        checks_first=config.distributed_executor_backend == "ray" or launched_group(config) is not None,
+        num_host_pages=num_host_pages(config, report),
+        slots_file=files[1] if len(files) > 1 else -1,
+        expert_move_bytes=_expert_move_bytes(config, report),
+        lossy_routing=dataclasses.astuple(config.lossy_routing),
+        expert_ranks=None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values()),
+        context_size=config.decode_context_parallel_size,
+        home_size=config.parallel.home_size,
+        num_row_ranks=config.prefill_context_parallel_size,
+        group_files=group_files,
+    )
+
+
 def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
@@ -365,7 +432,8 @@ def _build_rank_0(
         _check_alike(rank_config, report.folder, workers)
     workers.startup.stage("loading weights")
     check_rank_memory(rank_config, 0)
-    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange)
+    subgroups = attach_subgroups(workers.memory, 0, row_subgroups(rank_config.mesh))
+    decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange, subgroups)
     if not rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
     workers.startup.ready({"packed_weight_bytes": decoder.weight_bytes})
@@ -384,7 +452,7 @@ def _build_rank_0(
     placements = rank_config.placements(report.spec)
     if placements is not None:
         executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
-    if rank_config.moves_experts:
+    if rank_config.expert_move_bytes:
         mover = make_mover(rank_config, report.folder, decoder, workers.communicator)
         executor.move_experts(mover, config.eplb_config or EplbConfig())
     return executor, report

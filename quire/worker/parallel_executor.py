@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +75,7 @@ class LeaderExecutor(CpuStepExecutor):
         self._changes: Changes | None = None
         self._is_moving = False  # pages, in a step that has not begun
         self._rebalancer: ExpertRebalancer | None = None
+        self._mover: ExpertMover | None = None
         self._save_placement: Callable[[], None] | None = None
         self.release: Callable[[], None] | None = None
         # Ranks that divide the rows of a step bring them to rank 0, which has the whole model.
@@ -107,7 +108,8 @@ class LeaderExecutor(CpuStepExecutor):
             self._workers.ring.send(
                 *encode_step(StepCall(tokens, list(hidden_rows), samples, keeps_logits, keeps_all, changes))
             )
-            started = super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
+            with nullcontext() if self._mover is None else self._mover.during_step():
+                started = super().start_step(tokens, samples, keeps_logits, hidden_rows, keeps_prompt_logits, reads)
             if self._rebalancer is not None:
                 self._rebalancer.note_step()
             return started
@@ -202,6 +204,7 @@ class LeaderExecutor(CpuStepExecutor):
         """Move experts between ranks from now on; after place_experts."""
         if self._placed is None:
             raise InvariantError("the experts are not placed on ranks")
+        self._mover = mover
         self._rebalancer = ExpertRebalancer(
             mover,
             lambda change: self._send(encode_expert_change(change)),

@@ -85,6 +85,10 @@ def _check_launchable(config: EngineConfig, reason: str) -> None:
         ),
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
         (f"ranks on GPUs (device {device})", device is not None),
+        (
+            f"groups that divide prompts (prefill_context_parallel_size {config.prefill_context_parallel_size})",
+            config.prefill_context_parallel_size > 1 and config.tensor_parallel_size > 1,
+        ),
     ):
         if is_there:
             raise ConfigError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,8 +57,8 @@ def main(context: WorkerContext) -> None:
         _check_alike(context, config, folder)
     context.startup.stage("loading weights")
     check_rank_memory(config, context.rank)
-    decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange)
-    mover = make_mover(config, folder, decoder, context.communicator) if config.moves_experts else None
+    decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange, context.subgroups)
+    mover = make_mover(config, folder, decoder, context.communicator) if config.expert_move_bytes else None
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)
     executor.take_pages(())
     part = page_part(config, folder, context.rank, memory.kv, context.exchange)
@@ -103,7 +104,8 @@ def make_call(
             step = decode_step(message)
             if step.changes is not None:
                 _make_changes(executor, step.changes)
-            executor.start_step(step.tokens, step.wants_best, step.needs_logits, step.hidden_rows, step.keeps_all, ())
+            with nullcontext() if mover is None else mover.during_step():
+                executor.start_step(step.tokens, step.wants_best, step.needs_logits, step.hidden_rows, step.keeps_all, ())
         elif call is Call.MOVE_TOKENS:
             sources, targets = (array.tolist() for array in message.arrays)
             executor.move_tokens(Moves(sources, targets, []))

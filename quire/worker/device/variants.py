@@ -196,6 +196,9 @@ class _NoExchange:
     def all_reduce(self, x: torch.Tensor, in_order: bool = True) -> None:
         """Do nothing."""
 
+    def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Do nothing."""
+
 
 def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
     """Yield steps with prompts of every kind that kernels tell apart: by powers of two, and by what fits one chunk of keys."""

@@ -39,6 +39,9 @@ def test_shares_may_be_a_list():
         ({"decode_context_parallel_size": "2"}, "decode_context_parallel_size"),
         ({"enable_dp_attention": None}, "enable_dp_attention must be True or False, got None"),
         ({"enable_dp_attention": True}, "enable_dp_attention is True, but tensor_parallel_size is 1"),
+        ({"dp_attention_size": 2, "tensor_parallel_size": 4}, "dp_attention_size is 2, but enable_dp_attention False"),
+        ({"enable_dp_attention": True, "dp_attention_size": 3, "tensor_parallel_size": 4}, "divides .*, got 3 and 4"),
+        ({"enable_dp_attention": True, "dp_attention_size": 1, "tensor_parallel_size": 4}, "integer >= 2 .*, got 1 and 4"),
         (
             {"enable_dp_attention": True, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
             "enable_dp_attention is True and decode_context_parallel_size 2: both together",

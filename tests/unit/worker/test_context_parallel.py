@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from quire.base.errors import ConfigError
 from quire.base.threads import num_usable_cores
 from quire.cli.main import main
 from quire.contracts.config import EngineConfig
+from quire.engine.inspect import inspect_model
 from quire.kernels.native import load_native
 from quire.worker import parallel_build, parallel_launch
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
@@ -36,6 +38,9 @@ LAYOUTS = {
     "tokens-2-of-4": {"tensor_parallel_size": 4, DCP: 2},
     "rows-2": {PCP: 2},
     "rows-3": {PCP: 3},
+    "rows-2-of-2": {PCP: 2, "tensor_parallel_size": 2},
+    "rows-3-of-2": {PCP: 3, "tensor_parallel_size": 2, "tensor_parallel_shares": (2, 1)},
+    "homes-2-of-2": {"tensor_parallel_size": 4, "enable_dp_attention": True, "dp_attention_size": 2},
     "homes-2": {"tensor_parallel_size": 2, "enable_dp_attention": True},
     "homes-3": {"tensor_parallel_size": 3, "enable_dp_attention": True, "tensor_parallel_shares": (3, 1, 2)},
 }
@@ -77,9 +82,10 @@ def _cases(cases, *quick):
     return [pytest.param(case, id=name, marks=[] if name in quick else pytest.mark.slow) for name, case in cases.items()]
 
 
-@pytest.mark.parametrize(
-    "layout", [LAYOUTS["tokens-2"], LAYOUTS["rows-2"], LAYOUTS["homes-2"]], ids=["tokens", "rows", "homes"]
-)
+QUICK = ("tokens-2", "rows-2", "rows-2-of-2", "homes-2")
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in QUICK], ids=QUICK)
 def test_greedy_tokens_are_those_of_one_rank(layout):
     one, ranks = _engine(), _engine(**layout)
     assert _outputs(ranks, PROMPTS[:2], **GREEDY) == _outputs(one, PROMPTS[:2], **GREEDY)
@@ -110,7 +116,7 @@ OPTIONS = {
 }
 
 
-TOKENS, ROWS, HOMES = "tokens-3", "rows-2", "homes-3"
+TOKENS, ROWS, GROUPS, HOMES = "tokens-3", "rows-2", "rows-2-of-2", "homes-3"
 DRAFTS = {
     "ngram": (TOKENS, {"method": "ngram", "num_speculative_tokens": 4}),
     "suffix": (TOKENS, {"method": "suffix"}),
@@ -122,8 +128,11 @@ DRAFTS = {
     "lookahead": (ROWS, {"method": "lookahead"}),
     "medusa": (ROWS, {"method": "medusa", "model": "demo-medusa"}),
     "rows-mtp": (ROWS, {"method": "mtp", "model": "demo-mtp"}),
+    "groups-mtp": (GROUPS, {"method": "mtp", "model": "demo-mtp"}),
+    "groups-suffix-tree": (GROUPS, {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
     "homes-ngram": (HOMES, {"method": "ngram", "num_speculative_tokens": 4}),
     "homes-suffix-tree": (HOMES, {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
+    "homes-of-2-suffix-tree": ("homes-2-of-2", {"method": "suffix", "suffix_decoding_use_tree_spec": True}),
     "homes-draft-model": (HOMES, {"method": "draft_model", "model": "demo-draft", "num_speculative_tokens": 3}),
     "homes-eagle3": (HOMES, {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4}),
     "homes-medusa": (HOMES, {"method": "medusa", "model": "demo-medusa"}),
@@ -146,7 +155,7 @@ def test_outputs_with_drafts_are_those_of_one_rank_without(case):
 @pytest.mark.slow
 @pytest.mark.covering
 @pytest.mark.parametrize("options", _cases(OPTIONS))
-@pytest.mark.parametrize("layout", [LAYOUTS[TOKENS], LAYOUTS[ROWS], LAYOUTS[HOMES]], ids=[TOKENS, ROWS, HOMES])
+@pytest.mark.parametrize("layout", [LAYOUTS[name] for name in (TOKENS, ROWS, GROUPS, HOMES)], ids=[TOKENS, ROWS, GROUPS, HOMES])
 def test_outputs_are_those_of_one_rank_with_every_option(options, layout):
     one, ranks = _engine(**options), _engine(**options, **layout)
     for name in ("greedy", "log-probabilities"):
@@ -169,9 +178,7 @@ def test_outputs_of_preempted_sequences_are_those_of_one_rank(layout, num_kv_blo
 
 @pytest.mark.parametrize(
     "options",
-    _cases(
-        {"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": {"tensor_parallel_size": 4, "enable_dp_attention": True}}, "2"
-    ),
+    _cases({"2": LAYOUTS["homes-2"], "3": LAYOUTS["homes-3"], "4": LAYOUTS["homes-2-of-2"]}, "2"),
 )
 def test_homes_share_the_experts(options):
     one, ranks = _engine(model="demo-moe"), _engine(**EXPERTS, **options)
@@ -226,7 +233,10 @@ def test_the_cache_of_each_rank_has_its_part_of_the_blocks(capsys):
         ({DCP: 2}, "decode_context_parallel_size must divide tensor_parallel_size, .* got 2 and 1"),
         ({DCP: 2, "tensor_parallel_size": 3}, "must divide tensor_parallel_size, .* got 2 and 3"),
         ({DCP: 0}, "decode_context_parallel_size must be an integer >= 1, got 0"),
-        ({PCP: 2, "tensor_parallel_size": 2}, "prefill_context_parallel_size is 2 and tensor_parallel_size 2: both together"),
+        (
+            {**LAYOUTS["tokens-2"], PCP: 2},
+            "prefill_context_parallel_size is 2 and decode_context_parallel_size 2: both together",
+        ),
         ({PCP: 2, "pipeline_parallel_size": 2}, "prefill_context_parallel_size is 2 and pipeline_parallel_size 2"),
         ({PCP: 2, "kv_host_bytes": 1 << 20}, "kv_host_bytes is 1048576 and prefill_context_parallel_size 2"),
         ({**LAYOUTS["homes-2"], PCP: 2}, "enable_dp_attention is True and prefill_context_parallel_size 2"),
@@ -269,6 +279,15 @@ def test_context_parallel_ranks_on_gpus_are_refused(options):
         check_dp_attention(EngineConfig(model="demo", **LAYOUTS["homes-2"]), None, "cuda:0")
     with pytest.raises(ConfigError, match="_context_parallel_size is 2, but the model runs on cuda:0: .* on CPUs only"):
         check_context_parallel(EngineConfig(model="demo", **options), None, "cuda:0")
+
+
+def test_a_norm_over_all_heads_is_refused_where_ranks_of_a_home_divide_them():
+    config = EngineConfig(model="demo", **LAYOUTS["homes-2-of-2"])
+    spec = inspect_model(config).spec
+    layer = spec.layers[0]
+    attention = replace(layer.attention, qk_norm=layer.attn_in, qk_norm_over="all")
+    with pytest.raises(ConfigError, match="dp_attention_size is 2, but the model .* norms q and k over all heads"):
+        check_dp_attention(config, replace(spec, layers=(replace(layer, attention=attention),)), "cpu")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.expert_balance import Move
 from quire.parallel.expert_placement import ExpertPlacement, linear_placement, slot_counts
 from quire.parallel.shm_communicator import ShmCommunicator
+from quire.parallel.step_pacer import StepPacer
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.expert_moves import ExpertChange, ExpertMover, LoadState
 from quire.worker.expert_parallel import PlacedLoads
@@ -30,13 +31,14 @@ from tests.rank_threads import RankThreads
 
 pytestmark = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
 
+PIECE_BYTES = 20_000
 TOKENS, TABLE = list(range(40, 60)), np.array([1, 0], np.int64)
 
 
 class _Group:
     """Ranks of the bundled mixture as threads, each with a mover; `gate` holds the loading of experts back."""
 
-    def __init__(self, num_ranks, quantization=None, num_redundant=0, fails_on=None):
+    def __init__(self, num_ranks, quantization=None, num_redundant=0, fails_on=None, idle_s=1e-4):
         folder = resolve_model("demo-moe", None)
         self.spec = read_model_spec(folder, "bfloat16")
         self.gate = threading.Event()
@@ -54,12 +56,12 @@ class _Group:
         self.expected = whole.run(self._runs(), pool, [len(TOKENS) - 1])[0].clone()
         self.ranks = RankThreads(self.spec, load, shares, 64, quantize, placements=placements)
         self.pools = self.ranks.pools(16, "bfloat16", 2)
-        self.movers = []
+        self.movers, self.pacers = [], [StepPacer(PIECE_BYTES, idle_s) for _ in range(num_ranks)]
         for rank, decoder in enumerate(self.ranks.decoders):
-            loader = ExpertLoader(load_native(), self.spec, load, quantize, decoder.dense_stacks)
+            loader = ExpertLoader(load_native(), self.spec, load, quantize, decoder.dense_stacks, self.pacers[rank])
             communicator = ShmCommunicator(self.ranks._memory, self.ranks.barriers[rank])
             wrapped = self._failing if rank == fails_on else self._gated(loader)
-            self.movers.append(ExpertMover(decoder, wrapped, communicator, placements))
+            self.movers.append(ExpertMover(decoder, wrapped, communicator, placements, self.pacers[rank]))
 
     def _gated(self, loader):
         def load(layer, expert):
@@ -74,9 +76,13 @@ class _Group:
     def _runs(self):
         return TokenRuns(TOKENS, [0, len(TOKENS)], [len(TOKENS)], [TABLE], [address_of(TABLE)])
 
+    def _step(self, decoder, rank):
+        with self.movers[rank].during_step():
+            return decoder.run(self._runs(), self.pools[rank], [len(TOKENS) - 1])[0].clone()
+
     def same_bits(self):
         """Return whether the logits of the ranks have the bits of one process."""
-        found = self.ranks.call(lambda decoder, rank: decoder.run(self._runs(), self.pools[rank], [len(TOKENS) - 1])[0].clone())
+        found = self.ranks.call(self._step)
         return np.array_equal(found.numpy().view(np.int32), self.expected.numpy().view(np.int32))
 
     def all_switch(self):
@@ -109,6 +115,21 @@ def test_logits_have_the_same_bits_during_and_after_moves(num_ranks, quantizatio
     for mover in group.movers:
         assert old in mover.placements[1].ranks[-1]
         assert new in mover.placements[1].ranks[0]
+    assert group.same_bits()
+    group.ranks.close()
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_no_step_has_more_bytes_of_moving_experts_next_to_it_than_are_allowed(quantization):
+    group = _Group(2, quantization, idle_s=None)  # only steps let the loading go on
+    group.prepare(ExpertChange(1, (Move(0, 0, 8), Move(1, 8, 0))))
+    num_steps, largest_piece = 0, 0 if quantization is None else 4 * 128 * 128
+    while group.all_switch() is LoadState.LOADING:
+        for pacer in group.pacers:
+            assert pacer.num_bytes <= PIECE_BYTES * (num_steps + 1) + largest_piece
+        assert group.same_bits()
+        num_steps += 1
+    assert num_steps >= group.pacers[0].num_bytes // PIECE_BYTES - 1 > 2
     assert group.same_bits()
     group.ranks.close()
 

@@ -73,7 +73,7 @@ void bind_layer(nb::module_& m) {
     QUIRE_FIELD(expert_scale); QUIRE_FIELD(branch); QUIRE_FIELD(streams); QUIRE_FIELD(is_sparse); QUIRE_FIELD(sparse_quantile);
     QUIRE_FIELD(expert_copies); QUIRE_FIELD(own_copies);
     QUIRE_FIELD(first_shared_inner); QUIRE_FIELD(total_shared_inner);
-    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output);
+    QUIRE_FIELD(first_head); QUIRE_FIELD(first_kv_head); QUIRE_FIELD(first_inner); QUIRE_FIELD(first_output); QUIRE_FIELD(first_o_output);
     QUIRE_FIELD(total_heads); QUIRE_FIELD(total_kv_heads); QUIRE_FIELD(total_inner);
     QUIRE_FIELD(first_context_head); QUIRE_FIELD(num_context_heads); QUIRE_FIELD(first_context_kv_head); QUIRE_FIELD(num_context_kv_heads); QUIRE_FIELD(writes_kv_heads);
 #undef QUIRE_FIELD
@@ -135,8 +135,11 @@ void bind_setup(PlanClass& plan) {
             if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
             p.set_rank_group(reinterpret_cast<BarrierState*>(barrier), rank, size, first_output, file);
         }, "barrier"_a, "rank"_a, "size"_a, "first_output"_a, "file"_a, "Make the plan that of one rank of several; see RankGroup in rank_group.h.")
-        .def("set_homes", &Plan::set_homes, "num_local_blocks"_a, "Let each rank attend to its own sequences; after set_rank_group.")
-        .def("divide_rows", &Plan::divide_rows, "Let each rank compute some of the tokens of a step; after set_rank_group.")
+        .def("set_homes", &Plan::set_homes, "home_size"_a, "num_local_blocks"_a, "Let each home of home_size ranks attend to its own sequences; after set_rank_group.")
+        .def("divide_rows", [](Plan& p, uintptr_t barrier, int rank, int size, int file) {
+            if (size < 2 || size > MAX_RANKS || rank < 0 || rank >= size) throw std::invalid_argument("rank " + std::to_string(rank) + " of " + std::to_string(size));
+            p.divide_rows(reinterpret_cast<BarrierState*>(barrier), rank, size, file);
+        }, "barrier"_a, "rank"_a, "size"_a, "file"_a, "Let each rank compute some of the tokens of a step; see Plan::divide_rows.")
         .def("set_context", &Plan::set_context, "place"_a, "num_places"_a, "num_local_blocks"_a,
              "Let groups of consecutive ranks share the tokens of sequences; after set_rank_group. See ContextJob in attention.h.")
         .def("set_stage", &Plan::set_stage, "is_first"_a, "is_last"_a, "first_layer"_a, "Make the plan that of a pipeline stage, before finish.")

@@ -145,11 +145,28 @@ void Plan::set_rank_group(BarrierState* barrier, int rank, int size, i32 first_o
     group_.rows.set_file(file);
 }
 
-void Plan::divide_rows() { group_.divides_rows = true; }
+void Plan::divide_rows(BarrierState* barrier, int rank, int size, int file) {
+    if (entry_ != Entry::token) throw std::invalid_argument("heads that draft do not divide rows");
+    row_group_.barrier = barrier;
+    row_group_.rank = rank;
+    row_group_.size = size;
+    row_group_.rows.set_file(file);
+}
 
-void Plan::set_homes(i32 num_local_blocks) {
-    if (!is_sharded() || has_context() || num_local_blocks < 1) throw std::invalid_argument("homes are ranks that shard a model, each with blocks of its own");
-    group_.has_homes = true;
+void Plan::set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) {
+    if (is_sharded() && divides_rows()) throw std::invalid_argument("ranks that divide rows and shard a model share memory");
+    (divides_rows() ? row_group_ : group_).exchange = std::move(exchange);
+}
+
+void Plan::set_layer(u32 layer) {
+    for (const RankGroup* group : {&group_, &row_group_})
+        if (group->barrier != nullptr) set_location(group->barrier, group->rank, layer);
+}
+
+void Plan::set_homes(i32 home_size, i32 num_local_blocks) {
+    if (!is_sharded() || has_context() || num_local_blocks < 1 || home_size < 1 || group_.size % home_size != 0)
+        throw std::invalid_argument("homes are ranks that shard a model, or groups of as many, each with blocks of its own");
+    group_.home_size = home_size;
     group_.num_local_blocks = num_local_blocks;
 }
 
@@ -194,6 +211,10 @@ void Plan::finish_attention(PlanLayer& l) {
     if (has_context()) context_row_size_ = std::max(context_row_size_, (l.total_heads + 2 * l.total_kv_heads) * l.head_dim);
     if (divides_rows()) divided_kv_size_ = std::max(divided_kv_size_, 2 * l.num_kv_heads * l.head_dim);
     if (l.is_qk_norm_whole && l.q_norm.is_present && shards_heads()) whole_qk_size_ = std::max(whole_qk_size_, (l.total_heads + l.total_kv_heads) * l.head_dim);
+    if (group_.home_size > 1) {
+        if (l.is_qk_norm_whole && l.q_norm.is_present) throw std::invalid_argument("the ranks of a home do not norm all heads of q and k together");
+        home_row_size_ = std::max<i64>(home_row_size_, l.total_heads * std::max(l.head_dim, l.latent.value));
+    }
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
@@ -463,6 +484,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(home_rows_, home_row_size_ == 0 ? 0 : rows * row_stride(home_row_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(context_rows_, context_row_size_ == 0 ? 0 : rows * row_stride(context_row_size_));
         for (u8*& buffer : context_buffers_) {
@@ -511,18 +533,18 @@ void Plan::reserve_divided() {
             pointer = reinterpret_cast<Value*>(base + used);
             used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
         };
-        take(divided_expert_tokens_, num_counts * group_.size);  // the first: it is read between steps
+        take(divided_expert_tokens_, num_counts * row_group_.size);  // the first: it is read between steps
         for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
         take(divided_x_, divided_capacity_ * row_stride(hidden_));
-        if (pass == 0) base = group_.rows.reserve(used);
+        if (pass == 0) base = row_group_.rows.reserve(used);
     }
 }
 
 void Plan::share_expert_tokens() {
     i64 num_counts = 0;
     for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
-    i64* to = divided_expert_tokens_ + num_counts * group_.rank;
-    group_.wrote(reinterpret_cast<float*>(to), 1, 0, 2 * num_counts);
+    i64* to = divided_expert_tokens_ + num_counts * row_group_.rank;
+    row_group_.wrote(reinterpret_cast<float*>(to), 1, 0, 2 * num_counts);
     for (const auto& counts : expert_tokens_) to = std::copy(counts.begin(), counts.end(), to);
 }
 
@@ -532,7 +554,7 @@ std::vector<std::vector<i64>> Plan::expert_tokens() {
     std::vector<std::vector<i64>> found = expert_tokens_;
     for (auto& counts : found) std::fill(counts.begin(), counts.end(), 0);
     const i64* from = divided_expert_tokens_;
-    for (int rank = 0; rank < group_.size; ++rank)
+    for (int rank = 0; rank < row_group_.size; ++rank)
         for (auto& counts : found)
             for (i64& count : counts) count += *from++;
     return found;
@@ -583,6 +605,6 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     l.own_copies = std::move(own_copies);
 }
 
-i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes(); }
+i64 Plan::scratch_bytes() const { return lora_.shrunk.bytes + arena_.bytes + attention_scratch_.bytes + group_.rows.num_bytes() + row_group_.rows.num_bytes(); }
 
 }  // namespace quire

@@ -121,8 +121,9 @@ struct PlanLayer {
     // weights are null. Empty: every rank has all experts, or a shard of each.
     std::vector<i32> expert_copies, own_copies;
     // Of a rank of several, which has a shard of the layer: where its heads and outputs begin, and how many all ranks have together
-    // (0: as many as this one). first_output: of the weights whose results join the residual, o and down.
-    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
+    // (0: as many as this one). first_output: of the weights whose results join the residual, o and down;
+    // first_o_output: of o only, where that differs.
+    i32 first_head = 0, first_kv_head = 0, first_inner = 0, first_output = 0, first_o_output = 0, total_heads = 0, total_kv_heads = 0, total_inner = 0;
     i32 first_shared_inner = 0, total_shared_inner = 0;
     // With decode context parallelism: the heads of all ranks that share the tokens of sequences, which is what the cache of each of them
     // has (0: only the rank's own), and whether this rank is the one that writes its key and value heads for the others.
@@ -182,25 +183,31 @@ public:
     // Make the plan for one rank of several, before finish. first_output: of the rank's rows of embedding and head. The state of
     // the barrier and the open file of shared rows must live as long as the plan.
     void set_rank_group(BarrierState* barrier, int rank, int size, i32 first_output, int file);
-    // Let the ranks each compute some of the tokens of a step; every rank has the whole model. After set_rank_group.
-    void divide_rows();
+    // Let ranks each compute some of the tokens of a step (prefill context parallelism). They have the same weights: the whole model, or,
+    // each with a group of its own, the same shard of it (set_rank_group, before this). `barrier` and `file` are those of these ranks only.
+    void divide_rows(BarrierState* barrier, int rank, int size, int file);
     // Let groups of num_places consecutive ranks share the tokens of sequences; after set_rank_group. num_local_blocks: of the cache of
     // each; the block tables of steps count those of all of them, see ContextJob.
     void set_context(i32 place, i32 num_places, i32 num_local_blocks);
-    // Let each rank have all heads and the sequences whose blocks it holds, num_local_blocks of them; after set_rank_group.
-    void set_homes(i32 num_local_blocks);
+    // Let each home, of home_size consecutive ranks that divide all heads, have the sequences whose blocks it holds, num_local_blocks of
+    // them; after set_rank_group.
+    void set_homes(i32 home_size, i32 num_local_blocks);
     // For ranks without shared memory: the exchange at each barrier, see RankGroup::exchange.
-    void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange) { group_.exchange = std::move(exchange); }
-    bool is_sharded() const { return group_.barrier != nullptr && !group_.divides_rows; }
-    bool divides_rows() const { return group_.divides_rows; }
+    void set_exchange(std::function<bool(u8*, const std::vector<WrittenBlock>&)> exchange);
+    bool is_sharded() const { return group_.barrier != nullptr; }
+    bool divides_rows() const { return row_group_.barrier != nullptr; }
     bool has_context() const { return group_.num_places > 1; }
-    bool has_homes() const { return group_.has_homes; }
+    bool has_homes() const { return group_.home_size > 0; }
     bool shards_heads() const { return is_sharded() && !has_homes(); }
-    bool gives_results() const { return group_.rank == 0; }
+    // Whether the logits of a step are computed here: of ranks that divide rows by the first one, which gets the rows of all.
+    bool computes_results() const { return row_group_.rank == 0; }
+    bool gives_results() const { return computes_results() && group_.rank == 0; }
     // Whether the residual stream is in the rows of the caller: of a pipeline stage, of whose ranks the others have copies.
     bool computes_in_place() const { return is_stage_ && group_.rank == 0; }
-    bool is_aborted() const { return group_.is_aborted; }
-    u64 num_barriers() const { return group_.num_barriers; }
+    bool is_aborted() const { return group_.is_aborted || row_group_.is_aborted; }
+    u64 num_barriers() const { return group_.num_barriers + row_group_.num_barriers; }
+    // Say to the other ranks in which layer this rank is, from 1 on; 0: in none.
+    void set_layer(u32 layer);
     // Make the plan that of a pipeline stage, before finish: a range of layers, and the embedding or the head only where it is the first
     // or the last stage. Every step needs `rows`; one of a stage that is not the last keeps all of them and has no wanted rows.
     // A stage may be that of several ranks (set_rank_group, before this): `rows` are then the same memory for all of them.
@@ -299,6 +306,7 @@ private:
 
     std::mutex guard_;  // one step at a time, since its memory belongs to the plan
     RankGroup group_;
+    RankGroup row_group_;  // the ranks that divide the rows of a step
     // Shared by ranks: rows of q and k of all heads (only where these are normed as a whole), logits, and the best output of each rank.
     float *whole_qk_ = nullptr, *shared_logits_ = nullptr, *rank_best_values_ = nullptr;
     i32* rank_best_indices_ = nullptr;
@@ -315,6 +323,8 @@ private:
     DividedRows divided_;
     StepInput home_input_;        // with homes: the sequences of this rank, whose rows are in divided_
     float* home_out_ = nullptr;   // the results of their attention
+    float* home_rows_ = nullptr;  // shared by the ranks of homes of several: the results of all heads, in rows of home_row_size_
+    i64 home_row_size_ = 0;
     StepInput given_;  // the whole step
     float *divided_kv_[2] = {nullptr, nullptr}, *divided_x_ = nullptr;
     i64* divided_expert_tokens_ = nullptr;  // [ranks][layers * experts]

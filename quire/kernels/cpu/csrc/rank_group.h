@@ -42,14 +42,13 @@ struct RankGroup {
     BarrierState* barrier = nullptr;  // null: one rank has the whole model
     int rank = 0, size = 1;
     i32 first_output = 0;  // of the vocabulary: of the embedding's rows and the head's outputs
-    // Prefill context parallelism: every rank has all weights, and computes some of the tokens of a step.
-    bool divides_rows = false;
     // Decode context parallelism: ranks [rank - place, rank - place + num_places) each hold some chunks of the keys and values of every
     // sequence, in num_local_blocks blocks.
     i32 place = 0, num_places = 1, num_local_blocks = 0;
-    // Attention data parallelism: every rank has all heads, and the keys and values of its own sequences, in num_local_blocks blocks. It
-    // computes the attention of these; block b of a table is at rank b / num_local_blocks. All else is sharded.
-    bool has_homes = false;
+    // Attention data parallelism: every home, of home_size consecutive ranks, has all heads, and the keys and values of its own sequences,
+    // in num_local_blocks blocks. It computes the attention of these; block b of a table is at home b / num_local_blocks. All else is
+    // sharded. 0: there are no homes.
+    i32 home_size = 0;
     SharedRows rows;
     u64 num_barriers = 0;
     bool is_aborted = false;

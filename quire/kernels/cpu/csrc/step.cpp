@@ -225,8 +225,14 @@ struct Stepper : StepStreams {
     // Whether the last layer has queries only of the rows that are wanted.
     bool has_few(const PlanLayer& l, bool is_last) const { return is_last && plan.has_last_ask_ && l.latent.rank == 0; }
 
-    // Attention up to its last linear layer, whose input is packed. num_rows may be 0 afterwards.
-    void attend_heads(const PlanLayer& l, bool is_last) {
+    // Results of heads in rows of `total` values, `stride` apart; those of this rank are `count` of them, from `first` on.
+    struct HeadRows {
+        float* values;
+        i64 stride, total, first, count;
+    };
+
+    // Attention up to its last linear layer, whose input is returned. num_rows may be 0 afterwards.
+    HeadRows attend_heads(const PlanLayer& l, bool is_last) {
         const i64 width = row_stride(l.total_heads * l.head_dim);
         const bool is_latent = l.latent.rank > 0, has_few = this->has_few(l, is_last);
         if (is_latent) {
@@ -236,41 +242,52 @@ struct Stepper : StepStreams {
             rotate_and_store(l, has_few);
             if (!plan.query_rows_.empty()) copy_queries(l);
         }
-        if (num_rows == 0) return;
+        if (num_rows == 0) return {};
         attend(l, has_few ? plan.last_ask_ : in.batch);
         float* attended = plan.attended_;
         if (is_last && !in.keeps_all && !has_few) {
             if (plan.is_sharded()) attended = plan.spare_;  // other ranks still read the shared rows
             keep_wanted_rows(plan.attended_, attended, plan.is_sharded() ? attended : plan.qkv_, width);
         }
-        const LoraModules read = {l.index, {LoraModule::o}};
-        if (is_latent) {
-            leave_latent(l, attended + static_cast<i64>(l.first_head) * l.head_dim, width);
-            pack_all(l.o_site, plan.answer_, row_stride(plan.answer_size_), read);
-        } else {
-            pack_all(l.o_site, attended, width, read);
-        }
+        const i64 first = l.first_head, count = l.num_heads;
+        if (!is_latent) return {attended, width, l.total_heads * l.head_dim, first * l.head_dim, count * l.head_dim};
+        leave_latent(l, attended + first * l.head_dim, width);
+        return {plan.answer_, row_stride(plan.answer_size_), l.total_heads * l.latent.value, first * l.latent.value, count * l.latent.value};
     }
 
     void attention(const PlanLayer& l, bool is_last) {
-        attend_heads(l, is_last);
+        const HeadRows heads = attend_heads(l, is_last);
         if (num_rows == 0) return;
+        pack_all(l.o_site, heads.values, heads.stride, {l.index, {LoraModule::o}});
         const LoraSums sums(lora, {l.index, {LoraModule::o}});
         run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l), sums[0]);
     }
 
-    // Attention of the rows of this rank's sequences, into home_out_. Of a Stepper of plan.home_input_.
-    void attend_at_home(const PlanLayer& l, bool is_last) {
+    // Attention of the rows of this rank's sequences up to its last linear layer. Of a Stepper of plan.home_input_, as the next one.
+    HeadRows attend_at_home(const PlanLayer& l, bool is_last) {
         each(num_rows, [&](i64 row) { norm_row(l.attn_in, plan.divided_.rows[row], plan.normed_ + row * hidden_stride()); });
         pack_all(l.attn_site, plan.normed_, hidden_stride());
-        attend_heads(l, is_last);
-        if (num_rows == 0) return;
+        return attend_heads(l, is_last);
+    }
+
+    // The last linear layer of attention, into home_out_.
+    void leave_home(const PlanLayer& l, const HeadRows& heads) {
+        pack_all(l.o_site, heads.values, heads.stride);
         const Packed input = packed(l.o_site, l.o_form, num_rows);
         const LinearJob last = job(*l.o, input, Finish::store, plan.home_out_, hidden_stride());
         run(&last, 1);
     }
 
-    // Attention data parallelism: every rank computes the attention of its own sequences, whose results then wait in extra_.
+    // Where a home is several ranks: exchange the results of their heads. places: of the rows among those of all homes.
+    void share_heads(i64 count, const HeadRows& heads, const std::vector<i32>& places) {
+        const auto shared = [&](i64 row) { return plan.home_rows_ + places[row] * row_stride(plan.home_row_size_); };
+        each(count, [&](i64 row) { memcpy(shared(row) + heads.first, heads.values + row * heads.stride + heads.first, sizeof(float) * heads.count); });
+        for (i64 row = 0; worker.rank == 0 && row < count; ++row) wrote(shared(row) + heads.first, 1, 0, heads.count);
+        rank_barrier();
+        each(count, [&](i64 row) { memcpy(heads.values + row * heads.stride, shared(row), sizeof(float) * heads.total); });
+    }
+
+    // Attention data parallelism: every home computes the attention of its own sequences, whose results then wait in extra_.
     void attention_of_homes(const PlanLayer& l, const PlanLayer* before, bool is_last) {
         const Norm* const waiting = before != nullptr ? waiting_last(*before) : nullptr;
         each(num_rows, [&](i64 row) {
@@ -279,11 +296,15 @@ struct Stepper : StepStreams {
         });
         if (before == nullptr || waiting != nullptr) rank_barrier();  // until then other ranks read extra_
         Stepper own = {plan, plan.home_input_, kernels, worker, plan.home_input_.batch.num_tokens, {lora.state, nullptr}, true};
-        if (own.num_rows > 0) own.attend_at_home(l, is_last);
+        HeadRows heads = {};
+        if (own.num_rows > 0) heads = own.attend_at_home(l, is_last);
         const bool has_wanted = is_last && !in.keeps_all;
         const std::vector<i32>& places = has_wanted ? plan.divided_.wanted_places : plan.divided_.rows;
-        each(own.num_rows, [&](i64 row) { memcpy(extra(places[row]), plan.home_out_ + row * hidden_stride(), sizeof(float) * plan.hidden_); });
-        for (i64 row = 0; worker.rank == 0 && row < own.num_rows; ++row) wrote(extra(places[row]), 1, 0, plan.hidden_);
+        if (plan.group_.home_size > 1) share_heads(own.num_rows, heads, places);
+        if (own.num_rows > 0) own.leave_home(l, heads);
+        const i64 first = l.first_o_output, count = l.o->weight.n;
+        each(own.num_rows, [&](i64 row) { memcpy(extra(places[row]) + first, plan.home_out_ + row * hidden_stride(), sizeof(float) * count); });
+        for (i64 row = 0; worker.rank == 0 && row < own.num_rows; ++row) wrote(extra(places[row]) + first, 1, 0, count);
         if (has_wanted) keep_wanted_rows(nullptr, nullptr, nullptr, 0);
         rank_barrier();
     }
@@ -355,7 +376,7 @@ struct Stepper : StepStreams {
         for (size_t i = 0; i < count; ++i) {
             const PlanLayer& l = layer(i);
             const PlanLayer* before = i > 0 ? &layer(i - 1) : nullptr;
-            if (plan.group_.barrier != nullptr && worker.rank == 0) set_location(plan.group_.barrier, plan.group_.rank, static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
+            if (worker.rank == 0) plan.set_layer(static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
             const bool has_wanted = i + 1 == count && !in.keeps_all;
             if (l.has_streams()) begin_streams(l);
             if (i == 0 && plan.entry_ == Entry::beside)
@@ -374,7 +395,7 @@ struct Stepper : StepStreams {
                 end_streams(l, has_wanted);
             else if (l.per_layer_gate)
                 add_per_layer(l, has_wanted);
-            if (plan.group_.is_aborted) return;
+            if (plan.is_aborted()) return;
         }
         const PlanLayer& last = layer(count - 1);
         if (last.has_streams()) join_streams(!in.keeps_all);
@@ -458,7 +479,7 @@ void step_body(void* argument, Worker& worker) {
     stepper.all_layers();
     if (call.plan->divides_rows()) {
         stepper.gather_rows(*call.given);
-        if (!call.plan->gives_results()) return;
+        if (!call.plan->computes_results()) return;
     }
     if (in.num_logit_rows == 0 || call.plan->is_aborted()) return;
     const i32* rows = in.keeps_all ? call.given->wanted_rows : nullptr;
@@ -498,9 +519,9 @@ void Plan::step(const StepInput& given) {
     check_step(given);
     const std::lock_guard<std::mutex> lock(guard_);
     given_ = given;
-    const StepInput input = divides_rows() ? divided_.take(given, group_.rank, group_.size) : given;
-    const i32 num_results = !divides_rows() || group_.rank != 0 ? 0 : given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
-    if (has_homes()) home_input_ = divided_.take_home(input, group_.rank, group_.num_local_blocks, block_size());
+    const StepInput input = divides_rows() ? divided_.take(given, row_group_.rank, row_group_.size) : given;
+    const i32 num_results = !divides_rows() || !computes_results() ? 0 : given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
+    if (has_homes()) home_input_ = divided_.take_home(input, group_.rank / group_.home_size, group_.num_local_blocks, block_size());
     const StepInput& attended = has_homes() ? home_input_ : input;
     find_last_ask(attended);
     if (has_context()) prepare_context(input.batch);
@@ -516,9 +537,9 @@ void Plan::step(const StepInput& given) {
     run_team(num_threads, step_body, &call);
     query_rows_.clear();
     if (divides_rows()) {
-        set_location(group_.barrier, group_.rank, 0);
-        if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
-        if (!gives_results()) {
+        set_layer(0);
+        if (is_aborted()) throw std::runtime_error("the group of ranks is aborted");
+        if (!computes_results()) {
             if (input.best != nullptr && is_screening_) screening_.end();
             return;
         }

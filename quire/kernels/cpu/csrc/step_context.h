@@ -57,7 +57,7 @@ struct StepContext : StepRows {
 
     // A step of a rank that computes no tokens of it.
     void follow_layers(size_t count) {
-        for (size_t i = 0; i < count && !plan.group_.is_aborted; ++i) {
+        for (size_t i = 0; i < count && !plan.is_aborted(); ++i) {
             const PlanLayer& l = *plan.layers_[in.layers == nullptr ? i : static_cast<size_t>(in.layers[i])];
             if (l.k) finish_stores(l);
         }
@@ -70,11 +70,11 @@ struct StepContext : StepRows {
         const i64 count = num_rows < static_cast<i64>(places.size()) ? num_rows : static_cast<i64>(places.size());
         each(count, [&](i64 row) { memcpy(plan.divided_x_ + places[row] * stride, x(row), sizeof(float) * plan.hidden_); });
         if (worker.rank == 0) {
-            for (i64 row = 0; row < count; ++row) plan.group_.wrote(plan.divided_x_ + places[row] * stride, 1, 0, plan.hidden_);
+            for (i64 row = 0; row < count; ++row) plan.row_group_.wrote(plan.divided_x_ + places[row] * stride, 1, 0, plan.hidden_);
             plan.share_expert_tokens();
         }
         divided_barrier();
-        if (plan.group_.rank != 0) return;
+        if (!plan.computes_results()) return;
         num_rows = given.keeps_all ? given.batch.num_tokens : given.num_wanted_rows;
         each(num_rows, [&](i64 row) { memcpy(x(row), plan.divided_x_ + row * stride, sizeof(float) * plan.hidden_); });
     }
@@ -84,7 +84,7 @@ private:
     float* divided_row(i64 row) const { return plan.divided_kv_[turn] + row * row_stride(plan.divided_kv_size_); }
 
     void divided_barrier() {
-        if (worker.rank == 0) plan.group_.meet();
+        if (worker.rank == 0) plan.row_group_.meet();
         barrier(worker);
     }
 
@@ -110,7 +110,7 @@ private:
     void share_rows(const PlanLayer& l) {
         const i64 size = static_cast<i64>(l.num_kv_heads) * l.head_dim;
         if (worker.rank == 0)
-            for (const i32 row : plan.divided_.rows) plan.group_.wrote(divided_row(row), 1, 0, 2 * size);
+            for (const i32 row : plan.divided_.rows) plan.row_group_.wrote(divided_row(row), 1, 0, 2 * size);
         divided_barrier();
         const i64* const slots = l.is_windowed ? plan.given_.window_slots : plan.given_.slots;
         each(plan.given_.batch.num_tokens, [&](i64 row) { kernels.attention->store(l.kv, slots[row], 0, l.num_kv_heads, divided_row(row), divided_row(row) + size); });

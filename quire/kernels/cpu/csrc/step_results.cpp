@@ -27,7 +27,7 @@ void Plan::share_best(const StepInput& input, int num_threads_used) {
 void Plan::meet_ranks() {
     set_location(group_.barrier, group_.rank, 0);
     group_.meet();
-    if (group_.is_aborted) throw std::runtime_error("the group of ranks is aborted");
+    if (is_aborted()) throw std::runtime_error("the group of ranks is aborted");
 }
 
 void Plan::take_results(i32 num_rows, float* logits, i32* best) {
@@ -57,7 +57,7 @@ void Plan::move_tokens(const i64* from, const i64* to, i32 count, bool is_window
     if (has_context()) throw std::invalid_argument("ranks that share the tokens of sequences move none");
     const std::lock_guard<std::mutex> lock(guard_);
     for (const std::shared_ptr<PlanLayer>& layer : layers_) {
-        const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank * num_slots;
+        const i64 num_slots = static_cast<i64>(group_.num_local_blocks) * layer->kv.block_size, first = group_.rank / std::max(group_.home_size, 1) * num_slots;
         for (i32 i = 0; layer->k && layer->is_windowed == is_windowed && i < count; ++i) {
             if (!has_homes())
                 kernels_used->attention->move(layer->kv, from[i], to[i]);

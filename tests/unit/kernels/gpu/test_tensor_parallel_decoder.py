@@ -12,6 +12,7 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
+from quire.model import device_decoder
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
@@ -147,6 +148,33 @@ def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
+def has_divided_norms(name):
+    return all(one.mixer is None and not one.is_parallel and not one.is_mlp_only for one in ALL_MODELS[name])
+
+
+@pytest.mark.parametrize("shares", LAYOUTS)
+@pytest.mark.parametrize("name", [case for case in NAMES if has_divided_norms(case.values[0])])
+def test_large_sums_are_scattered_and_each_rank_norms_a_part_of_the_rows(name, shares, device, monkeypatch):
+    spec = spec_of(name)
+    expected = one_rank(spec, device, False)
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)  # as if every step had many tokens
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), shares, 64, device)
+    pools = ranks.pools(4, "float32", 12, device)
+    found = ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device))
+    counts = ranks.take_counts()
+    ranks.close()
+    assert counts["reduce_scatter"] == 2 * len(spec.layers) * len(RUNS)
+    for other in found:
+        for a, b in zip(expected, other, strict=True):
+            torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
+
+
+def test_deterministic_ranks_scatter_no_sums(device, monkeypatch):
+    spec = spec_of("qwen3")
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
+    assert all(torch.equal(a, b) for a, b in zip(one_rank(spec, device, True), on_ranks(spec, device, True), strict=True))
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES)
@@ -189,6 +217,9 @@ class Noting:
     def all_reduce(self, x, in_order=True):
         self.calls.append("all_reduce")
 
+    def reduce_scatter(self, out, x, sizes=None):
+        self.calls.append("reduce_scatter")
+
 
 QWEN = [LayerSpec(attention(qk_norm=RMS), MlpSpec(40, "silu"), attn_in=RMS, mlp_in=RMS)] * 3
 
@@ -220,7 +251,8 @@ def test_a_layer_of_a_decode_step_of_few_sequences_is_seven_launches_on_a_rank_a
 def test_large_sums_are_the_librarys_where_no_order_is_promised():
     spec = ModelSpec("test", "float32", 61, 1024, tuple(QWEN), RMS, 64)
     _, calls = meta_launches(spec, (1.0, 1.0), False, num_tokens=300)
-    assert calls.count("all_reduce") == 2 * len(QWEN) + 1
+    assert calls.count("reduce_scatter") == 2 * len(QWEN)
+    assert calls.count("all_reduce") == 1  # of the embedding
     _, calls = meta_launches(spec, (1.0, 1.0), True, num_tokens=300)
     assert calls.count("all_reduce") == 1  # of the embedding, of which all parts but one are zeros
 
