@@ -83,7 +83,7 @@ def _build_on_cpu(config: EngineConfig, report: ModelReport) -> tuple[StepDriver
         if config.speculative_config is not None:
             speculator = build_speculator(config.speculative_config, report, executor.target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
-        executor.open_host_tier(num_host_pages(config, report), is_shared=config.role == "prefill")
+        executor.open_host_tier(num_host_pages(config, report), is_shared=config.prefill_listen is not None)
         adapters = None
         if config.enable_lora:
             holder = GroupAdapters(executor) if isinstance(executor, LeaderExecutor) else None
