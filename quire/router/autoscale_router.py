@@ -67,8 +67,8 @@ class RouterCluster:
     """Reads `GET /router/backends` of a router and `/metrics` of the servers behind it. Rates are means since at most 45 s.
 
     A prefill server's demand is what it computed, and its objective the time to the first token; a decode server's objective is
-    the time per output token. A server that is drained and idle is not in the snapshot: it is spare, and comes back where
-    replicas are added.
+    the time per output token. A server that does not answer is not in the snapshot, nor is one that is drained and idle: it is
+    spare, and comes back where replicas are added.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RouterCluster:
         except msgspec.DecodeError as error:
             raise SourceError(f"what answers at {self._url} is no router: {error}") from None
         self._spare = {one.name: _role(one) for one in listed if one.is_draining and not one.num_running}
-        known = [one for one in listed if one.name not in self._spare]
+        known = [one for one in listed if one.name not in self._spare and one.state != "unhealthy"]
         totals = {one.name: found for one in known if one.state == "ready" and (found := self._totals_of(one)) is not None}
         while self._looks and now_s - self._looks[0].at_s > _MEAN_S and len(self._looks) > 1:
             self._looks.popleft()
