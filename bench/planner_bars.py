@@ -1,6 +1,7 @@
 """Checks what `quire plan` says against runs on this machine: the memory of the process, and the speed of prefill and decode.
 
-    python bench/planner_bars.py memory [--big]   # demo and demo-moe in each precision and KV format; --big: Qwen3-0.6B
+    python bench/planner_bars.py memory           # demo and demo-moe in each precision and KV format; --quick: three of these;
+                                                  # --big: Qwen3-0.6B
     python bench/planner_bars.py speed            # decode and prefill of demo by a record of steps of the same minute
 
 Memory is what a process takes beyond one that has only imported the engine, with every block of the KV pool written. Speed
@@ -10,6 +11,7 @@ needs an idle machine. Ends with status 1 where a figure is off by more than 10 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -29,9 +31,12 @@ from quire.planner.step_time import StepWork
 
 LIMIT = 0.10
 POOL_BYTES = 100 << 20
+BIG_POOL_BYTES = 1 << 30
+"""For Qwen3-0.6B: 64 sequences fit."""
 MAX_NUM_SEQS = 64
 PRECISIONS = ("bfloat16", "int8", "int4")
 KV_FORMATS = ("auto", "int8", "k8v4", "turboquant_4bit")
+QUICK = (("demo", "bfloat16", "auto"), ("demo", "int8", "int8"), ("demo-moe", "int4", "turboquant_4bit"))
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -51,15 +56,20 @@ QWEN3_06B = {
 }
 
 
+def pool_bytes(model: str) -> int:
+    """Return the size of the pool: large against what a process takes anyway."""
+    return POOL_BYTES if model.startswith("demo") else BIG_POOL_BYTES
+
+
 def engine_config(model: str, precision: str, kv_format: str) -> EngineConfig:
-    """Return the engine's options, with a pool that is large against what a process takes anyway."""
+    """Return the engine's options."""
     return EngineConfig(
         model=model,
         device="cpu",
         dtype="bfloat16",
         quantization=None if precision == "bfloat16" else precision,  # type: ignore[arg-type]
         kv_cache_dtype=kv_format,  # type: ignore[arg-type]
-        kv_cache_memory_bytes=POOL_BYTES,
+        kv_cache_memory_bytes=pool_bytes(model),
         num_threads=1,
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=512,
@@ -72,7 +82,7 @@ def planned_bytes(model: str, precision: str, kv_format: str, num_blocks: int) -
     """Return what the plan says such a process takes: weights, activations, and so many blocks."""
     plain = inspect_model(EngineConfig(model=model, device="cpu", num_kv_blocks=1, dtype="bfloat16", skip_tokenizer_init=True))
     sizes = weight_bytes_by_precision(plain)
-    shape = ModelShape.of(model, plain, sizes, max(0, plain.memory.weight_bytes - sizes["bfloat16"]))
+    shape = ModelShape.of(model, plain, sizes, max(0, plain.memory.weight_bytes - 2 * plain.num_parameters))
     hardware = find_hardware("xeon-8480")
     limits = Limits.usual(hardware, shape, max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=512)
     wanted = choose_kv_format(shape, kv_format, is_gpu=False)
@@ -89,27 +99,28 @@ def resident_bytes() -> int:
 
 
 def taken_bytes(model: str, precision: str, kv_format: str) -> tuple[int, int]:
-    """Return what this process takes beyond what it took before, while sequences hold the pool, and the blocks they hold."""
+    """Return what this process takes at its peak beyond what it took before, and the blocks of its pool.
+
+    The whole pool is written, as it is after a while, and then a step of sampled sequences and one with the log probabilities
+    of a prompt are run, which take the most.
+    """
     resident_bytes()
     before = resident_bytes()
     engine = LLMEngine(engine_config(model, precision, kv_format))
-    resident_bytes()
-    limits = engine.scheduler.config
-    num_prompts = min(limits.max_num_seqs, -(-limits.num_kv_blocks * limits.block_size // 512))
-    ranked = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0.0, detokenize=False)  # the largest step there is
-    engine.add_request("ranked", {"prompt_token_ids": list(range(512))}, ranked)
-    while engine.has_unfinished_requests():
+    pool = engine.runner.executor._kv  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage]
+    for array in pool.arrays():
+        array.fill_(0)
+    sampled = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.8, logprobs=5, detokenize=False)
+    for number in range(MAX_NUM_SEQS - 1):
+        prompt = [(7 * number + place) % 250 for place in range(64)]
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, sampled)
+    for _ in range(12):
         engine.step()
-    # A sequence lives until the prompts of all others are computed, one in a step.
-    params = SamplingParams(max_tokens=num_prompts + 2, ignore_eos=True, temperature=0.0, detokenize=False)
-    for number in range(num_prompts):
-        prompt = [(7 * number + place) % 250 for place in range(512)]
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    least_free = limits.num_kv_blocks
-    while engine.has_unfinished_requests() and least_free > 0.02 * limits.num_kv_blocks:
-        engine.step()
-        least_free = min(least_free, engine.scheduler.kv.pool.num_free)
-    return resident_bytes() - before, limits.num_kv_blocks - least_free
+    ranked = SamplingParams(prompt_logprobs=1, max_tokens=1, temperature=0.0, detokenize=False)
+    engine.add_request("ranked", {"prompt_token_ids": list(range(448))}, ranked)
+    while not any(output.request_id == "ranked" and output.finished for output in engine.step()):
+        pass
+    return resident_bytes() - before, engine.scheduler.config.num_kv_blocks
 
 
 def compare(name: str, planned: float, measured: float) -> bool:
@@ -147,19 +158,18 @@ def random_checkpoint(folder: Path) -> str:
     return str(folder)
 
 
-def check_memory(is_big: bool) -> bool:
+def check_memory(is_big: bool, is_quick: bool) -> bool:
     """Compare the memory of a process of its own for each model, precision and KV format."""
     with tempfile.TemporaryDirectory() as folder:
         models = [random_checkpoint(Path(folder))] if is_big else ["demo", "demo-moe"]
         is_near = True
-        for model in models:
-            for precision in PRECISIONS:
-                for kv_format in KV_FORMATS if precision == "bfloat16" or not is_big else ("auto",):
-                    command = [sys.executable, __file__, "one", model, precision, kv_format]
-                    words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-                    measured, num_blocks = int(words[-2]), int(words[-1])
-                    name = f"{'qwen3-0.6b' if is_big else model} {precision}, KV {kv_format}, bytes"
-                    is_near &= compare(name, planned_bytes(model, precision, kv_format, num_blocks), measured)
+        cases = [case for case in itertools.product(models, PRECISIONS, KV_FORMATS) if not is_quick or case in QUICK]
+        for model, precision, kv_format in cases:
+            command = [sys.executable, __file__, "one", model, precision, kv_format]
+            words = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+            measured, num_blocks = int(words[-2]), int(words[-1])
+            name = f"{'qwen3-0.6b' if is_big else model} {precision}, KV {kv_format}, bytes"
+            is_near &= compare(name, planned_bytes(model, precision, kv_format, num_blocks), measured)
     return is_near
 
 
@@ -206,9 +216,9 @@ def main() -> int:
     """Run what is asked for; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("memory", help="memory of processes").add_argument(
-        "--big", action="store_true", help="Qwen3-0.6B's shapes"
-    )
+    sizes = kinds.add_parser("memory", help="memory of processes").add_mutually_exclusive_group()
+    sizes.add_argument("--big", action="store_true", help="Qwen3-0.6B's shapes")
+    sizes.add_argument("--quick", action="store_true", help="three cases")
     kinds.add_parser("speed", help="decode and prefill")
     one = kinds.add_parser("one", help="print the bytes that one engine takes, and the blocks of its pool in use")
     for name in ("model", "precision", "kv_format"):
@@ -217,7 +227,7 @@ def main() -> int:
     if args.kind == "one":
         print(*taken_bytes(args.model, args.precision, args.kv_format))
         return 0
-    return 0 if (check_speed() if args.kind == "speed" else check_memory(args.big)) else 1
+    return 0 if (check_speed() if args.kind == "speed" else check_memory(args.big, args.quick)) else 1
 
 
 if __name__ == "__main__":

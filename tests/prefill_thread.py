@@ -7,10 +7,10 @@ from quire.engine.llm_engine import LLMEngine
 
 
 class PrefillThread:
-    """Steps an engine of role "prefill" whenever a decode engine wants something; a context, which closes it."""
+    """Steps an engine, of role "prefill" without another, whenever a peer wants something; a context, which closes it."""
 
     def __init__(self, **options):
-        self.engine = LLMEngine(role="prefill", **options)
+        self.engine = LLMEngine(**{"role": "prefill", **options})
         self.address = str(self.engine.prefill.server.address)
         self.is_paused = threading.Event()
         self._is_ending = False

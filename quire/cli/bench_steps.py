@@ -31,7 +31,12 @@ def run_steps(args: argparse.Namespace) -> int:
     check_output(args.output_json)
     from quire.bench.steps import StepsTrial, measure_steps
 
-    record = measure_steps(config, StepsTrial(args.seconds, args.decode_steps, args.seed), args.progress)
+    trial = StepsTrial(args.seconds, args.decode_steps, args.seed)
+    if args.base_url is not None:
+        from quire.bench.delivery import check_server
+
+        check_server(args.base_url)  # before a minute is spent
+    record = measure_steps(config, trial, args.progress)
     text = f"{len(record.steps)} steps\n{record.fit().describe()}"
     if args.base_url is not None:
         from quire.bench.delivery import measure_delivery

@@ -280,7 +280,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 def _add_role_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--role", choices=("both", "prefill", "decode"), help="compute prompts and outputs, or one of them")
     group.add_argument(
-        "--prefill-listen", metavar="ADDRESS", help="of --role prefill: tcp://HOST:PORT or unix:PATH for decode engines"
+        "--prefill-listen", metavar="ADDRESS", help="tcp://HOST:PORT or unix:PATH for decode engines while the role is prefill"
     )
     group.add_argument(
         "--prefill-url",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from quire.base.errors import ConfigError
 from quire.cli import options
 from quire.contracts.config import EngineConfig
+from quire.contracts.model_spec import DTYPE_BYTES
 
 if TYPE_CHECKING:
     from quire.bench.serving.workload import Dataset
@@ -148,7 +149,7 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
         raise ConfigError(f"--kv-cache-dtype-skip-layers {lack}: leave it out")
     kept = skipped_layers(kept_layers or (), report.spec)
     weight_bytes = weight_bytes_by_precision(report, is_gpu)
-    copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - weight_bytes[report.spec.dtype])
+    copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - report.num_parameters * DTYPE_BYTES[report.spec.dtype])
     shape = ModelShape.of(model, report, weight_bytes, copy_bytes, kept, is_gpu)
     return shape, shape.check_precision(args.quantization), choose_kv_format(shape, args.kv_cache_dtype, is_gpu)
 

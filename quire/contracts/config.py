@@ -204,8 +204,9 @@ class EngineConfig:
                             as they are computed; "none": tiers are only read
     role                    "both": prompts and outputs are computed here; "prefill": computes prompts for decode engines, which
                             pull their KV; "decode": has long prompts computed by prefill engines
-    prefill_listen          with role "prefill": where decode engines connect, tcp://HOST:PORT or unix:PATH
-    prefill_urls            with role "decode": where prefill engines listen; None: the server is told by a router
+    prefill_listen          where decode engines connect while the role is "prefill", tcp://HOST:PORT or unix:PATH; with it a
+                            running engine can change its role
+    prefill_urls            while the role is "decode": where prefill engines listen; None: the server is told by a router
     prefill_min_tokens      with role "decode": prompts with fewer uncached tokens are computed here
     transfer_secret_file    a file with a secret that prefill and decode engines share, made if absent; needed to listen to
                             other machines
@@ -535,8 +536,13 @@ class EngineConfig:
     @property
     def host_tier_bytes(self) -> int:
         """Size of the host tier; 0: there is none."""
-        is_staging = self.kv_disk_dir is not None or self.role != "both"
+        is_staging = self.kv_disk_dir is not None or self.has_kv_transfer
         return self.kv_host_bytes or (STAGING_BYTES if is_staging else 0)
+
+    @property
+    def has_kv_transfer(self) -> bool:
+        """Whether pages may go to or come from other engines, now or in another role."""
+        return self.role != "both" or self.prefill_listen is not None
 
     def _check_tiers(self) -> None:
         _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
@@ -557,23 +563,29 @@ class EngineConfig:
             object.__setattr__(self, "prefill_urls", tuple(urls))
         backend = self.kv_transfer_backend
         _require(backend in ("sockets", "nixl"), "kv_transfer_backend", backend, "'sockets' or 'nixl'")
-        if self.role == "both" and backend != "sockets":
-            raise ConfigError("kv_transfer_backend is for the roles 'prefill' and 'decode', but role is 'both'")
-        for name, role in (("prefill_listen", "prefill"), ("prefill_urls", "decode")):
-            value = getattr(self, name)
-            if value is not None and self.role != role:
-                raise ConfigError(f"role is {self.role!r}, and {name} is {value!r}: only role {role!r} takes it")
         if self.role == "prefill" and self.prefill_listen is None:
             raise ConfigError("role is 'prefill', and prefill_listen is missing: say where decode engines connect")
-        if self.role == "both" and self.transfer_secret_file is not None:
-            raise ConfigError("transfer_secret_file is for the roles 'prefill' and 'decode', but role is 'both'")
-        if self.role == "prefill" and self.data_parallel_size > 1:
+        if not self.has_kv_transfer:
+            for name, default in (("kv_transfer_backend", "sockets"), ("transfer_secret_file", None), ("prefill_urls", None)):
+                value = getattr(self, name)
+                if value != default:
+                    raise ConfigError(
+                        f"role is 'both', and {name} is {value!r}: it is for the roles 'prefill' and 'decode', and for engines "
+                        "with prefill_listen, which can change to them"
+                    )
+            return
+        if self.prefill_listen is not None and self.data_parallel_size > 1:
             raise ConfigError(
-                f"role is 'prefill' and data_parallel_size {self.data_parallel_size}: replicas cannot share prefill_listen; "
-                "start a server for each"
+                f"prefill_listen is {self.prefill_listen!r} and data_parallel_size {self.data_parallel_size}: replicas cannot "
+                "share prefill_listen; start a server for each"
             )
-        if self.role != "both" and not self.enable_prefix_caching:
-            raise ConfigError(f"role is {self.role!r}, which needs enable_prefix_caching: pages are blocks of the prefix cache")
+        if not self.enable_prefix_caching:
+            raise ConfigError(f"{self.transfer_field} needs enable_prefix_caching: pages are blocks of the prefix cache")
+
+    @property
+    def transfer_field(self) -> str:
+        """The field that asks for KV transfer, with its value, for messages."""
+        return f"role {self.role!r}" if self.role != "both" else f"prefill_listen {self.prefill_listen!r}"
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size

@@ -102,12 +102,13 @@ class LLMEngine:
         self._compiling = CompilingRequests()
         self._adapters = AdapterRegistry(runner.adapters, config.max_loras)
         try:
-            self.prefill, self.remote_prefill = open_transfer(
+            self.transfer = open_transfer(
                 config, report, transfer_options, runner.host_slab, self.scheduler, self._factory.check
             )
         except BaseException:
             runner.close()
             raise
+        self.prefill, self.remote_prefill = self.transfer.prefill, self.transfer.remote
         self._disk = open_disk_tier(config, report, runner.host_slab, self.scheduler)
         self._step_started_s = 0.0
         self._request_indices = itertools.count()
@@ -569,7 +570,7 @@ class LLMEngine:
         if host is None:
             return []
         found = [host_tier_stats(host, self._held_runner.host_slab, page_bytes(self.report.memory))]
-        return [*found, *(part.tier_stats() for part in (self._disk, self.prefill, self.remote_prefill) if part is not None)]
+        return [*found, *([] if self._disk is None else [self._disk.tier_stats()]), *self.transfer.tier_stats()]
 
     def close(self) -> None:
         """Abort unfinished requests and release the memory; the engine takes no more requests. May be called again."""

@@ -90,6 +90,8 @@ class PrefillService:
         self._is_changed = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_closed = False
+        self.is_open = True
+        """Whether new jobs are taken: others are told that this engine is busy."""
         self.max_lent_pages = max(1, int(tier.num_slots * _LENT_SHARE))
         self.num_lent_pages = 0
         self._lent_s = 0.0
@@ -118,6 +120,8 @@ class PrefillService:
         try:
             self._check_job(job)
             with self._lock:
+                if not self.is_open:
+                    raise RefusedError("busy", "this engine's role is not prefill any more")
                 if self._num_promised + job.num_pages > self.max_lent_pages or self._is_closed:
                     raise RefusedError("busy", f"{self._num_promised} of {self.max_lent_pages} pages are lent")
                 self._num_promised += job.num_pages

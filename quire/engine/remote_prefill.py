@@ -75,6 +75,8 @@ class RemotePrefill:
         self._transfers: dict[RequestId, _Transfer] = {}
         self._abandoned: list[_Transfer] = []
         self._tokens_per_s: float | None = None
+        self.is_open = True
+        """Whether prompts are computed elsewhere: what is under way goes on in any case."""
         self.local: Counter[str] = Counter()
         self.num_pages = self.num_late = self.num_declined = 0
 
@@ -104,6 +106,8 @@ class RemotePrefill:
 
     def begin(self, request: Request) -> bool:
         """Ask a prefill engine for the rest of a request's prompt; return whether the request is kept aside for it."""
+        if not self.is_open:
+            return False
         block_size = self._scheduler.config.block_size
         num_pages = self._scheduler.num_cacheable_pages(request)
         keys = self._scheduler.page_keys(request)[:num_pages]

@@ -75,8 +75,8 @@ class SleepingRunner:
 
     def _refusal(self, level: SleepLevel) -> str | None:
         config, report = self._config, self._report
-        if config.role != "both":
-            return f"role {config.role!r}: other engines use this engine's KV cache"
+        if config.has_kv_transfer:
+            return f"{config.transfer_field}: other engines use this engine's KV cache"
         if level == 1:
             has_medusa = config.speculative_config is not None and "medusa" in config.speculative_config.methods
             if report.device != "cpu" and report.spec.implementation == "transformers":

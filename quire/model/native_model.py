@@ -42,7 +42,7 @@ logger = get_logger(__name__)
 _SCORINGS = {"softmax": 0, "sigmoid": 1, "sparse": 2}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "xielu": 5}
 _PROGRESS_DELAY_S = 3.0
-_SHORT_FROM = 1 << 26
+SHORT_FROM = 1 << 26
 """Number of weights above which a model does not fit into the CPU's caches, so that 12-bit bfloat16 is worthwhile."""
 _INT8_HEAD_FROM = 1 << 20
 """Number of weights above which an LM head gets an int8 copy for the argmax; a smaller one is read quickly enough."""
@@ -167,7 +167,7 @@ class NativeModelBuilder:
         self._rope_index = ropes
         self._quantize = quantize
         num_weights = sum(map(math.prod, parameter_shapes(spec).values()))
-        self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= _SHORT_FROM)
+        self._packer = WeightPacker(native, self._dtype, is_short=num_weights >= SHORT_FROM)
         self._forms = WeightForms(spec.dtype, quantize)
         self._experts = ExpertPacker(self._forms, self._packer, self._dtype)
         self._int8_head_bytes = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -17,6 +17,7 @@ from quire.serving.errors import ApiError, invalid
 PATH = "/router/backends"
 _MAX_BODY_BYTES = 64 << 10
 _ACTIONS = ("drain", "resume")
+_Body = TypeVar("_Body")
 
 
 class NewBackend(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,6 +36,12 @@ class NewBackend(msgspec.Struct, forbid_unknown_fields=True):
         return (KvEventSource(self.kv_events_endpoint, self.kv_events_replay_endpoint),)
 
 
+class NewRole(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `PUT /router/backends/NAME/role`."""
+
+    role: Literal["both", "prefill", "decode"]
+
+
 class AdminApi:
     """The routes below /router/backends, for those who have the admin key.
 
@@ -42,6 +49,7 @@ class AdminApi:
     POST /router/backends {"url"}          add one; it gets requests once it answers
     DELETE /router/backends/NAME           take one out; what runs there goes on
     POST /router/backends/NAME/drain       send no new requests there; /resume: send them again
+    PUT /router/backends/NAME/role {"role"}  give a quire server another role: both, prefill or decode
     """
 
     def __init__(self, table: BackendTable, monitor: HealthMonitor) -> None:
@@ -68,19 +76,27 @@ class AdminApi:
             await self._monitor.unwatch(backend)
             self._table.remove(name)
             return 200, describe(backend)
+        if action == "role" and method == "PUT":
+            await self._monitor.set_role(backend, (await self._read(incoming, NewRole)).role)
+            return 200, describe(backend)
         if action in _ACTIONS and method == "POST":
             backend.is_draining = action == "drain"
             return 200, describe(backend)
-        if action and action not in _ACTIONS:
-            raise ApiError(404, f"a backend can be sent {' and '.join(_ACTIONS)}, got {action[:50]!r}", code="not_found")
+        if action and action not in (*_ACTIONS, "role"):
+            raise ApiError(404, f"a backend can be sent {', '.join(_ACTIONS)} and role, got {action[:50]!r}", code="not_found")
         raise self._wrong_method(method)
 
-    async def _add(self, incoming: Incoming) -> Backend:
+    @staticmethod
+    async def _read(incoming: Incoming, kind: type[_Body]) -> _Body:
         body = await incoming.read_body(_MAX_BODY_BYTES)
         try:
-            new = msgspec.json.decode(body, type=NewBackend)
+            return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise invalid(f'the body must be {{"url": "http://host:port"}}: {error}', code="invalid_json") from None
+            example = '{"url": "http://host:port"}' if kind is NewBackend else '{"role": "decode"}'
+            raise invalid(f"the body must be like {example}: {error}", code="invalid_json") from None
+
+    async def _add(self, incoming: Incoming) -> Backend:
+        new = await self._read(incoming, NewBackend)
         try:
             address = parse_backend(new.url)
         except ConfigError as error:

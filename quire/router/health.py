@@ -12,6 +12,7 @@ from quire.router.backend import Backend, BackendTable, LoadReport
 from quire.router.config import RouterConfig
 from quire.router.prefill_servers import PrefillServers
 from quire.router.upstream import Headers, UpstreamError
+from quire.serving.errors import ApiError
 
 logger = get_logger(__name__)
 
@@ -121,6 +122,29 @@ class HealthMonitor:
             status, answer = 0, str(error).encode()
         said = "" if status == 200 else f"{status} {answer[:500].decode(errors='replace')}"
         self._prefill_servers.note_answer(backend, urls, said)
+
+    async def set_role(self, backend: Backend, role: str) -> None:
+        """Give a server another role; it gets no new requests meanwhile. Raises ApiError where it refuses, or no other backend
+        is left to answer requests for its models."""
+        if role == "prefill" and not backend.is_prefill:
+            others = [one for one in self._table if one is not backend and one.is_available]
+            alone = [model for model in backend.models if not any(one.serves(model) for one in others)]
+            if alone:
+                raise ApiError(409, f"no other backend is ready that answers requests for {alone[0]!r}", code="last_backend")
+        headers = [*self._headers, (b"content-type", b"application/json")]
+        was_draining, backend.is_draining = backend.is_draining, True
+        try:
+            status, answer = await self._send(backend, "PUT", b"/role", headers, msgspec.json.encode({"role": role}))
+        except UpstreamError as error:
+            raise ApiError(502, f"the backend {backend.name} does not take a role: {error}", code="backend_failed") from None
+        finally:
+            backend.is_draining = was_draining
+        if status != 200:
+            text = f"the backend {backend.name} does not take the role {role!r}: {status} "
+            text += answer[:500].decode(errors="replace")
+            raise ApiError(status if status == 400 else 502, text, code="role_refused")
+        backend.role = role
+        logger.info("backend %s has the role %s now", backend.name, role)
 
     def _warn_of_differing(self, backend: Backend) -> None:
         for model, names in self._table.differing().items():

@@ -26,6 +26,7 @@ RETRY_AFTER_S = 2.0
 _MAX_REFUSAL_BYTES = 64 << 10
 _EVENT_END = (b"\n\n", b"\r\n\r\n")
 _BROKEN = "the backend failed in the middle of its answer"
+_WRONG_ROLE = b'"wrong_role"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,21 @@ class Outgoing:
 class _NotTakenError(Exception):
     """A backend failed, or refused, before anything of its answer went to the client."""
 
-    def __init__(self, backend: Backend, error: ApiError, refusal: _Refusal | None = None, *, may_retry: bool = True) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        error: ApiError,
+        refusal: _Refusal | None = None,
+        *,
+        may_retry: bool = True,
+        has_changed_role: bool = False,
+    ) -> None:
         super().__init__(error.message)
         self.backend = backend
         self.error = error
         self.refusal = refusal
         self.may_retry = may_retry
+        self.has_changed_role = has_changed_role
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +202,7 @@ class Proxy:
             return False
         if not any(one.state == "ready" and not one.is_draining and one not in tried for one in candidates):
             return False
-        if self._budget.spend():
+        if failure.has_changed_role or self._budget.spend():  # a change is no failure, and cannot grow into many retries
             return True
         self._metrics.retries_denied.labels().add()
         return False
@@ -280,7 +290,11 @@ class Proxy:
                 body = await answer.read(_MAX_REFUSAL_BYTES)
                 refusal = _Refusal(answer.status, [*_without_length(answer.headers), _length(body)], body)
                 error = ApiError(answer.status, f"a backend answers {answer.status}")
-                raise _NotTakenError(backend, error, refusal, may_retry=isinstance(outgoing.body, bytes))
+                is_new_prefill = answer.status == 503 and _WRONG_ROLE in body
+                if is_new_prefill:
+                    backend.role = "prefill"  # the next load report would say so
+                may_retry = isinstance(outgoing.body, bytes)
+                raise _NotTakenError(backend, error, refusal, may_retry=may_retry, has_changed_role=is_new_prefill)
             return await answer.next_piece()
         except UpstreamError as error:
             raise self._failed(backend, outgoing, error) from None

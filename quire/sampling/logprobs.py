@@ -16,7 +16,7 @@ from quire.kernels.native import load_native
 _CHUNK_ELEMENTS = 1 << 24
 
 # The native kernel keeps the best in a heap; for most of the vocabulary a sort is faster.
-_MAX_NATIVE_TOP = 1024
+MAX_NATIVE_TOP = 1024
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
@@ -31,7 +31,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], num_top: int) -> li
     num_rows, vocab_size = logits.shape
     num_top = vocab_size if num_top < 0 else min(num_top, vocab_size)
     chunk_rows = max(1, _CHUNK_ELEMENTS // max(vocab_size, 1))
-    native = load_native() if logits.device.type == "cpu" and num_top <= _MAX_NATIVE_TOP else None
+    native = load_native() if logits.device.type == "cpu" and num_top <= MAX_NATIVE_TOP else None
     found: list[TokenLogprobs] = []
     for first in range(0, num_rows, chunk_rows):
         part = slice(first, first + chunk_rows)

@@ -20,6 +20,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.device_refusal import check_on_device
 from quire.model.generation_defaults import read_generation_defaults
 from quire.model.heads.build import find_head_kind
+from quire.model.native_model import SHORT_FROM
 from quire.model.parameters import parameter_shapes
 from quire.model.pooler import read_pooler_spec
 from quire.model.resolve import resolve_model
@@ -135,13 +136,22 @@ def check_weights(report: ModelReport) -> bool:
     return True
 
 
+_SHORT_SHARE = 0.752
+"""Of plain bfloat16: 12 bits a weight, and its exceptions; measured with normally distributed weights."""
+
+
 def weight_bytes_by_precision(report: ModelReport, is_gpu: bool = False) -> dict[str, int]:
     """Return the bytes of all weights of a model in its own dtype and in each precision of the option `quantization`.
+
+    On a CPU the bfloat16 weights of large models are expected to be packed in 12 bits, with few exceptions, see WeightPacker.
 
     is_gpu  with the formats of a GPU's kernels, whose 4 bits keep embedding and head in int8
     """
     spec = report.spec
     found = {spec.dtype: report.num_parameters * DTYPE_BYTES[spec.dtype]}
+    is_short = spec.dtype == "bfloat16" and report.num_parameters >= SHORT_FROM and not is_gpu
+    if is_short and uses_native_kernels(EngineConfig(model=str(report.folder)), spec):
+        found[spec.dtype] = round(found[spec.dtype] * _SHORT_SHARE)
     for name, policy in (DEVICE_POLICIES if is_gpu else POLICIES).items():
         found[name] = quantized_bytes(report.parameters, spec, policy)
     return found

@@ -27,6 +27,7 @@ from quire.model.native_weights import is_made_exact, is_stored_made_exact, pack
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
+from quire.sampling.logprobs import MAX_NATIVE_TOP
 from quire.speculate.memory import DraftBytes
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 from quire.worker.state_table import num_state_rows
@@ -93,8 +94,10 @@ def activation_bytes(
     if config.pipeline_parallel_size > 1:  # each stage has its own, and each step in flight its rows
         rows = num_batched_tokens * (spec.hidden_size + 48) * 4 + logits
         scratch = config.pipeline_parallel_size * (scratch + rows)
-    # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes.
-    prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * 3
+    # Prompt tokens whose log probabilities are asked for come in parts, before the sampler copies the rows that it changes. The
+    # kernels find the most likely tokens in place, but copies are sorted for more of them than the kernels' limit.
+    num_copies = 1 if 0 <= config.max_logprobs <= MAX_NATIVE_TOP else 3
+    prompt = min(num_batched_tokens * spec.vocab_size, MAX_LOGIT_ELEMENTS) * 4 * num_copies
     return scratch + logits + max(2 * logits, prompt)
 
 

@@ -26,8 +26,8 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if not config.host_tier_bytes:
         return
     name = "kv_host_bytes" if config.kv_host_bytes is not None else "kv_disk_dir"
-    if config.role != "both":
-        name = "role"
+    if config.has_kv_transfer:
+        name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
     if report.device != "cpu":
         raise ConfigError(
@@ -42,8 +42,8 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(f"{name} is {value!r}, but the model attends in both directions, which caches nothing: leave it out")
     if report.spec.implementation == "transformers":
         raise ConfigError(f"{name} is {value!r}, but model_impl 'transformers' has no KV tiers: leave one of them out")
-    if config.role != "both":
-        _check_role(config, report)
+    if config.has_kv_transfer:
+        _check_transfer(config, report)
     if num_host_pages(config, report) == 0:
         raise ConfigError(
             f"kv_host_bytes is {config.host_tier_bytes}, but a page (one KV block of {report.memory.kv.block_size} tokens) "
@@ -51,16 +51,16 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
         )
 
 
-def _check_role(config: EngineConfig, report: ModelReport) -> None:
+def _check_transfer(config: EngineConfig, report: ModelReport) -> None:
     if config.pipeline_parallel_size > 1:
         raise ConfigError(
-            f"role is {config.role!r} and pipeline_parallel_size {config.pipeline_parallel_size}: KV transfer is not supported "
-            "with pipeline stages; leave role at 'both', or take tensor_parallel_size instead"
+            f"{config.transfer_field} and pipeline_parallel_size {config.pipeline_parallel_size}: KV transfer is not supported "
+            "with pipeline stages; leave it out, or take tensor_parallel_size instead"
         )
     if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
         raise ConfigError(
-            f"role is {config.role!r}, but the rope of {report.spec.model_type} depends on the length of a sequence, which KV "
-            "transfer does not support: choose a smaller max_model_len, or role 'both'"
+            f"{config.transfer_field}: the rope of {report.spec.model_type} depends on the length of a sequence, which KV "
+            "transfer does not support: choose a smaller max_model_len, or role 'both' without prefill_listen"
         )
 
 

@@ -72,6 +72,9 @@ class ServerProcess:
     def post(self, path, body, **options):
         return httpx.post(self.url + path, json=body, **{"timeout": 60, "headers": self.headers, **options})
 
+    def put(self, path, body, **options):
+        return httpx.put(self.url + path, json=body, **{"timeout": 60, "headers": self.headers, **options})
+
     def post_bytes(self, path, data, media_type, **options):
         headers = {**self.headers, "content-type": media_type}
         return httpx.post(self.url + path, content=data, headers=headers, **{"timeout": 60, **options})
@@ -93,6 +96,9 @@ class ServerProcess:
     def engine_pid(self):
         """Return the id of the engine's process; None where there is none."""
         return next(iter(self.engine_pids()), None)
+
+    def kill_engine(self):
+        os.kill(self.engine_pid(), signal.SIGKILL)
 
     @contextlib.contextmanager
     def frozen_engine(self):

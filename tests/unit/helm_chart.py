@@ -90,6 +90,14 @@ VALUES: dict[str, dict[str, Any]] = {
     },
     "hpa": {"autoscaling": {"minReplicas": 2, "maxReplicas": 6, "hpa": {"enabled": True}}, **_KEY, **_MONITORING},
     "keda": {"autoscaling": {"keda": {"enabled": True, "threshold": "12.5"}}},
+    "autoscaler": {
+        **_KEY,
+        "router": {"adminKey": {"existingSecret": "quire-admin"}},
+        "networkPolicy": {"enabled": True},
+        "autoscaling": {
+            "keda": {"enabled": True, "autoscaler": {"enabled": True, "port": 9095, "options": {"prompt-tokens-per-s": 8000}}}
+        },
+    },
     "closed": {
         **_KEY,
         "engine": {"port": 9000, "replicas": 2, "kvEvents": {"enabled": True, "port": 6001, "replayPort": 6002}},
@@ -170,8 +178,7 @@ def pod_templates(name: str) -> dict[str, dict[str, Any]]:
 
 
 def container_of(template: dict[str, Any]) -> dict[str, Any]:
-    (container,) = template["spec"]["containers"]
-    return container
+    return template["spec"]["containers"][0]
 
 
 def selected(name: str, labels: dict[str, str]) -> set[str]:
@@ -180,7 +187,8 @@ def selected(name: str, labels: dict[str, str]) -> set[str]:
 
 
 def port_of(template: dict[str, Any], name: str) -> int:
-    return next(port["containerPort"] for port in container_of(template)["ports"] if port["name"] == name)
+    ports = [port for container in template["spec"]["containers"] for port in container["ports"]]
+    return next(port["containerPort"] for port in ports if port["name"] == name)
 
 
 def parsed(template: dict[str, Any]) -> argparse.Namespace:

@@ -48,6 +48,16 @@ _PROMETHEUS_TRIGGER = fields(
     threshold={"type": "string", "pattern": "^[0-9.]+$"},
     ignoreNullValues={"enum": ["true", "false"]},
 )
+_METRICS_API_TRIGGER = fields(
+    "url valueLocation targetValue",  # format is json by default
+    url={"type": "string", "pattern": "^https?://"},
+    valueLocation=STRING,
+    targetValue={"type": "string", "pattern": "^[0-9.]+$"},
+)
+_TRIGGERS = [
+    fields("type metadata", type={"const": "prometheus"}, metadata=_PROMETHEUS_TRIGGER),
+    fields("type metadata", type={"const": "metrics-api"}, metadata=_METRICS_API_TRIGGER),
+]
 
 SCHEMAS = {
     "LeaderWorkerSet": kind(
@@ -76,7 +86,7 @@ SCHEMAS = {
             maxReplicaCount=COUNT,
             pollingInterval=COUNT,
             advanced=fields(horizontalPodAutoscalerConfig=fields(behavior=fields(scaleDown=_SCALE_RULES))),
-            triggers=listed(fields("type metadata", type={"const": "prometheus"}, metadata=_PROMETHEUS_TRIGGER)),
+            triggers=listed({"oneOf": _TRIGGERS}),
         ),
     ),
     "ServiceMonitor": kind(

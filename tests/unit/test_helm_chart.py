@@ -8,8 +8,10 @@ import json
 import jsonschema
 import pytest
 
+from quire.cli.main import make_parser
 from quire.cli.router import router_config
 from quire.cli.serve import server_config
+from quire.router.autoscale_targets import PATH
 from quire.serving.http.system import make_endpoints
 from tests.unit.helm_chart import (
     CHART,
@@ -196,6 +198,30 @@ def test_metrics_that_scale_the_engines_exist():
     (hpa,) = of_kind("hpa", "HorizontalPodAutoscaler")
     for metric in hpa["spec"]["metrics"]:
         assert metric["pods"]["metric"]["name"].replace("quire_", "quire:", 1) in exported()
+
+
+def test_keda_asks_the_autoscaler_that_runs_beside_the_router():
+    (keda,) = of_kind("autoscaler", "ScaledObject")
+    ((trigger,), router) = keda["spec"]["triggers"], pod_templates("autoscaler")["router"]
+    container = router["spec"]["containers"][1]
+    args = make_parser().parse_args(container["args"])
+    assert container["command"] == ["quire"]
+    assert args.router == f"http://127.0.0.1:{port_of(router, 'http')}"
+    assert args.serve == "0.0.0.0:9095"
+    assert (args.min_replicas, args.max_replicas) == (keda["spec"]["minReplicaCount"], keda["spec"]["maxReplicaCount"])
+    assert (args.prompt_tokens_per_s, args.ttft) == (8000.0, 1.0)
+    assert {one["name"] for one in container["env"]} >= {"QUIRE_ROUTER_ADMIN_KEY", "QUIRE_ROUTER_BACKEND_KEY"}
+    (service,) = [one for one in of_kind("autoscaler", "Service") if len(one["spec"]["ports"]) == 2]
+    address = f"http://{service['metadata']['name']}.{NAMESPACE}:9095{PATH}"
+    assert trigger == {
+        "type": "metrics-api",
+        "metadata": {"url": address, "valueLocation": "serve", "targetValue": "1"},
+    }
+    assert {"name": "targets", "containerPort": 9095} in container["ports"]
+    without = {"autoscaling": {"keda": {"enabled": True, "autoscaler": {"enabled": True}}}}
+    refused = helm("template", "demo", str(CHART), values=without)
+    assert refused.returncode != 0
+    assert "router.adminKey.existingSecret" in refused.stderr
 
 
 @each_render

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import chain
 
+import msgspec
+
 from quire.base.errors import RequestError, WorkerError
 from quire.base.logging import get_logger
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import EngineConfig, Role
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.lora import LoRARequest
 from quire.contracts.rank_stats import RankStats
@@ -34,6 +36,7 @@ from quire.serving.engine_client.messages import (
     RebalanceExperts,
     RequestDelta,
     SetPrefillUrls,
+    SetRole,
     Sleep,
     SleepState,
     StepOutputs,
@@ -192,7 +195,15 @@ class EngineClient:
         is not ready."""
         await self._command(SetPrefillUrls(f"prefill-urls-{uuid.uuid4().hex}", urls))
 
-    async def _command(self, command: LoadAdapter | RebalanceExperts | SetPrefillUrls) -> None:
+    async def set_role(self, role: Role) -> None:
+        """Change the engine's role, also for when it is started again. Raises ApiError: 400 if it cannot have the role, 503
+        while it is not ready."""
+        await self._command(SetRole(f"role-{uuid.uuid4().hex}", role))
+        self._supervisor.set_role(role)
+        if self.info is not None:
+            self.info = msgspec.structs.replace(self.info, role=role)
+
+    async def _command(self, command: LoadAdapter | RebalanceExperts | SetPrefillUrls | SetRole) -> None:
         """Send a command, and wait for its answer. Raises ApiError: 400 if it is refused, 503 while the engine is not ready."""
         if self.state != "ready":
             raise engine_unavailable(_UNAVAILABLE[self.state])

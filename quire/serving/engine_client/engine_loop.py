@@ -23,6 +23,7 @@ from quire.serving.engine_client.messages import (
     RebalanceExperts,
     RequestDelta,
     SetPrefillUrls,
+    SetRole,
     Sleep,
     SleepState,
     StepOutputs,
@@ -163,6 +164,8 @@ class EngineLoop:
             self._rebalance_experts(command)
         elif isinstance(command, SetPrefillUrls):
             self._set_prefill_urls(command)
+        elif isinstance(command, SetRole):
+            self._set_role(command)
         elif isinstance(command, AskTimelines):
             self._send_timelines(command)
 
@@ -238,10 +241,19 @@ class EngineLoop:
     def _set_prefill_urls(self, command: SetPrefillUrls) -> None:
         delta, remote = RequestDelta(command.request_id, [], True), self._engine.remote_prefill
         try:
-            if remote is None or self._engine.config.prefill_urls is not None:
-                what = "is no decode engine" if remote is None else "was started with prefill_urls, which are fixed"
+            is_decode = remote is not None and remote.is_open
+            if not is_decode or self._engine.config.prefill_urls is not None:
+                what = "is no decode engine" if not is_decode else "was started with prefill_urls, which are fixed"
                 raise ConfigError(f"this engine {what}: start it with the role 'decode' and without prefill_urls")
             remote.set_urls(command.urls)
+        except ConfigError as error:
+            delta.error, delta.is_refused = str(error), True
+        self._replies.append(delta)
+
+    def _set_role(self, command: SetRole) -> None:
+        delta = RequestDelta(command.request_id, [], True)
+        try:
+            self._engine.transfer.set_role(command.role)
         except ConfigError as error:
             delta.error, delta.is_refused = str(error), True
         self._replies.append(delta)

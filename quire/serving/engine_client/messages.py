@@ -229,6 +229,14 @@ class SetPrefillUrls(msgspec.Struct, frozen=True, tag="set_prefill_urls", forbid
     urls: list[str]
 
 
+class SetRole(msgspec.Struct, frozen=True, tag="set_role", forbid_unknown_fields=True):
+    """Begin no more of what the role before was for; the answer is a RequestDelta with request_id, finished, with an error if
+    this engine cannot have the role."""
+
+    request_id: str
+    role: Role
+
+
 class AskTimelines(msgspec.Struct, frozen=True, tag="timelines", forbid_unknown_fields=True):
     """Send the timelines so far of unfinished requests, in one Timelines with the same number. Unknown ids are left out."""
 
@@ -257,7 +265,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop", forbid_unknown_fields=True):
     """Abort all requests, release the memory, and end the process with status 0."""
 
 
-_Commands = LoadAdapter | UnloadAdapter | RebalanceExperts | SetPrefillUrls | Sleep | WakeUp | Stop
+_Commands = LoadAdapter | UnloadAdapter | RebalanceExperts | SetPrefillUrls | SetRole | Sleep | WakeUp | Stop
 ToEngine = Submit | Abort | Watch | AskTimelines | _Commands
 
 
@@ -301,9 +309,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_time_s              seconds that loading took
     pooler                   the model's task and pooling
     enable_lora              whether requests may have LoRA adapters
-    role                     of EngineConfig
-    prefill_listen           where decode engines connect to this one; None: it is no prefill engine
-    takes_prefill_urls       whether the addresses of prefill engines come by SetPrefillUrls
+    role                     that the engine has now
+    prefill_listen           where decode engines connect while the role is "prefill"; None: it cannot have that role
+    takes_prefill_urls       whether the addresses of prefill engines come by SetPrefillUrls while the role is "decode"
     """
 
     model: str

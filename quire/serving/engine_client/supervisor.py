@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ import zmq
 
 from quire.base.errors import ConfigError, InvariantError, ModelFormatError, QuireError, UnsupportedError, WorkerError
 from quire.base.logging import get_logger
-from quire.contracts.config import EngineConfig
+from quire.contracts.config import EngineConfig, Role
 from quire.serving.config import ServerConfig
 from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess, ReportOptions
 from quire.serving.engine_client.framing import Received
@@ -128,6 +128,10 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
         self._grace_s = self._silent_until_s = 0.0
+
+    def set_role(self, role: Role) -> None:
+        """Start engines with this role from now on."""
+        self._config = replace(self._config, role=role)
 
     @property
     def pid(self) -> int | None:

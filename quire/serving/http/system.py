@@ -131,6 +131,12 @@ class PrefillUrls(Body):
     urls: Annotated[list[Annotated[str, msgspec.Meta(max_length=512)]], msgspec.Meta(max_length=256)]
 
 
+class NewRole(Body):
+    """The role that the engines have from now on: both, prefill or decode."""
+
+    role: Role
+
+
 class ReplicaExperts(msgspec.Struct):
     """The experts of one engine, by layer; empty where they are not counted."""
 
@@ -244,9 +250,9 @@ async def load(parts: SystemParts, call: Call) -> Answer:
     info = parts.client.info
     if info is not None:
         body.role = info.role
-        if info.prefill_listen is not None:
+        if info.prefill_listen is not None and info.role == "prefill":
             body.prefill_listen = info.prefill_listen
-        if info.takes_prefill_urls:
+        if info.takes_prefill_urls and info.role == "decode":
             body.prefill_urls = _prefill_urls(parts.client.replicas)
     return _json(body)
 
@@ -259,15 +265,7 @@ def _prefill_urls(replicas: Sequence[EngineClient]) -> list[str] | None:
 
 async def put_prefill_urls(parts: SystemParts, call: Call) -> Answer:
     """Set the prefill servers of a decode server, for callers with an admin key."""
-    if not call.owner.is_admin:
-        raise ApiError(403, "prefill servers are set with an admin key (admin: true in --api-key-file)", code="admin_only")
-    config = parts.server.config
-    if not config.api_keys and not is_loopback(config.host):
-        raise ApiError(
-            403,
-            f"prefill servers are set with an admin key where others can connect (host is {config.host}): give --api-key-file",
-            code="admin_only",
-        )
+    _check_may_set(parts, call, "prefill servers are")
     body = await call.body(PrefillUrls)
 
     async def work() -> Ready:
@@ -277,6 +275,33 @@ async def put_prefill_urls(parts: SystemParts, call: Call) -> Answer:
         return _json(body)
 
     return Unary(work)
+
+
+async def put_role(parts: SystemParts, call: Call) -> Answer:
+    """Change the role of the engines, for callers with an admin key. What was begun in the role before goes on to its end."""
+    _check_may_set(parts, call, "the role is")
+    body = await call.body(NewRole)
+
+    async def work() -> Ready:
+        for client in parts.client.replicas:
+            await client.set_role(body.role)
+        logger.info("the role is now %s, as set by %s", body.role, call.owner.name)
+        return _json(body)
+
+    return Unary(work)
+
+
+def _check_may_set(parts: SystemParts, call: Call, what: str) -> None:
+    """Raise ApiError for callers without an admin key, and for all where no key keeps other machines out."""
+    if not call.owner.is_admin:
+        raise ApiError(403, f"{what} set with an admin key (admin: true in --api-key-file)", code="admin_only")
+    config = parts.server.config
+    if not config.api_keys and not is_loopback(config.host):
+        raise ApiError(
+            403,
+            f"{what} set with an admin key where others can connect (host is {config.host}): give --api-key-file",
+            code="admin_only",
+        )
 
 
 async def experts(parts: SystemParts, call: Call) -> Answer:
@@ -361,6 +386,15 @@ def make_endpoints(others: tuple[Endpoint[Any], ...], is_metrics_enabled: bool) 
             tag="system",
             body=PrefillUrls,
             answer=PrefillUrls,
+        ),
+        Endpoint(
+            method="PUT",
+            path="/role",
+            handler=put_role,
+            summary="Change the role of the engines: both, prefill or decode",
+            tag="system",
+            body=NewRole,
+            answer=NewRole,
         ),
         Endpoint(method="GET", path="/version", handler=version, summary="The version", tag="system", answer=Version),
     ]

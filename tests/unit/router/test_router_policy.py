@@ -1,5 +1,6 @@
 """The choice of a backend, the prefix index and the retry budget, on a clock that the test moves."""
 
+import heapq
 import random
 from collections import Counter
 
@@ -122,6 +123,36 @@ def test_short_prompts_that_wait_are_counted_as_prompts_and_not_only_by_their_to
         many.begin(10, True)
     one.begin(200, True)
     assert make_policy("prefix", table.mean_cost)(list(table), prompt_of("short")).backend is one
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_skewed_prompts_load_the_busiest_backend_at_most_a_third_more_than_the_mean(seed):
+    """Half of the requests begin with the same prompt, and the others with few: affinity alone would give one backend half."""
+    table, backends, clock = make_table(4)
+    choose, draw = make_policy("prefix", table.mean_cost), random.Random(seed)
+    shared = [words(4000, number) for number in range(12)]
+    per_token_s, per_request_s, utilization = 0.0005, 0.2, 0.7
+    free_s, running, busy_s = dict.fromkeys(backends, clock.now), [], Counter()
+    mean_tokens = 250  # that are computed of a prompt, about
+    num_cached = 0
+    for number in range(1500):
+        clock.now += draw.expovariate(4 * utilization / (mean_tokens * per_token_s + per_request_s))
+        rank = 0 if draw.random() < 0.5 else min(int(draw.paretovariate(0.7)), len(shared) - 1)
+        while running and running[0][0] <= clock.now:
+            _, _, backend, flight = heapq.heappop(running)
+            backend.first_byte(flight, is_good=True)
+            backend.end(flight, is_good=True)
+        prompt = prompt_of(shared[rank] + words(draw.randrange(200, 1500), 100 + number))
+        choice = send(choose, table, prompt)
+        backend, num_new = choice.backend, prompt.num_tokens - choice.num_cached_tokens
+        num_cached += choice.num_cached_tokens > 0
+        flight = backend.begin(num_new, is_streaming=False)
+        took_s = num_new * per_token_s + per_request_s
+        busy_s[backend] += took_s
+        free_s[backend] = max(free_s[backend], clock.now) + took_s
+        heapq.heappush(running, (free_s[backend], number, backend, flight))
+    assert num_cached > 0.9 * number
+    assert max(busy_s.values()) <= 1.3 * sum(busy_s.values()) / len(backends)
 
 
 @pytest.mark.parametrize("s_per_prompt, s_per_token", [(0.02, 0.0), (0.0, 0.001)])

@@ -243,7 +243,7 @@ def test_engines_with_different_backends_refuse_each_other(nixl, memory, backend
 def test_options_are_checked(monkeypatch):
     with pytest.raises(ConfigError, match="kv_transfer_backend"):
         EngineConfig(model="demo", kv_transfer_backend="rdma")
-    with pytest.raises(ConfigError, match="but role is 'both'"):
+    with pytest.raises(ConfigError, match="role is 'both', and kv_transfer_backend is 'nixl'"):
         EngineConfig(model="demo", kv_transfer_backend="nixl")
     monkeypatch.setattr(nixl_reads, "MODULE", "nixl_that_is_not_installed")
     with pytest.raises(ConfigError, match=r"pip install 'quire\[nixl\]'"):

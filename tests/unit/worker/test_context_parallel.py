@@ -221,7 +221,7 @@ def test_the_cache_of_each_rank_has_its_part_of_the_blocks(capsys):
     assert "1/4 of the tokens of a sequence" in shown[1]
     assert main(["inspect", "demo", "-tp", "2", "--enable-dp-attention", "--num-kv-blocks", "64"]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks attend to sequences of their own: each holds 32 blocks, 512 tokens" in text
+    assert "2 homes attend to sequences of their own: each holds 32 blocks, 512 tokens" in text
     assert "the sequences at home here: 32 blocks" in text
     assert main(["inspect", "demo", "-pcp", "2"]) == 0
     assert "computes 1/2 of the tokens of a prompt" in capsys.readouterr().out

@@ -82,6 +82,24 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if or .Values.autoscaling.hpa.enabled .Values.autoscaling.keda.enabled -}}true{{- end -}}
 {{- end -}}
 
+{{- define "quire.hasAutoscaler" -}}
+{{- if and .Values.autoscaling.keda.enabled .Values.autoscaling.keda.autoscaler.enabled -}}true{{- end -}}
+{{- end -}}
+
+{{/* Arguments of `quire autoscale` beside the router. */}}
+{{- define "quire.autoscalerArguments" -}}
+- autoscale
+- --router
+- http://127.0.0.1:{{ .Values.router.port }}
+- --serve
+- 0.0.0.0:{{ .Values.autoscaling.keda.autoscaler.port }}
+- --min-replicas
+- {{ .Values.autoscaling.minReplicas | quote }}
+- --max-replicas
+- {{ .Values.autoscaling.maxReplicas | quote }}
+{{- include "quire.optionArguments" .Values.autoscaling.keda.autoscaler.options }}
+{{- end -}}
+
 {{- define "quire.hasApiKey" -}}
 {{- if or .Values.apiKey.existingSecret .Values.apiKey.value -}}true{{- end -}}
 {{- end -}}
@@ -236,6 +254,11 @@ failureThreshold: {{ max 1 (int (ceil (divf .seconds .period))) }}
 {{- $values := .Values -}}
 {{- if and $values.autoscaling.hpa.enabled $values.autoscaling.keda.enabled -}}
 {{- fail "autoscaling.hpa.enabled and autoscaling.keda.enabled are both true: at most one of them may scale the engines" -}}
+{{- end -}}
+{{- if include "quire.hasAutoscaler" . -}}
+{{- if not (and $values.router.enabled $values.router.adminKey.existingSecret (eq (int $values.router.replicas) 1)) -}}
+{{- fail "autoscaling.keda.autoscaler.enabled needs router.enabled, router.adminKey.existingSecret and router.replicas 1" -}}
+{{- end -}}
 {{- end -}}
 {{- if gt (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas) -}}
 {{- fail (printf "autoscaling.minReplicas must be at most autoscaling.maxReplicas, got %d and %d" (int $values.autoscaling.minReplicas) (int $values.autoscaling.maxReplicas)) -}}

@@ -29,6 +29,25 @@ securityContext: {{- toYaml .Values.containerSecurityContext | nindent 2 }}
 command: [quire]
 {{- end -}}
 
+{{/* Environment of what asks engines and the router's admin API. */}}
+{{- define "quire.routerKeys" -}}
+- name: HOME
+  value: /tmp
+{{- if include "quire.hasApiKey" . }}
+- name: QUIRE_ROUTER_BACKEND_KEY
+  {{- include "quire.apiKeyFrom" . | nindent 2 }}
+{{- end }}
+{{- with .Values.router.adminKey }}
+{{- if .existingSecret }}
+- name: QUIRE_ROUTER_ADMIN_KEY
+  valueFrom:
+    secretKeyRef:
+      name: {{ .existingSecret }}
+      key: {{ .key }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
 {{/* Metadata of the pods of an engine. Call with (dict "root" $ "role" "server"). */}}
 {{- define "quire.engineMetadata" -}}
 {{- $values := .root.Values -}}

@@ -410,6 +410,7 @@ class RemotePrefill:
 )
 def test_prefill_urls_are_told_to_a_decode_engine(engine, monkeypatch, urls, error):
     remote = RemotePrefill()
+    remote.is_open = True
     if urls is not None:
         monkeypatch.setattr(engine, "remote_prefill", remote)
     port = ScriptedPort([[SetPrefillUrls("urls-1", urls or ["unix:/x"])]])
