@@ -272,8 +272,8 @@ class EngineConfig:
     prefill_context_parallel_size  processes of this host that each hold the whole model and KV cache and compute a part of the
                             tokens of a prompt. The same tokens at any number. On a CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
-    enable_lora             take LoRA adapters (PEFT), which requests name. Not with stages, ranks on
-                            GPUs, enable_dp_attention or prefill_context_parallel_size
+    enable_lora             take LoRA adapters (PEFT), which requests name. Not with ranks on GPUs,
+                            enable_dp_attention or prefill_context_parallel_size
     max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
                             of those that no request uses
     max_lora_rank           the largest rank of an adapter
@@ -513,7 +513,6 @@ class EngineConfig:
         if not self.enable_lora:
             return
         for name, allowed in (
-            ("pipeline_parallel_size", 1),
             ("prefill_context_parallel_size", 1),
             ("enable_dp_attention", False),
             ("model_impl", None),

@@ -30,7 +30,6 @@ from quire.model.native_model import native_refusal
 from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDivision
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.communicator import Communicator
-from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.row_exchange import RowExchange
@@ -40,7 +39,13 @@ from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.device.device_select import check_rank_devices
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import Placements, count_copied_parameters, count_experts, find_placements
+from quire.worker.expert_parallel import (
+    Placements,
+    count_copied_parameters,
+    find_placements,
+    placement_lists,
+    placements_of,
+)
 from quire.worker.host_part import held_parameters, shard_of, shard_parameters
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
@@ -103,10 +108,7 @@ class RankConfig:
 
     def placements(self, spec: ModelSpec) -> Placements | None:
         """Return where the experts of the model are; None without expert parallelism."""
-        if self.expert_ranks is None:
-            return None
-        layers = zip(count_experts(spec).items(), self.expert_ranks, strict=True)
-        return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
+        return placements_of(self.expert_ranks, spec)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -302,9 +304,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
             num_host_pages=num_host_pages(config, report),
             moves_experts=config.enable_eplb,
             lossy_routing=dataclasses.astuple(config.lossy_routing),
-            expert_ranks=None
-            if placements is None
-            else tuple([list(own) for own in each.ranks] for each in placements.values()),
+            expert_ranks=placement_lists(placements),
             context_size=config.decode_context_parallel_size,
             has_homes=config.enable_dp_attention,
             num_row_ranks=config.prefill_context_parallel_size,

@@ -13,6 +13,7 @@ from quire.contracts.memory import ModelReport, format_bytes
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
 from quire.parallel.launch import spawn_workers
+from quire.worker.expert_parallel import find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
 from quire.worker.parallel_build import divide_threads, threads_release
 from quire.worker.parallel_launch import launch_options
@@ -81,6 +82,7 @@ def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[i
             feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
         kept_layers=kept_layers,
+        expert_ranks=placement_lists(find_placements(config, spec)),
     )
 
 

@@ -22,11 +22,22 @@ from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
+from quire.model.lora.adapter import Adapter
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
-from quire.worker.parallel_messages import Call, Changes, Encoded, StepCall, encode_changes, encode_rows
+from quire.worker.parallel_executor import check_adapter_size
+from quire.worker.parallel_messages import (
+    Call,
+    Changes,
+    Encoded,
+    StepCall,
+    encode_adapter,
+    encode_adapter_key,
+    encode_changes,
+    encode_rows,
+)
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
 from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
 from quire.worker.pipeline_stage import StageConfig
@@ -203,6 +214,15 @@ class PipelineExecutor:
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor."""
         self._send(encode_rows(Call.MOVE_TOKENS, moves.sources, moves.targets))
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all stages, before their next step. Raises UnsupportedError."""
+        check_adapter_size(adapter)
+        self._send(encode_adapter(adapter))
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all stages."""
+        self._send(encode_adapter_key(key))
 
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """See StepExecutor."""

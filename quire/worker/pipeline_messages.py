@@ -27,6 +27,8 @@ class StageCall(IntEnum):
     HIDDEN_STATES = 16
     SLEEP = Call.SLEEP
     WAKE_UP = Call.WAKE_UP
+    LOAD_ADAPTER = Call.LOAD_ADAPTER
+    UNLOAD_ADAPTER = Call.UNLOAD_ADAPTER
 
 
 def encode_numbered_step(call: StepCall, number: int, reads: Sequence[DraftInput] = ()) -> Encoded:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
@@ -12,7 +13,9 @@ from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.native_vocabulary import vocabulary_bytes
+from quire.model.lora.adapter import adapter_bytes
 from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
+from quire.model.parameters import Shape
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
 from quire.model.tensor_shards import ModelShard
@@ -21,6 +24,8 @@ from quire.quant.parameters import StoredParameter
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.speculate.sources import LAYER_KINDS, find_layer_head
+from quire.worker.expert_parallel import find_placements
+from quire.worker.host_part import shard_of
 from quire.worker.memory import cpu_block_size, max_num_batched_tokens
 
 _SEQUENCES_OF_A_STEP = 8
@@ -135,7 +140,11 @@ def _parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, flo
     quantized = {name for name, value in stored.items() if isinstance(value, StoredParameter) and value.is_quantized}
     quantized &= dense.keys()
     # All quantised weights are taken to be of one format: what is left of the whole.
-    left = report.memory.weight_bytes - sum(size for name, size in dense.items() if name not in quantized)
+    left = (
+        report.memory.weight_bytes
+        - _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+        - sum(size for name, size in dense.items() if name not in quantized)
+    )
     total = sum(dense[name] for name in quantized)
     factor = min(1.0, max(0.05, left / total)) if total else 1.0
     return {name: size * factor if name in quantized else size for name, size in dense.items()}
@@ -157,18 +166,34 @@ class StageMemory:
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
     """Return what each stage, or each tensor-parallel rank of each stage, will hold."""
     sizes = _parameter_bytes(config, report)
-    copy = max(0.0, report.memory.weight_bytes - sum(sizes.values()))  # of the head, for greedy steps
+    adapters = _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+    copy = max(0.0, report.memory.weight_bytes - adapters - sum(sizes.values()))  # of the head, for greedy steps
     copy = min(copy, int8_head_bytes(report.spec)) if has_int8_head(report.spec) else 0.0
     num_ranks = config.tensor_parallel_size
-    shards = [None if num_ranks == 1 else ModelShard.of(report.spec, rank, config.parallel.shares) for rank in range(num_ranks)]
-    return [_worker_memory(report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards]
+    placements = find_placements(config, report.spec)
+    shards = [None if num_ranks == 1 else shard_of(config, report.spec, rank, placements) for rank in range(num_ranks)]
+    return [
+        _worker_memory(config, report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards
+    ]
+
+
+def _adapter_bytes(config: EngineConfig, report: ModelReport, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:
+    """Return the bytes of the LoRA adapters of parameters; num_ranks: see adapter_bytes."""
+    if not config.enable_lora:
+        return 0
+    return config.max_loras * adapter_bytes(shapes, config.max_lora_rank, DTYPE_BYTES[report.spec.dtype], num_ranks)
 
 
 def _worker_memory(
-    report: ModelReport, stage: PipelineStage, shard: ModelShard | None, sizes: dict[str, float], head_copy: float
+    config: EngineConfig,
+    report: ModelReport,
+    stage: PipelineStage,
+    shard: ModelShard | None,
+    sizes: dict[str, float],
+    head_copy: float,
 ) -> StageMemory:
     """Return what a rank of a stage holds; sizes: bytes of all parameters; head_copy: of the head's copy."""
-    memory, kv = report.memory, report.memory.kv
+    memory, kv, shapes = report.memory, report.memory.kv, report.parameters
     if shard is not None:
         kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
         shapes = shard.parameter_shapes(report.parameters)
@@ -178,5 +203,6 @@ def _worker_memory(
         }
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
+    own += _adapter_bytes(config, report, stage.select(shapes, False))
     num_kv_bytes = kv.part(stage.start, stage.stop).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
     return StageMemory(stage, int(own), num_kv_bytes, shard)

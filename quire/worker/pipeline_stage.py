@@ -19,6 +19,7 @@ from quire.model.tensor_shards import ModelShard, RankGroup
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.mesh import DeviceMesh
 from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.worker.expert_parallel import placements_of
 from quire.worker.pipeline_memory import PipelineSizes
 
 
@@ -58,6 +59,7 @@ class StageConfig:
     num_threads      of each worker, those of the first stage first
     num_batch_slots  rows of the block tables
     kept_layers      whose inputs a draft head in the leader reads, low to high
+    expert_ranks     with expert parallelism: for each layer that has experts, in order, those of each tensor-parallel rank
     allow_missing_head as in EngineConfig
     """
 
@@ -77,6 +79,7 @@ class StageConfig:
     num_threads: tuple[int, ...]
     sizes: PipelineSizes
     kept_layers: tuple[int, ...] = ()
+    expert_ranks: tuple[list[list[int]], ...] | None = None
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -134,7 +137,7 @@ def build_stage(
     is_windowed = config.num_window_blocks > 0
     group, kv = None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
     if place.num_tensor_ranks > 1:
-        shard = ModelShard.of(spec, place.tensor_rank, config.shares)
+        shard = ModelShard.of(spec, place.tensor_rank, config.shares, placements_of(config.expert_ranks, spec))
         kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
         barrier = subgroups[place.barrier_name]
         group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, config.rows_files[stage.index])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from quire.base.errors import InvariantError
 from quire.base.numa import bind_rank_to_numa_node
@@ -24,7 +25,7 @@ from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.ring import RingMessage
 from quire.speculate.proposer import DraftInput
-from quire.worker.parallel_messages import StepCall, decode_changes, decode_step
+from quire.worker.parallel_messages import StepCall, decode_adapter, decode_adapter_key, decode_changes, decode_step
 from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
 from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
@@ -79,6 +80,7 @@ class StageExecutor:
         self._block_tables = np.zeros((config.num_batch_slots, plan.table_width), dtype=np.int64)
         self._tables = list(self._block_tables)
         self._addresses = [address_of(table) for table in self._tables]
+        self._row_adapters: dict[int, NDArray[np.int32] | None] = {}  # of the last step in each slot
         self._num_answers = 0
 
     @property
@@ -114,6 +116,10 @@ class StageExecutor:
             elif call is StageCall.MOVE_TOKENS:
                 sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
                 self._decoder.move_tokens(self._kv, sources, targets)
+            elif call is StageCall.LOAD_ADAPTER:
+                self._decoder.adapters.load(self._stage.adapter(decode_adapter(message)))
+            elif call is StageCall.UNLOAD_ADAPTER:
+                self._decoder.adapters.unload(decode_adapter_key(message))
             elif call in (StageCall.LOGITS, StageCall.HIDDEN_STATES):
                 if self._stage.is_last:
                     self._answer(call, request_slot(message), message.arrays[0].tolist())
@@ -131,6 +137,7 @@ class StageExecutor:
             [self._addresses[batch_slot] for batch_slot in tokens.batch_slots],
             tokens.trees,
             tokens.short_ropes,
+            adapters=tokens.adapters,
         )
         if not self._stage.is_first:
             self._barrier.wait_for_counter(self._memory.counter(self._stage.index - 1), number + 1)
@@ -146,6 +153,7 @@ class StageExecutor:
                 step.needs_logits,
                 self._memory.logits(slot, count).data_ptr(),
             )
+        self._row_adapters[slot] = self._decoder.row_adapters(runs)
         best = self._decoder.run_stage(runs, self._kv, self._memory.rows(slot), outputs)
         if not self._is_first_rank:
             return
@@ -178,7 +186,7 @@ class StageExecutor:
         rows = self._memory.rows(slot)
         if call is StageCall.LOGITS:
             out = self._memory.answer(len(places), self._decoder.spec.vocab_size)
-            self._decoder.write_logits(rows, places, out.data_ptr())
+            self._decoder.write_logits(rows, places, out.data_ptr(), self._row_adapters.get(slot))
         elif self._is_first_rank:
             out = self._memory.answer(len(places), self._decoder.spec.hidden_size)
             self._decoder.write_hidden_states(rows, places, out.data_ptr())
