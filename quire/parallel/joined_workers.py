@@ -76,7 +76,7 @@ def lead_group(
     if len({member.host_key for member in members}) == 1:
         return JoinedWorkers(members, config, options, store)
     hosts = ", ".join(f"rank {member.rank} on {member.host}" for member in members)
-    logger.info("the ranks are on several hosts (%s): rows are exchanged over gloo at every barrier, which is slow", hosts)
+    logger.info("the ranks are on several hosts: %s", hosts)
     keys = [member.host_key for member in members]
     return RemoteWorkers(
         rendezvous,

@@ -95,7 +95,7 @@ def held_parameters(config: EngineConfig, shard: ModelShard, shapes: Mapping[str
 
 
 def ranks_on_host(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> range:
-    """Return the tensor-parallel ranks that run on this host.
+    """Return the tensor-parallel ranks that run on this host; the stages, where a launcher has started them.
 
     A leader that starts the others itself, or by Ray, has all of them here. torchrun says how many it has started on this host
     (LOCAL_WORLD_SIZE); each pod of a LeaderWorkerSet counts as a host.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -188,14 +188,15 @@ def _row_rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMe
     return [RankMemory(memory.weight_bytes, num_kv_bytes, heads, kv_heads, tokens=tokens)] * size
 
 
-def check_rank_memory(config: RankConfig, rank: int) -> None:
-    """Raise ConfigError where this host has not the memory that a rank needs."""
-    needed, available = config.needed_bytes[rank], available_memory_bytes()
+def check_rank_memory(
+    needed_bytes: Sequence[int], rank: int, advice: str = "ranks, or give this one a smaller share (tensor_parallel_shares)"
+) -> None:
+    """Raise ConfigError where this host has not the memory that a rank needs; needed_bytes: of each rank."""
+    needed, available = needed_bytes[rank], available_memory_bytes()
     if needed > available:
         raise ConfigError(
             f"rank {rank} needs about {format_bytes(needed)} for its weights and KV cache, but {format_bytes(available)} are "
-            f"available on {socket.gethostname()}; lower num_kv_blocks, take more ranks, or give this one a smaller share "
-            "(tensor_parallel_shares)"
+            f"available on {socket.gethostname()}; lower num_kv_blocks, take more {advice}"
         )
 
 
@@ -333,8 +334,10 @@ def _build_rank_0(
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
     if rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
+    if workers.exchange is not None:
+        logger.info("rows are exchanged between hosts over gloo at every barrier, which is slow")
     workers.startup.stage("loading weights")
-    check_rank_memory(rank_config, 0)
+    check_rank_memory(rank_config.needed_bytes, 0)
     decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange)
     if not rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
@@ -377,7 +380,12 @@ def num_threads_of(config: RankConfig, rank: int, num_on_host: int | None, own: 
     if num_on_host is None:
         return config.num_threads[rank]
     given = own.num_threads if isinstance(own, EngineConfig) else None
-    return max(1, (given or torch.get_num_threads()) // num_on_host)
+    return threads_of_host(given, num_on_host)
+
+
+def threads_of_host(num_threads: int | None, num_on_host: int) -> int:
+    """Return the threads of each of num_on_host ranks of this host; num_threads: of all of them, None: those of torch."""
+    return max(1, (num_threads or torch.get_num_threads()) // num_on_host)
 
 
 def threads_release() -> Callable[[], None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.contracts.memory import ModelReport
+from quire.contracts.memory import HostPart, ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
@@ -25,8 +26,9 @@ from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.speculate.sources import LAYER_KINDS, find_layer_head
 from quire.worker.expert_parallel import find_placements
-from quire.worker.host_part import shard_of
+from quire.worker.host_part import ranks_on_host, shard_of
 from quire.worker.memory import cpu_block_size, max_num_batched_tokens
+from quire.worker.parallel_launch import launched_group
 
 _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
@@ -175,6 +177,25 @@ def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemor
     return [
         _worker_memory(config, report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards
     ]
+
+
+def stages_part(config: EngineConfig, report: ModelReport, environment: Mapping[str, str] = os.environ) -> HostPart | None:
+    """Return what the stages on this host hold, where a launcher has started others elsewhere; otherwise None."""
+    num_stages = config.pipeline_parallel_size
+    if num_stages == 1 or launched_group(config, environment) is None:
+        return None
+    here, memories = ranks_on_host(config, environment), stage_memories(config, report)
+    if len(here) == num_stages:
+        return None
+    own = [memories[rank] for rank in here]
+    kv = [report.memory.kv.part(each.stage.start, each.stage.stop) for each in own]
+    return HostPart(
+        len(own),
+        num_stages,
+        sum(each.weight_bytes for each in own),
+        sum(each.bytes_per_block for each in kv),
+        sum(each.window_bytes_per_block for each in kv),
+    )
 
 
 def _adapter_bytes(config: EngineConfig, report: ModelReport, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:

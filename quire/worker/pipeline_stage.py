@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,10 @@ class StageConfig:
     num_batch_slots  rows of the block tables
     kept_layers      whose inputs a draft head in the leader reads, low to high
     expert_ranks     with expert parallelism: for each layer that has experts, in order, those of each tensor-parallel rank
+    first_rank       of the first stage; 0: it is in the leader's process, as a launcher has started one process for each stage
+    link             address of the leader, and the session of StageLinks, where the stages are on several hosts
+    needed_bytes     of memory, of each worker, estimated
+    options          that all processes must have alike, see config_fields; empty where the leader has started them
     allow_missing_head as in EngineConfig
     """
 
@@ -80,6 +84,10 @@ class StageConfig:
     sizes: PipelineSizes
     kept_layers: tuple[int, ...] = ()
     expert_ranks: tuple[list[list[int]], ...] | None = None
+    first_rank: int = 1
+    link: tuple[str, str] | None = None
+    needed_bytes: tuple[int, ...] = ()
+    options: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -88,10 +96,14 @@ class StageConfig:
 
     @property
     def places(self) -> dict[int, StagePlace]:
-        """The places of the workers, by their ranks in the group: rank 0 is the leader, which has no layers."""
+        """The places of the workers, by their ranks in the group: rank 0 is the leader, which has no layers, or the first
+        stage."""
         stages, mesh = self.stages, DeviceMesh(tensor=len(self.shares), pipeline=len(self.layers))
         coordinates = map(mesh.coordinates, range(mesh.size))
-        return {rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor) for rank, at in enumerate(coordinates, 1)}
+        return {
+            rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor)
+            for rank, at in enumerate(coordinates, self.first_rank)
+        }
 
     def kept_part(self, stage: PipelineStage) -> range:
         """Return the places in kept_layers of those that a stage has."""
