@@ -174,6 +174,7 @@ class JoinedWorkers(WorkerGroup):
                 watchdog_timeout_s=options.watchdog_timeout_s,
                 store_port=None,
                 config=dict(config),
+                subgroups=dict(options.subgroups),
             )
             store.set(_INVITATION, json.dumps({"kind": "shared", "start": dataclasses.asdict(start)}))
         except BaseException:

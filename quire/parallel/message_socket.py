@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -164,6 +164,8 @@ class ConnectionMonitor:
     """A thread that ends the group of this process when a connection ends, and ends all connections with the group.
 
     describe  returns (reason, text) for the end of a rank
+
+    Barriers that are given to watch_barriers end with the group, too.
     """
 
     def __init__(
@@ -175,6 +177,7 @@ class ConnectionMonitor:
         self._barrier = barrier
         self._connections = connections
         self._describe = describe
+        self._others: tuple[ProcessBarrier, ...] = ()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-connection-monitor", daemon=True)
 
@@ -182,6 +185,10 @@ class ConnectionMonitor:
         """Start the thread."""
         self._barrier.set_pid(os.getpid())
         self._thread.start()
+
+    def watch_barriers(self, barriers: Iterable[ProcessBarrier]) -> None:
+        """Abort these barriers, of some ranks on this host, when the group ends."""
+        self._others = tuple(barriers)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -201,6 +208,8 @@ class ConnectionMonitor:
                     self._end(ranks[descriptor])
             cause = self._barrier.abort_cause
             if cause is not None and cause[1] is not AbortReason.CLOSED:
+                for other in self._others:
+                    other.abort(*cause, str(self._barrier.abort_error()))
                 self._hang_up()
                 return
 

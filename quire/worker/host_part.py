@@ -36,7 +36,8 @@ def host_part(
         return _row_ranks_part(config, spec, num_weight_bytes, max_model_len, environment)
     if config.tensor_parallel_size == 1:
         return None
-    ranks = ranks_on_host(config, environment)
+    num_stages = config.pipeline_parallel_size
+    ranks = ranks_on_host(config, environment) if num_stages == 1 else range(config.tensor_parallel_size)  # of each stage
     placements = find_placements(config, spec)
     shards = [shard_of(config, spec, rank, placements) for rank in ranks]
     own = sum(held_parameters(config, shard, shapes) for shard in shards)
@@ -44,7 +45,6 @@ def host_part(
     is_limited = limits_windows(config, spec, max_model_len)
     block_size, dtype = cpu_block_size(config), kv_dtype(config, spec)
     kv: list[KvSpec] = [shard.kv_spec(spec, block_size, dtype, is_limited) for shard in shards]
-    num_stages = config.pipeline_parallel_size
     return HostPart(
         len(ranks) * num_stages,
         config.tensor_parallel_size * num_stages,
@@ -95,13 +95,13 @@ def held_parameters(config: EngineConfig, shard: ModelShard, shapes: Mapping[str
 
 
 def ranks_on_host(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> range:
-    """Return the tensor-parallel ranks that run on this host; the stages, where a launcher has started them.
+    """Return the ranks that run on this host.
 
     A leader that starts the others itself, or by Ray, has all of them here. torchrun says how many it has started on this host
     (LOCAL_WORLD_SIZE); each pod of a LeaderWorkerSet counts as a host.
     """
     group = launched_group(config, environment)
     if group is None:
-        return range(config.parallel.world_size // config.pipeline_parallel_size)  # of each stage
+        return range(config.parallel.world_size)
     first = group.rank - group.local_rank
     return range(first, first + (group.num_local_ranks or group.local_rank + 1))

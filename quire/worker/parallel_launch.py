@@ -48,7 +48,7 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     """Return which rank a launcher has made of this process; None where the leader starts the others itself.
 
     Raises ConfigError where the launcher has started another number of processes than the configuration has ranks, or ranks
-    that only the leader can start: pipeline stages of several ranks, those on GPUs, and those of several replicas.
+    that only the leader can start: those on GPUs, and those of several replicas.
     """
     size = config.parallel.world_size
     if size == 1 or config.distributed_executor_backend is not None:
@@ -59,7 +59,8 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     _check_launchable(config, f"{rendezvous.source} has started {rendezvous.world_size} processes, but")
     if rendezvous.world_size != size:
         sizes = ("prefill_context_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
-        name = next(name for name in sizes if getattr(config, name) > 1)
+        names = [name for name in sizes if getattr(config, name) > 1]
+        name = " * ".join(names)
         raise ConfigError(
             f"{rendezvous.source} has started {rendezvous.world_size} processes, but {name} asks for {size} "
             "ranks; start as many processes, or give distributed_executor_backend='spawn' to start the ranks from each"
@@ -79,15 +80,11 @@ def check_backend(config: EngineConfig) -> None:
 def _check_launchable(config: EngineConfig, reason: str) -> None:
     """Raise ConfigError where another than the leader is to start ranks that only the leader can start."""
     device = choose_device(config)
-    num_stages, num_ranks = config.pipeline_parallel_size, config.tensor_parallel_size
+    num_stages = config.pipeline_parallel_size
     for what, is_there in (
         (
             f"the stages of a pipeline (pipeline_parallel_size {num_stages})",
             num_stages > 1 and config.distributed_executor_backend is not None,
-        ),
-        (
-            f"pipeline stages of several ranks (pipeline_parallel_size {num_stages}, tensor_parallel_size {num_ranks})",
-            num_stages > 1 and num_ranks > 1,
         ),
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
         (f"ranks on GPUs (device {device})", device is not None),

@@ -23,17 +23,18 @@ from quire.parallel.launch import spawn_workers
 from quire.parallel.message_socket import SESSION_BYTES
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
-from quire.parallel.worker_group import WorkerGroup
+from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.worker.expert_parallel import find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
 from quire.worker.parallel_build import divide_threads, threads_of_host, threads_release
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
 from quire.worker.pipeline_executor import PipelineExecutor
+from quire.worker.pipeline_join import StageMeans, meet_stages
 from quire.worker.pipeline_memory import PipelineMemory, PipelineSizes
 from quire.worker.pipeline_own_stage import OwnStage
 from quire.worker.pipeline_plan import kept_layers_of, stage_memories, stages_of
 from quire.worker.pipeline_stage import StageConfig, build_stage
-from quire.worker.pipeline_worker import StageExecutor, check_stage_memory, connect_links
+from quire.worker.pipeline_worker import StageExecutor, check_stage_memory
 
 logger = get_logger(__name__)
 
@@ -151,19 +152,24 @@ def _build_own_stage(
     num_threads = stage_config.num_threads[0] if num_on_host is None else threads_of_host(config.num_threads, num_on_host)
     torch.set_num_threads(num_threads)
     check_stage_memory(stage_config, 0)
-    memory, place = PipelineMemory(workers.memory, stage_config.sizes), stage_config.places[0]
-    is_remote = workers.exchange is not None
-    links = connect_links(stage_config, memory, workers.barrier, workers.communicator) if is_remote else None
+    if isinstance(workers, RemoteWorkers):
+        means = meet_stages(stage_config, 0, workers.barrier, workers.communicator)
+        workers.watch_barriers(means.barriers.values())
+    else:
+        barriers = attach_subgroups(workers.memory, 0, stage_config.subgroups)
+        rows_file = stage_config.rows_files[0] if stage_config.rows_files else None
+        means = StageMeans(PipelineMemory(workers.memory, stage_config.sizes), None, barriers, rows_file)
+    place = stage_config.places[0]
     workers.startup.stage(f"loading weights of {place.describe()}")
     try:
-        decoder, plan = build_stage(stage_config, place, {})
-        executor = StageExecutor(decoder, plan, stage_config, place, memory, workers.barrier, links)
+        decoder, plan = build_stage(stage_config, place, means.barriers, means.rows_file)
+        executor = StageExecutor(decoder, plan, stage_config, place, means, workers.barrier)
     except BaseException:
-        if links is not None:
-            links.close()
+        means.close_links()
         raise
     ready = {"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes}
-    return OwnStage(executor, workers.barrier, config.distributed_timeout_s if is_remote else None), ready
+    timeout_s = config.distributed_timeout_s if isinstance(workers, RemoteWorkers) else None
+    return OwnStage(executor, means.memory, workers.barrier, timeout_s), ready
 
 
 def _log_stages(config: StageConfig, weight_bytes: Sequence[int], has_hosts: bool) -> None:

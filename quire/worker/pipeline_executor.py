@@ -92,7 +92,7 @@ class PipelineExecutor:
         self._workers, self._stages, self._places, self._own_stage = workers, config.stages, config.places, own_stage
         self._shares = [0.0] * config.first_rank + [share / sum(shares) for share in shares]
         self._first_rank = config.first_rank
-        self._memory = PipelineMemory(workers.memory, config.sizes)
+        self._memory = PipelineMemory(workers.memory, config.sizes) if own_stage is None else own_stage.memory
         self.clock = StageClock(self._memory)
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size

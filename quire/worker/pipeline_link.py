@@ -7,19 +7,16 @@ in memory of their own, at the same offsets, so a frame says where its bytes go,
 from __future__ import annotations
 
 import ctypes
-import ipaddress
 import socket
 import struct
 import threading
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
 from quire.parallel.barrier import AbortReason, ProcessBarrier, native_extension
-from quire.parallel.communicator import Communicator
 from quire.parallel.message_socket import MessageListener, connect_to_leader, receive_exactly
 from quire.worker.pipeline_memory import PipelineMemory
 
@@ -30,35 +27,31 @@ Block = tuple[int, int]
 
 _HEAD = struct.Struct("<16sIQI")  # the session, number of blocks, offset of the counter, its new value
 _BLOCK = struct.Struct("<QQ")  # offset, bytes
-_ADDRESS_BYTES = 16 + 1 + 2  # an IP address, its length, a port
 _CONNECT_S = 60.0
 
 
 class StageLinks:
     """The connections of one process to its neighbours in the ring, and a thread that writes what comes to its memory.
 
-    memory   of this process
-    barrier  of this process: it gets the reason where a frame makes no sense
+    memory    of this process
+    barrier   of this process: it gets the reason where a frame makes no sense
+    listener  to which the previous process connects
     """
 
     def __init__(
-        self, memory: PipelineMemory, barrier: ProcessBarrier, communicator: Communicator, leader_address: str, session: bytes
+        self,
+        memory: PipelineMemory,
+        barrier: ProcessBarrier,
+        listener: MessageListener,
+        next_address: tuple[str, int],
+        session: bytes,
     ) -> None:
-        """Connect; called by all processes of the group. Raises WorkerError."""
+        """Connect to the listener of the next process, and wait for the previous one. Raises WorkerError."""
         self._memory, self._barrier, self._session = memory, barrier, session
         self._base, self._size = memory.span
         self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * self._size).from_address(self._base)).data
         self._native = native_extension()
-        rank, size = communicator.rank, communicator.size
-        listener = MessageListener(_own_address(leader_address), session)
-        packed = ipaddress.ip_address(listener.address).packed
-        own = packed.ljust(16, b"\0") + bytes([len(packed)]) + listener.port.to_bytes(2, "little")
-        told = torch.empty((size, _ADDRESS_BYTES), dtype=torch.uint8)
-        communicator.all_gather(told, torch.frombuffer(bytearray(own), dtype=torch.uint8)[None])
-        next_one = told[(rank + 1) % size].numpy().tobytes()
-        address = str(ipaddress.ip_address(next_one[: next_one[-3]]))
-        port = int.from_bytes(next_one[-2:], "little")
-        self._to = connect_to_leader(address, port, session, 1, _CONNECT_S)
+        self._to = connect_to_leader(*next_address, session, 1, _CONNECT_S)
         self._from = listener.accept(2, _CONNECT_S)[1]
         self._is_closed = False
         self._thread = threading.Thread(target=self._receive, name="quire-stage-link", daemon=True)
@@ -119,7 +112,7 @@ class StageLinks:
         self._thread.join()
 
 
-def _own_address(leader_address: str) -> str:
+def own_address(leader_address: str) -> str:
     """Return the address of this host that reaches the leader's."""
     family = socket.getaddrinfo(leader_address, 1, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

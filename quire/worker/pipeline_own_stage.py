@@ -12,6 +12,7 @@ from quire.base.errors import QuireError
 from quire.parallel.barrier import AbortReason, ProcessBarrier
 from quire.parallel.ring import RingMessage, decode_message, encode_message, message_bytes
 from quire.worker.parallel_messages import Encoded
+from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall
 from quire.worker.pipeline_worker import StageExecutor
 
@@ -22,12 +23,15 @@ class OwnStage:
     """Makes the calls that the leader sends, in order, as the process of a stage does.
 
     executor  of the stage; closed with this
+    memory    of the stage
     barrier   of the leader: it gets the reason where a call fails
     timeout_s until the stages of other hosts must have computed a step; None: they are on this host, where they are watched
     """
 
-    def __init__(self, executor: StageExecutor, barrier: ProcessBarrier, timeout_s: float | None) -> None:
-        self.timeout_s = timeout_s
+    def __init__(
+        self, executor: StageExecutor, memory: PipelineMemory, barrier: ProcessBarrier, timeout_s: float | None
+    ) -> None:
+        self.memory, self.timeout_s = memory, timeout_s
         self._executor, self._barrier = executor, barrier
         self._messages: SimpleQueue[RingMessage | Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-stage-0", daemon=True)

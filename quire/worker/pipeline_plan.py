@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import HostPart, ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
@@ -93,8 +94,10 @@ def draft_bytes(config: EngineConfig, report: ModelReport) -> DraftBytes:
     drafts, spec = config.speculative_config, report.spec
     if drafts is None or not drafts.has_draft_heads:
         return DraftBytes()
-    # With several ranks in a stage, host_part has counted it.
-    weights = vocabulary_bytes(spec, report.parameters) if config.tensor_parallel_size == 1 else 0
+    # With several ranks in a stage, all on this host, host_part has counted it.
+    host = report.memory.host
+    is_counted = host is not None and host.num_ranks == host.num_all_ranks
+    weights = 0 if is_counted else vocabulary_bytes(spec, report.parameters)
     num_floats = max_num_batched_tokens(config) * (len(kept_layers_of(config, report)) + 1) * spec.hidden_size
     return DraftBytes(weights, 0, 4 * num_floats * (config.pipeline_parallel_size + 1))
 
@@ -185,17 +188,25 @@ def stages_part(config: EngineConfig, report: ModelReport, environment: Mapping[
     if num_stages == 1 or launched_group(config, environment) is None:
         return None
     here, memories = ranks_on_host(config, environment), stage_memories(config, report)
-    if len(here) == num_stages:
+    if len(here) == len(memories):
         return None
     own = [memories[rank] for rank in here]
-    kv = [report.memory.kv.part(each.stage.start, each.stage.stop) for each in own]
+    kv = [_worker_kv(report, each.stage, each.shard) for each in own]
     return HostPart(
         len(own),
-        num_stages,
+        len(memories),
         sum(each.weight_bytes for each in own),
         sum(each.bytes_per_block for each in kv),
         sum(each.window_bytes_per_block for each in kv),
     )
+
+
+def _worker_kv(report: ModelReport, stage: PipelineStage, shard: ModelShard | None) -> KvSpec:
+    """Return the layout of the KV cache of a rank of a stage."""
+    kv = report.memory.kv
+    if shard is not None:
+        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    return kv.part(stage.start, stage.stop)
 
 
 def _adapter_bytes(config: EngineConfig, report: ModelReport, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:
@@ -214,9 +225,8 @@ def _worker_memory(
     head_copy: float,
 ) -> StageMemory:
     """Return what a rank of a stage holds; sizes: bytes of all parameters; head_copy: of the head's copy."""
-    memory, kv, shapes = report.memory, report.memory.kv, report.parameters
+    memory, shapes = report.memory, report.parameters
     if shard is not None:
-        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
         shapes = shard.parameter_shapes(report.parameters)
         sizes = {
             name: num_bytes * math.prod(shapes[name]) / max(1, math.prod(report.parameters[name]))
@@ -225,5 +235,5 @@ def _worker_memory(
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
     own += _adapter_bytes(config, report, stage.select(shapes, False))
-    num_kv_bytes = kv.part(stage.start, stage.stop).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
     return StageMemory(stage, int(own), num_kv_bytes, shard)

@@ -130,12 +130,13 @@ class StageConfig:
 
 
 def build_stage(
-    config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier]
+    config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier], rows_file: int | None
 ) -> tuple[StageDecoder, MemoryPlan]:
     """Load a worker's part of the layers of its stage; return what runs it, and the plan of its KV cache. Nothing of other
     stages, and no rows of other ranks, are opened.
 
     subgroups  the barriers of this worker, see StageConfig.subgroups
+    rows_file  descriptor of the file for the rows that the ranks of the stage share, where it has several
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
@@ -151,8 +152,8 @@ def build_stage(
     if place.num_tensor_ranks > 1:
         shard = ModelShard.of(spec, place.tensor_rank, config.shares, placements_of(config.expert_ranks, spec))
         kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
-        barrier = subgroups[place.barrier_name]
-        group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, config.rows_files[stage.index])
+        assert rows_file is not None
+        group = RankGroup(shard.part(stage.start, stage.stop), subgroups[place.barrier_name].address, rows_file)
     decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize, group)
     kept = config.kept_part(stage)
     if kept and place.is_first_rank:

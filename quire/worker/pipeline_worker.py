@@ -27,16 +27,16 @@ from quire.model.resolve import resolve_model
 from quire.model.stage_decoder import StageDecoder, StageOutputs
 from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.barrier import ProcessBarrier
-from quire.parallel.communicator import Communicator
 from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.message_socket import ConnectionMonitor
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
-from quire.parallel.shared_memory import SharedMemoryFile
 from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_build import check_rank_memory, threads_of_host
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import StepCall, decode_adapter, decode_adapter_key, decode_changes, decode_step
-from quire.worker.pipeline_link import Block, StageLinks
+from quire.worker.pipeline_join import StageMeans, meet_stages
+from quire.worker.pipeline_link import Block
 from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
 from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
@@ -46,10 +46,9 @@ from quire.worker.step_executor import StepTokens
 def main(context: WorkerContext) -> None:
     """Load the stage, then do what the leader says until it closes the group."""
     config = StageConfig.from_json(context.config)
-    place, index = config.places[context.rank], context.rank - config.first_rank
-    if place.num_tensor_ranks > 1:
+    place, index, is_remote = config.places[context.rank], context.rank - config.first_rank, context.exchange is not None
+    if place.num_tensor_ranks > 1 and not is_remote:
         bind_rank_to_numa_node(index, config.num_threads)
-    is_remote = context.exchange is not None
     if is_remote and isinstance(context.own, EngineConfig):
         config = replace(config, folder=str(resolve_model(context.own.model, context.own.revision)))  # of this host
         torch.set_num_threads(threads_of_host(context.own.num_threads, context.num_on_host or 1))
@@ -59,12 +58,16 @@ def main(context: WorkerContext) -> None:
         context.startup.stage("comparing ranks")
         check_fingerprints(context.communicator, own_fingerprint(context.own, Path(config.folder), config.options))
         check_stage_memory(config, index)
-    file = SharedMemoryFile.create(config.sizes.areas()) if is_remote else context.memory
-    memory = PipelineMemory(file, config.sizes)
-    links = connect_links(config, memory, context.barrier, context.communicator) if is_remote else None
+    if is_remote:
+        means = meet_stages(config, context.rank, context.barrier, context.communicator)
+        if isinstance(context.monitor, ConnectionMonitor):
+            context.monitor.watch_barriers(means.barriers.values())
+    else:
+        rows_file = context.open_descriptor(config.rows_files[place.stage.index]) if config.rows_files else None
+        means = StageMeans(PipelineMemory(context.memory, config.sizes), None, context.subgroups, rows_file)
     context.startup.stage(f"loading weights of {place.describe()}")
-    decoder, plan = build_stage(config, place, context.subgroups)
-    executor = StageExecutor(decoder, plan, config, place, memory, context.barrier, links)
+    decoder, plan = build_stage(config, place, means.barriers, means.rows_file)
+    executor = StageExecutor(decoder, plan, config, place, means, context.barrier)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
@@ -84,21 +87,12 @@ def check_stage_memory(config: StageConfig, rank: int) -> None:
     check_rank_memory(config.needed_bytes, rank, "stages, or give this one fewer layers (pipeline_layers)")
 
 
-def connect_links(
-    config: StageConfig, memory: PipelineMemory, barrier: ProcessBarrier, communicator: Communicator
-) -> StageLinks:
-    """Return the connections to the other stages; called by all processes. Raises WorkerError."""
-    if config.link is None:
-        raise InvariantError("the leader has given no address for the links of stages")
-    address, session = config.link
-    return StageLinks(memory, barrier, communicator, address, bytes.fromhex(session))
-
-
 class StageExecutor:
     """Computes the layers of one stage, or a rank's part of them. The first rank of a stage writes the results, and says when a
     step is computed.
 
-    links  to the other stages, where they share no memory
+    means    what it shares with other processes
+    barrier  of this process
     """
 
     def __init__(
@@ -107,12 +101,11 @@ class StageExecutor:
         plan: MemoryPlan,
         config: StageConfig,
         place: StagePlace,
-        memory: PipelineMemory,
+        means: StageMeans,
         barrier: ProcessBarrier,
-        links: StageLinks | None = None,
     ) -> None:
-        self._links, self._kept_parts = links, [config.kept_part(stage) for stage in config.stages]
-        self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, memory, barrier
+        self._means, self._kept_parts = means, [config.kept_part(stage) for stage in config.stages]
+        self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, means.memory, barrier
         self._is_first_rank = place.is_first_rank
         self._kept, self._num_kept = config.kept_part(decoder.stage), len(config.kept_layers)
         self._native = load_native()
@@ -204,7 +197,7 @@ class StageExecutor:
         if reads:
             self._write_features(slot, tokens, reads, outputs)
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
-        blocks = [] if self._links is None else self._step_blocks(slot, step, reads, best)
+        blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)
 
     def _write_features(self, slot: int, tokens: StepTokens, reads: Sequence[DraftInput], outputs: StageOutputs | None) -> None:
@@ -262,15 +255,15 @@ class StageExecutor:
         """Say that something is computed, here and, where memory is not shared, with what it is, to the next process."""
         assert self._native is not None
         self._native.advance_counter(counter, value & 0xFFFFFFFF)
-        if self._links is not None:
+        links = self._means.links
+        if links is not None:
             # That of stage 0 is in the leader's process.
             busy = [(self._memory.busy_address(stage), 8) for stage in range(1, self._stage.index + 1)]
-            self._links.push([*busy, *blocks], counter, value)
+            links.push([*busy, *blocks], counter, value)
 
     def close_links(self) -> None:
         """Close the connections to other stages; may be called again."""
-        if self._links is not None:
-            self._links.close()
+        self._means.close_links()
 
     def close(self) -> None:
         """Release the weights and the KV pool."""

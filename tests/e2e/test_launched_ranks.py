@@ -87,14 +87,15 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize(("launcher", "layout"), [(_torchrun, "-tp"), (_lws, "-tp"), (_torchrun, "-pp")])
+@pytest.mark.parametrize(
+    ("launcher", "layout"), [(_torchrun, "-tp 2"), (_lws, "-tp 2"), (_torchrun, "-pp 2"), (_torchrun, "-tp 2 -pp 2")]
+)
 def test_ranks_of_one_host_give_the_tokens_of_one_process(launcher, layout):
-    before, port = _left_behind(), _free_port()
-    ranks = [_start(launcher(rank, 2, port), *GENERATE, layout, "2") for rank in (0, 1)]
-    leader, worker = _end(ranks)
-    assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
+    before, port, size = _left_behind(), _free_port(), 2 ** layout.count("2")
+    leader, *workers = _end([_start(launcher(rank, size, port), *GENERATE, *layout.split()) for rank in range(size)])
+    assert [leader[0], *(worker[0] for worker in workers)] == [0] * size, leader[2] + workers[-1][2]
     assert leader[1] == _expected()
-    assert worker[1] == ""
+    assert {worker[1] for worker in workers} == {""}
     assert _left_behind() == before
 
 
@@ -194,13 +195,35 @@ def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts, layout):
     assert "the ranks are on several hosts" in leader[2]
 
 
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_stages_of_two_ranks_need_each_stage_on_one_host(two_hosts, local_size):
+    """local_size: ranks that follow each other on a host."""
+    port = _free_port()
+    hosts = [rank // local_size % 2 for rank in range(4)]
+    ranks = [
+        _start(
+            _torchrun(rank, 4, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(hosts[:rank].count(hosts[rank]))},
+            *(*GENERATE, "-tp", "2", "-pp", "2"),
+            prefix=two_hosts[hosts[rank]],
+        )
+        for rank in range(4)
+    ]
+    leader, *workers = _end(ranks)
+    if local_size == 2:
+        assert [leader[0], *(worker[0] for worker in workers)] == [0] * 4, leader[2] + workers[-1][2]
+        assert leader[1] == _expected()
+    else:
+        assert leader[0] != 0
+        assert "rank 1 is on another host than rank 0, but both are of pipeline stage 0" in leader[2]
+
+
 STAGES = """
 import sys
 from quire import LLM, SamplingParams
 DRAFTS = {"method": ["eagle3", "medusa"], "model": {"eagle3": "demo-eagle3", "medusa": "demo-medusa"}}
 DRAFTS |= {"adaptive": False, "num_speculative_tokens": 4}
 options = {"max_num_seqs": 4, "num_kv_blocks": 64, "num_threads": 1}
-if sys.argv[2] == "drafts":
+if int(sys.argv[1]) > 1:
     options["speculative_config"] = DRAFTS
 llm = LLM("demo", pipeline_parallel_size=int(sys.argv[1]), **options)
 prompts = ["It was a cold morning when", "A", "Once upon a time there was", "The cat and the dog"]
@@ -215,16 +238,15 @@ llm.close()
 """
 
 
-@pytest.mark.parametrize(("drafts", "size"), [("none", 2), ("drafts", 3)])
-def test_stages_of_two_hosts_give_the_log_probabilities_of_one_process(two_hosts, tmp_path, drafts, size):
-    script, port = tmp_path / "script.py", _free_port()
+def test_stages_of_two_hosts_give_the_log_probabilities_of_one_process(two_hosts, tmp_path):
+    script, port, size = tmp_path / "script.py", _free_port(), 3
     script.write_text(STAGES)
-    ((status, expected, errors),) = _end([_start({}, str(script), "1", "none")])
+    ((status, expected, errors),) = _end([_start({}, str(script), "1")])
     assert status == 0, errors
     ranks = [
         _start(
             _torchrun(rank, size, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(max(0, rank - 1))},
-            *(str(script), str(size), drafts),
+            *(str(script), str(size)),
             prefix=two_hosts[min(rank, 1)],
         )
         for rank in range(size)
@@ -271,7 +293,8 @@ def test_a_worker_of_another_host_serves_health_and_names_rank_0_for_the_rest(tw
 ENDED = """
 import time
 from quire import LLM, SamplingParams
-llm = LLM("demo", pipeline_parallel_size=3, num_threads=1, num_kv_blocks=64, distributed_timeout_s=3)
+sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+llm = LLM("demo", **sizes, num_threads=1, num_kv_blocks=64, distributed_timeout_s=3)
 print("ready", flush=True)
 try:
     while True:
@@ -285,30 +308,28 @@ except Exception as error:
 def test_a_stage_of_another_host_that_is_killed_or_stopped_is_named_in_time(two_hosts, tmp_path, sent):
     script, port = tmp_path / "script.py", _free_port()
     script.write_text(ENDED)
-    hosts = (two_hosts[0], two_hosts[1], two_hosts[1])
-    environments = [_torchrun(rank, 3, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(max(0, rank - 1))} for rank in range(3)]
-    ranks = [_start(each, str(script), prefix=prefix) for each, prefix in zip(environments, hosts, strict=True)]
+    environments = [_torchrun(rank, 4, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(rank % 2)} for rank in range(4)]
+    ranks = [_start(each, str(script), prefix=two_hosts[rank // 2]) for rank, each in enumerate(environments)]
     assert ranks[0].stdout.readline() == "ready\n"
     time.sleep(0.3)
     at = time.monotonic()
-    os.kill(ranks[1].pid, sent)
+    os.kill(ranks[3].pid, sent)  # the second process of the stage
     told_at, _, text = ranks[0].stdout.readline().partition(" ")
     for rank in reversed(ranks):
         rank.kill()
     results = _end(ranks)
     if sent is signal.SIGKILL:
         assert text.startswith("pipeline stage 1 (layers "), results[0][2]
-        assert f"rank 1 (pid {ranks[1].pid} on " in text
+        assert f"rank 3 (pid {ranks[3].pid} on " in text
         assert float(told_at) - at < 1.0
     else:
         assert "has not answered for 3 s (distributed_timeout_s): it, or a stage before it, is stopped" in text, results[0][2]
         assert float(told_at) - at < 4.0
 
 
-@pytest.mark.parametrize("layout", ["-tp", "-pp"])
-def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts, layout):
+def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts):
     port = _free_port()
-    long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", layout, "2"]
+    long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", "-tp", "2"]
     ranks = [
         _start(_torchrun(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *long, prefix=two_hosts[rank]) for rank in (0, 1)
     ]

@@ -28,7 +28,7 @@ def torchrun(rank, local_rank, num_local_ranks):
 
 def test_a_leader_that_starts_its_workers_has_all_ranks():
     assert ranks_on_host(config(tensor_parallel_size=4), {}) == range(4)
-    assert ranks_on_host(config(tensor_parallel_size=4, pipeline_parallel_size=2), {}) == range(4)  # of each stage
+    assert ranks_on_host(config(tensor_parallel_size=4, pipeline_parallel_size=2), {}) == range(8)
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,10 @@ def test_stages_on_this_host_count_by_their_layers(monkeypatch):
     assert own.activation_bytes == whole.activation_bytes
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert inspect_model(config(**options)).memory.host is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ranks = inspect_model(config(**options, tensor_parallel_size=2)).memory
+    assert (ranks.host.num_ranks, ranks.host.num_all_ranks, ranks.kv_bytes) == (2, 4, own.kv_bytes)
+    assert ranks.host_weight_bytes == pytest.approx(own.host_weight_bytes, rel=0.02)
 
 
 def test_a_stage_that_does_not_fit_on_its_host_is_refused_with_its_numbers(monkeypatch):
