@@ -266,9 +266,10 @@ class EngineConfig:
                             are those of each replica
     data_parallel_threads   threads of each replica, in place of num_threads: (2, 1); None: num_threads, or the cores, divided
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
-    pipeline_parallel_size  processes of this host that each have a range of the layers (a stage) with its KV cache, and
-                            num_threads divided by their number; they compute steps of different sequences at the same time.
-                            With tensor_parallel_size each stage is so many processes. The same tokens at any number. On a CPU
+    pipeline_parallel_size  processes that each have a range of the layers (a stage) with its KV cache, and num_threads divided
+                            by their number; they compute steps of different sequences at the same time. With
+                            tensor_parallel_size each stage is so many processes; with a launcher they may be on several hosts.
+                            The same tokens at any number. On a CPU
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
@@ -276,8 +277,8 @@ class EngineConfig:
                             model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number. On a
                             CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
-    enable_lora             take LoRA adapters (PEFT), which requests name. Not with stages, ranks on
-                            GPUs, enable_dp_attention or prefill_context_parallel_size
+    enable_lora             take LoRA adapters (PEFT), which requests name. Not with ranks on GPUs,
+                            enable_dp_attention or prefill_context_parallel_size
     max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
                             of those that no request uses
     max_lora_rank           the largest rank of an adapter
@@ -519,7 +520,6 @@ class EngineConfig:
         if not self.enable_lora:
             return
         for name, allowed in (
-            ("pipeline_parallel_size", 1),
             ("prefill_context_parallel_size", 1),
             ("enable_dp_attention", False),
             ("model_impl", None),

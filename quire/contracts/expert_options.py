@@ -126,11 +126,15 @@ def check_experts(config: EngineConfig) -> None:
 
 def _check_engines(config: EngineConfig) -> None:
     """Check against options of stages, of ranks with the whole model, each of which counts its own rows, and of replicas."""
-    for other in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+    refused = {
+        "pipeline_parallel_size": ("enable_eplb", "save_expert_load", "save_expert_placement"),  # which count loads
+        "prefill_context_parallel_size": ("enable_expert_parallel", "save_expert_load"),
+    }
+    for other, names in refused.items():
         size = getattr(config, other)
-        if size > 1 and (config.enable_expert_parallel or config.save_expert_load is not None):
-            name = "enable_expert_parallel" if config.enable_expert_parallel else "save_expert_load"
-            raise ConfigError(f"{name} and {other} {size}: both together are not supported; leave one of them out")
+        for name in names if size > 1 else ():
+            if getattr(config, name) not in (None, False):
+                raise ConfigError(f"{name} and {other} {size}: both together are not supported; leave one of them out")
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         raise ConfigError(
             "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all experts anyway: raise "

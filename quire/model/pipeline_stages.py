@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from quire.base.errors import ConfigError
 from quire.contracts.model_spec import ModelSpec
+from quire.model.lora.adapter import Adapter
 
 Value = TypeVar("Value")
 
@@ -77,6 +78,10 @@ class PipelineStage:
         """Return the parameters of the stage by their names there."""
         named = ((self.own_name(name, is_tied), value) for name, value in parameters.items())
         return {name: value for name, value in named if name is not None}
+
+    def adapter(self, adapter: Adapter) -> Adapter:
+        """Return the part of a LoRA adapter that changes layers of the stage, by their names there."""
+        return replace(adapter, pairs=self.select(adapter.pairs, False))
 
     def describe(self) -> str:
         """Return "stage 1 (layers 14 to 27)"."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from quire.contracts.model_spec import ModelSpec
@@ -98,7 +100,9 @@ class StageDecoder(NativeDecoder):
         if short is not None:
             positions = runs.positions() + short * self.num_angles
             places = (positions.ctypes.data, *places[1:])
+        numbers = self.row_adapters(runs)
         is_best_only = out.wants_best and not out.needs_logits and self._plan.has_plain_logits
+        is_best_only = is_best_only and not self.adapters.adapts_head(runs.adapters)
         best = self._plan.run(
             runs.token_ids,
             runs.starts,
@@ -112,15 +116,24 @@ class StageDecoder(NativeDecoder):
             0 if is_best_only else out.address,
             *places,
             rows=rows,
+            row_adapters=0 if numbers is None else numbers.ctypes.data,
         )
         if is_best_only and min(best, default=0) < 0:
             first = out.wanted[: out.num_logits] if out.keeps_all else list(range(out.num_logits))
             self.write_logits(rows, first, out.address)
         return best
 
-    def write_logits(self, rows: int, places: list[int], address: int) -> None:
-        """Write the logits [R, vocab_size] of some of the rows that a step has left; called by all ranks of the last stage."""
-        self._plan.use_rows(rows)
+    def row_adapters(self, runs: TokenRuns) -> NDArray[np.int32] | None:
+        """Return the number of each token's LoRA adapter [T]; None: no token has one."""
+        return None if runs.adapters is None else self.adapters.numbers.of_runs(runs.adapters, runs.starts)
+
+    def write_logits(self, rows: int, places: list[int], address: int, row_adapters: NDArray[np.int32] | None = None) -> None:
+        """Write the logits [R, vocab_size] of some of the rows that a step has left; called by all ranks of the last stage.
+
+        row_adapters  of all tokens of that step, which adapters of the LM head need
+        """
+        adapters = () if row_adapters is None else (row_adapters.ctypes.data, len(row_adapters))
+        self._plan.use_rows(rows, *adapters)
         self.logits_into(places, address)
 
     def write_layer_inputs(self, count: int, address: int) -> None:

@@ -76,7 +76,7 @@ def lead_group(
     if len({member.host_key for member in members}) == 1:
         return JoinedWorkers(members, config, options, store)
     hosts = ", ".join(f"rank {member.rank} on {member.host}" for member in members)
-    logger.info("the ranks are on several hosts (%s): rows are exchanged over gloo at every barrier, which is slow", hosts)
+    logger.info("the ranks are on several hosts: %s", hosts)
     keys = [member.host_key for member in members]
     return RemoteWorkers(
         rendezvous,
@@ -174,6 +174,7 @@ class JoinedWorkers(WorkerGroup):
                 watchdog_timeout_s=options.watchdog_timeout_s,
                 store_port=None,
                 config=dict(config),
+                subgroups=dict(options.subgroups),
             )
             store.set(_INVITATION, json.dumps({"kind": "shared", "start": dataclasses.asdict(start)}))
         except BaseException:

@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,7 +67,7 @@ class MessageListener:
     def _read_hello(self, connection: socket.socket) -> int | None:
         connection.settimeout(_HELLO_TIMEOUT_S)
         try:
-            session, rank = _HELLO.unpack(_receive_exactly(connection, _HELLO.size))
+            session, rank = _HELLO.unpack(receive_exactly(connection, _HELLO.size))
         except (OSError, EOFError):
             return None
         connection.settimeout(None)
@@ -135,20 +135,21 @@ class SocketReader:
         if timeout_s is not None and not select.select([self._connection], [], [], timeout_s)[0]:
             return None
         try:
-            session, num_bytes = _HEAD.unpack(_receive_exactly(self._connection, _HEAD.size))
+            session, num_bytes = _HEAD.unpack(receive_exactly(self._connection, _HEAD.size))
             if session != self._session:
                 raise WorkerError("a message of another group came from rank 0's address", 0)
             if num_bytes == 0:
                 self._barrier.abort(0, AbortReason.CLOSED)
                 raise GroupClosedError("the group of ranks has been closed", 0)
-            body = _receive_exactly(self._connection, num_bytes)
+            body = receive_exactly(self._connection, num_bytes)
         except (OSError, EOFError) as error:
             self._barrier.check()
             raise WorkerError(f"the connection to rank 0 has ended: {error}", 0) from error
         return decode_message(np.frombuffer(body, np.uint8))
 
 
-def _receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+def receive_exactly(connection: socket.socket, num_bytes: int) -> bytearray:
+    """Return the next bytes of a connection. Raises EOFError if it ends before, and OSError."""
     whole = bytearray(num_bytes)
     view, at = memoryview(whole), 0
     while at < num_bytes:
@@ -163,6 +164,8 @@ class ConnectionMonitor:
     """A thread that ends the group of this process when a connection ends, and ends all connections with the group.
 
     describe  returns (reason, text) for the end of a rank
+
+    Barriers that are given to watch_barriers end with the group, too.
     """
 
     def __init__(
@@ -174,6 +177,7 @@ class ConnectionMonitor:
         self._barrier = barrier
         self._connections = connections
         self._describe = describe
+        self._others: tuple[ProcessBarrier, ...] = ()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="quire-connection-monitor", daemon=True)
 
@@ -181,6 +185,10 @@ class ConnectionMonitor:
         """Start the thread."""
         self._barrier.set_pid(os.getpid())
         self._thread.start()
+
+    def watch_barriers(self, barriers: Iterable[ProcessBarrier]) -> None:
+        """Abort these barriers, of some ranks on this host, when the group ends."""
+        self._others = tuple(barriers)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -200,6 +208,8 @@ class ConnectionMonitor:
                     self._end(ranks[descriptor])
             cause = self._barrier.abort_cause
             if cause is not None and cause[1] is not AbortReason.CLOSED:
+                for other in self._others:
+                    other.abort(*cause, str(self._barrier.abort_error()))
                 self._hang_up()
                 return
 

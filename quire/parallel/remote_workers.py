@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -134,6 +134,10 @@ class RemoteWorkers(StartingWorkers):
             collectives=collectives,
         )
         return found
+
+    def watch_barriers(self, barriers: Iterable[ProcessBarrier]) -> None:
+        """See ConnectionMonitor."""
+        self._monitor.watch_barriers(barriers)
 
     def _on_ready(self) -> None:
         pass

@@ -107,7 +107,8 @@ def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[Pipeline
             target = _vocabulary(config, report) if config.speculative_config.has_draft_heads else None
             speculator = build_speculator(config.speculative_config, report, target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
-        return PipelinedStepDriver(executor, speculator), report
+        adapters = adapters_of(config, report, None, GroupAdapters(executor)) if config.enable_lora else None
+        return PipelinedStepDriver(executor, speculator, adapters), report
     except BaseException:
         executor.close()
         raise

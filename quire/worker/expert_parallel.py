@@ -60,6 +60,19 @@ def find_placements(config: EngineConfig, spec: ModelSpec) -> Placements | None:
     return read_placements(config.expert_placement, num_experts, len(shares))
 
 
+def placement_lists(placements: Placements | None) -> tuple[list[list[int]], ...] | None:
+    """Return placements as JSON: for each layer that has experts, in order, those of each rank."""
+    return None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values())
+
+
+def placements_of(lists: Sequence[list[list[int]]] | None, spec: ModelSpec) -> Placements | None:
+    """Return what placement_lists was called on."""
+    if lists is None:
+        return None
+    layers = zip(count_experts(spec).items(), lists, strict=True)
+    return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
+
+
 def check_experts(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the options of experts do not fit the model or the device."""
     names = [name for name in _EXPERT_OPTIONS if getattr(config, name) not in (None, False)]

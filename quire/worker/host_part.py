@@ -36,7 +36,9 @@ def host_part(
         return _row_ranks_part(config, spec, num_weight_bytes, max_model_len, environment)
     if config.tensor_parallel_size == 1:
         return None
-    ranks = ranks_on_host(config, environment)
+    num_stages, num_copies = config.pipeline_parallel_size, config.prefill_context_parallel_size
+    has_groups = num_stages * num_copies > 1  # stages, or groups that divide prompts
+    ranks = range(config.tensor_parallel_size) if has_groups else ranks_on_host(config, environment)
     placements = find_placements(config, spec)
     shards = [shard_of(config, spec, rank, placements) for rank in ranks]
     own = sum(held_parameters(config, shard, shapes) for shard in shards)
@@ -44,7 +46,6 @@ def host_part(
     is_limited = limits_windows(config, spec, max_model_len)
     block_size, dtype = cpu_block_size(config), kv_dtype(config, spec)
     kv: list[KvSpec] = [shard.kv_spec(spec, block_size, dtype, is_limited) for shard in shards]
-    num_stages, num_copies = config.pipeline_parallel_size, config.prefill_context_parallel_size
     return HostPart(
         len(ranks) * num_stages * num_copies,
         config.tensor_parallel_size * num_stages * num_copies,
@@ -96,14 +97,13 @@ def held_parameters(config: EngineConfig, shard: ModelShard, shapes: Mapping[str
 
 
 def ranks_on_host(config: EngineConfig, environment: Mapping[str, str] = os.environ) -> range:
-    """Return the tensor-parallel ranks that run on this host.
+    """Return the ranks that run on this host.
 
     A leader that starts the others itself, or by Ray, has all of them here. torchrun says how many it has started on this host
     (LOCAL_WORLD_SIZE); each pod of a LeaderWorkerSet counts as a host.
     """
     group = launched_group(config, environment)
     if group is None:
-        num_groups = 1 if config.tensor_parallel_size == 1 else config.prefill_context_parallel_size
-        return range(config.parallel.world_size // (config.pipeline_parallel_size * num_groups))  # of each stage or group
+        return range(config.parallel.world_size)
     first = group.rank - group.local_rank
     return range(first, first + (group.num_local_ranks or group.local_rank + 1))

@@ -39,7 +39,7 @@ from quire.worker.lora import check_lora
 from quire.worker.memory import leave_room, max_num_batched_tokens, plan_memory, uses_native_kernels, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
 from quire.worker.parallel_launch import check_backend
-from quire.worker.pipeline_plan import check_pipeline, check_stage_options, draft_bytes
+from quire.worker.pipeline_plan import check_pipeline, check_stage_options, draft_bytes, stages_part
 from quire.worker.tiers import check_tiers
 
 
@@ -109,6 +109,8 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     check_tiers(config, report)
     if config.pipeline_parallel_size > 1:
         check_pipeline(config, report)
+        report = _on_this_host(config, report)
+        memory = report.memory
     check_experts(config, report)
     if config.speculative_config is None:
         return report
@@ -120,6 +122,16 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     if config.pipeline_parallel_size > 1:
         drafts += draft_bytes(config, report)
     return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def _on_this_host(config: EngineConfig, report: ModelReport) -> ModelReport:
+    """Return the report of pipeline stages, with the plan of those on this host."""
+    part, memory = stages_part(config, report), report.memory
+    if part is None:
+        return report
+    num_tokens = max_num_batched_tokens(config)
+    own = plan_memory(config, report.spec, memory.weight_bytes, memory.max_model_len, num_tokens, host=part)
+    return replace(report, memory=own)
 
 
 def check_weights(report: ModelReport) -> bool:

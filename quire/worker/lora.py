@@ -77,10 +77,11 @@ class DecoderAdapters:
 
 
 def adapters_of(
-    config: EngineConfig, report: ModelReport, model: Model, holder: AdapterHolder | None = None
+    config: EngineConfig, report: ModelReport, model: Model | None, holder: AdapterHolder | None = None
 ) -> DecoderAdapters:
-    """Return the adapters of a decoder that was built with `has_adapters`; holder: where not only the decoder loads them."""
-    if holder is None and not isinstance(model, TransformersDecoder):
+    """Return the adapters of a decoder that was built with `has_adapters`; holder: where not only the decoder loads them, or
+    there is none here."""
+    if holder is None and model is not None and not isinstance(model, TransformersDecoder):
         holder = model.adapters
     if holder is None:
         raise InvariantError("the decoder takes no adapters")

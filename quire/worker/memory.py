@@ -262,7 +262,11 @@ def plan_memory(
     # No sequence is longer than the pool.
     longest = min(max_model_len, most * kv.block_size)
     activations = activation_bytes(
-        config, spec, longest, num_batched_tokens, 1 if host is None else host.num_ranks // config.pipeline_parallel_size
+        config,
+        spec,
+        longest,
+        num_batched_tokens,
+        1 if host is None else host.num_ranks if config.pipeline_parallel_size == 1 else config.tensor_parallel_size,
     )
     room = available - num_weight_and_state_bytes - activations
     num_blocks = max(1, min(most, int(room * share) // block_bytes)) if given is None else given

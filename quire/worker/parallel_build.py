@@ -31,7 +31,6 @@ from quire.model.native_model import native_refusal
 from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup, RowDivision
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.communicator import Communicator
-from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.mesh import DeviceMesh
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
@@ -43,7 +42,13 @@ from quire.quant.parameters import DenseOrQuantized, Parameter, StoredParameter
 from quire.quant.policy import POLICIES, parameter_quantizer
 from quire.worker.device.device_select import check_rank_devices
 from quire.worker.expert_moves import ExpertMover
-from quire.worker.expert_parallel import Placements, count_copied_parameters, count_experts, find_placements
+from quire.worker.expert_parallel import (
+    Placements,
+    count_copied_parameters,
+    find_placements,
+    placement_lists,
+    placements_of,
+)
 from quire.worker.host_part import held_parameters, shard_of, shard_parameters
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
@@ -125,10 +130,7 @@ class RankConfig:
 
     def placements(self, spec: ModelSpec) -> Placements | None:
         """Return where the experts of the model are; None without expert parallelism."""
-        if self.expert_ranks is None:
-            return None
-        layers = zip(count_experts(spec).items(), self.expert_ranks, strict=True)
-        return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
+        return placements_of(self.expert_ranks, spec)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
@@ -210,14 +212,15 @@ def _row_rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMe
     return [RankMemory(memory.weight_bytes, num_kv_bytes, heads, kv_heads, tokens=tokens)] * size
 
 
-def check_rank_memory(config: RankConfig, rank: int) -> None:
-    """Raise ConfigError where this host has not the memory that a rank needs."""
-    needed, available = config.needed_bytes[rank], available_memory_bytes()
+def check_rank_memory(
+    needed_bytes: Sequence[int], rank: int, advice: str = "ranks, or give this one a smaller share (tensor_parallel_shares)"
+) -> None:
+    """Raise ConfigError where this host has not the memory that a rank needs; needed_bytes: of each rank."""
+    needed, available = needed_bytes[rank], available_memory_bytes()
     if needed > available:
         raise ConfigError(
             f"rank {rank} needs about {format_bytes(needed)} for its weights and KV cache, but {format_bytes(available)} are "
-            f"available on {socket.gethostname()}; lower num_kv_blocks, take more ranks, or give this one a smaller share "
-            "(tensor_parallel_shares)"
+            f"available on {socket.gethostname()}; lower num_kv_blocks, take more {advice}"
         )
 
 
@@ -412,7 +415,7 @@ def _rank_config(config: EngineConfig, report: ModelReport, files: Sequence[int]
         slots_file=files[1] if len(files) > 1 else -1,
         expert_move_bytes=_expert_move_bytes(config, report),
         lossy_routing=dataclasses.astuple(config.lossy_routing),
-        expert_ranks=None if placements is None else tuple([list(own) for own in each.ranks] for each in placements.values()),
+        expert_ranks=placement_lists(placements),
         context_size=config.decode_context_parallel_size,
         home_size=config.parallel.home_size,
         num_row_ranks=config.prefill_context_parallel_size,
@@ -430,8 +433,10 @@ def _build_rank_0(
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
     if rank_config.checks_first:
         _check_alike(rank_config, report.folder, workers)
+    if workers.exchange is not None:
+        logger.info("rows are exchanged between hosts over gloo at every barrier, which is slow")
     workers.startup.stage("loading weights")
-    check_rank_memory(rank_config, 0)
+    check_rank_memory(rank_config.needed_bytes, 0)
     subgroups = attach_subgroups(workers.memory, 0, row_subgroups(rank_config.mesh))
     decoder, memory = build_rank(rank_config, report.folder, 0, workers.barrier, workers.exchange, subgroups)
     if not rank_config.checks_first:
@@ -491,7 +496,12 @@ def num_threads_of(config: RankConfig, rank: int, num_on_host: int | None, own: 
     if num_on_host is None:
         return config.num_threads[rank]
     given = own.num_threads if isinstance(own, EngineConfig) else None
-    return max(1, (given or torch.get_num_threads()) // num_on_host)
+    return threads_of_host(given, num_on_host)
+
+
+def threads_of_host(num_threads: int | None, num_on_host: int) -> int:
+    """Return the threads of each of num_on_host ranks of this host; num_threads: of all of them, None: those of torch."""
+    return max(1, (num_threads or torch.get_num_threads()) // num_on_host)
 
 
 def threads_release() -> Callable[[], None]:

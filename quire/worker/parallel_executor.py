@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,11 +148,7 @@ class LeaderExecutor(CpuStepExecutor):
 
     def load_adapter(self, adapter: Adapter) -> None:
         """Add a LoRA adapter on all ranks, before their next step. Raises UnsupportedError if it is too large."""
-        if adapter.num_bytes > _MAX_ADAPTER_BYTES:
-            raise UnsupportedError(
-                f"the adapter has {format_bytes(adapter.num_bytes)}, but at most {format_bytes(_MAX_ADAPTER_BYTES)} can go "
-                "to tensor-parallel ranks: take a lower rank, or merge it into the weights"
-            )
+        check_adapter_size(adapter)
         with self._group():
             self._send(encode_adapter(adapter))
             self._shard.adapters.load(adapter)
@@ -268,10 +265,31 @@ class LeaderExecutor(CpuStepExecutor):
             raise
 
 
+def check_adapter_size(adapter: Adapter) -> None:
+    """Raise UnsupportedError for a LoRA adapter that does not fit into a message."""
+    if adapter.num_bytes > _MAX_ADAPTER_BYTES:
+        raise UnsupportedError(
+            f"the adapter has {format_bytes(adapter.num_bytes)}, but at most {format_bytes(_MAX_ADAPTER_BYTES)} can go to "
+            "tensor-parallel ranks and pipeline stages: take a lower rank, or merge it into the weights"
+        )
+
+
+class LoadsAdapters(Protocol):
+    """An executor that adds LoRA adapters on all ranks."""
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter, before the next step. Raises UnsupportedError."""
+        ...
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter."""
+        ...
+
+
 class GroupAdapters:
     """Implements AdapterHolder on all ranks of a group."""
 
-    def __init__(self, leader: LeaderExecutor) -> None:
+    def __init__(self, leader: LoadsAdapters) -> None:
         self._leader = leader
 
     def load(self, adapter: Adapter) -> None:

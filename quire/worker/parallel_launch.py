@@ -48,7 +48,7 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
     """Return which rank a launcher has made of this process; None where the leader starts the others itself.
 
     Raises ConfigError where the launcher has started another number of processes than the configuration has ranks, or ranks
-    that only the leader can start: pipeline stages, those on GPUs, and those of several replicas.
+    that only the leader can start: those on GPUs, and those of several replicas.
     """
     size = config.parallel.world_size
     if size == 1 or config.distributed_executor_backend is not None:
@@ -58,7 +58,9 @@ def launched_group(config: EngineConfig, environment: Mapping[str, str] = os.env
         return None
     _check_launchable(config, f"{rendezvous.source} has started {rendezvous.world_size} processes, but")
     if rendezvous.world_size != size:
-        name = "prefill_context_parallel_size" if config.prefill_context_parallel_size > 1 else "tensor_parallel_size"
+        sizes = ("prefill_context_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
+        names = [name for name in sizes if getattr(config, name) > 1]
+        name = " * ".join(names)
         raise ConfigError(
             f"{rendezvous.source} has started {rendezvous.world_size} processes, but {name} asks for {size} "
             "ranks; start as many processes, or give distributed_executor_backend='spawn' to start the ranks from each"
@@ -78,10 +80,11 @@ def check_backend(config: EngineConfig) -> None:
 def _check_launchable(config: EngineConfig, reason: str) -> None:
     """Raise ConfigError where another than the leader is to start ranks that only the leader can start."""
     device = choose_device(config)
+    num_stages = config.pipeline_parallel_size
     for what, is_there in (
         (
-            f"the stages of a pipeline (pipeline_parallel_size {config.pipeline_parallel_size})",
-            config.pipeline_parallel_size > 1,
+            f"the stages of a pipeline (pipeline_parallel_size {num_stages})",
+            num_stages > 1 and config.distributed_executor_backend is not None,
         ),
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
         (f"ranks on GPUs (device {device})", device is not None),
@@ -106,7 +109,11 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
     rendezvous = launched_group(config)
     if rendezvous is None or rendezvous.rank == 0:
         return None
-    from quire.worker.parallel_worker import main  # it imports this module's neighbours
+    # They import this module's neighbours.
+    if config.pipeline_parallel_size > 1:
+        from quire.worker.pipeline_worker import main
+    else:
+        from quire.worker.parallel_worker import main
 
     if health_address is not None:
         main = with_health(main, *health_address)

@@ -56,7 +56,7 @@ def main(context: WorkerContext) -> None:
     if config.checks_first:
         _check_alike(context, config, folder)
     context.startup.stage("loading weights")
-    check_rank_memory(config, context.rank)
+    check_rank_memory(config.needed_bytes, context.rank)
     decoder, memory = build_rank(config, folder, context.rank, context.barrier, context.exchange, context.subgroups)
     mover = make_mover(config, folder, decoder, context.communicator) if config.expert_move_bytes else None
     executor = CpuStepExecutor(decoder, memory, config.max_num_seqs)

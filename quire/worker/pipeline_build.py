@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import os
+import secrets
+import socket
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
 from quire.kv.tiers.host_slab import slots_file
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
+from quire.parallel.joined_workers import lead_group
 from quire.parallel.launch import spawn_workers
+from quire.parallel.message_socket import SESSION_BYTES
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.rendezvous import check_fingerprints
+from quire.parallel.worker_group import WorkerGroup, attach_subgroups
+from quire.worker.expert_parallel import find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
-from quire.worker.parallel_build import divide_threads, threads_release
-from quire.worker.parallel_launch import launch_options
+from quire.worker.parallel_build import divide_threads, threads_of_host, threads_release
+from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
 from quire.worker.pipeline_executor import PipelineExecutor
-from quire.worker.pipeline_memory import PipelineSizes
-from quire.worker.pipeline_plan import kept_layers_of, stages_of
-from quire.worker.pipeline_stage import StageConfig
+from quire.worker.pipeline_join import StageMeans, meet_stages
+from quire.worker.pipeline_memory import PipelineMemory, PipelineSizes
+from quire.worker.pipeline_own_stage import OwnStage
+from quire.worker.pipeline_plan import kept_layers_of, stage_memories, stages_of
+from quire.worker.pipeline_stage import StageConfig, build_stage
+from quire.worker.pipeline_worker import StageExecutor, check_stage_memory
 from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
@@ -48,7 +63,6 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
 
     try:
         stage_config = replace(_stage_config(config, report, tuple(rows_files)), num_host_pages=num_pages, slots_file=page_file)
-        torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
         executor, report = _start_stages(config, report, stage_config)
     except BaseException:
         release()
@@ -61,7 +75,7 @@ def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[i
     spec, memory = report.spec, report.memory
     stages, kept_layers = stages_of(config, report), kept_layers_of(config, report)
     drafts = config.speculative_config
-    has_heads = drafts is not None and drafts.has_draft_heads
+    has_heads, group = drafts is not None and drafts.has_draft_heads, launched_group(config)
     return StageConfig(
         folder=str(report.folder),
         dtype=spec.dtype,
@@ -87,36 +101,103 @@ def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[i
             feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
         kept_layers=kept_layers,
+        expert_ranks=placement_lists(find_placements(config, spec)),
+        first_rank=1 if group is None else 0,
+        link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),
+        needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in stage_memories(config, report)),
+        options={} if group is None else config_fields(config),
     )
 
 
 def _start_stages(config: EngineConfig, report: ModelReport, stage_config: StageConfig) -> tuple[PipelineExecutor, ModelReport]:
-    """Start the processes and wait until they are ready."""
-    places, memory, spec = stage_config.places, report.memory, report.spec
+    """Start the processes, or wait for those that a launcher has started, until they are ready."""
+    memory, spec = report.memory, report.spec
     options = launch_options(
         config,
         areas=stage_config.sizes.areas(),
         subgroups=stage_config.subgroups,
         pass_fds=(*stage_config.rows_files, *((stage_config.slots_file,) if stage_config.slots_file >= 0 else ())),
     )
-    workers = spawn_workers(WORKER_MODULE, len(places) + 1, stage_config.to_json(), options)
+    group = launched_group(config)
+    if group is None:
+        torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
+        workers = spawn_workers(WORKER_MODULE, len(stage_config.places) + 1, stage_config.to_json(), options)
+    else:
+        workers = lead_group(group, stage_config.to_json(), options)
+    own_stage = None
     try:
-        workers.startup.ready({})
-        told = [status.ready for status in workers.wait_ready()[1:]]
-        own = [int(ready["packed_weight_bytes"]) for ready in told]
-        ranks = "" if len(stage_config.shares) == 1 else f" and {len(stage_config.shares)} ranks each"
-        logger.info(
-            "pipeline parallel  %d stages of %s layers%s, threads %s, weights %s",
-            len(stage_config.layers),
-            ", ".join(map(str, stage_config.layers)),
-            ranks,
-            ", ".join(map(str, stage_config.num_threads)),
-            ", ".join(map(format_bytes, own)),
-        )
-        spared = sum(int(ready["spared_weight_bytes"]) for ready in told)
+        if isinstance(workers, RemoteWorkers):
+            _check_hosts(config, stage_config)
+        ready: dict[str, Any] = {}
+        if group is not None:
+            try:
+                own_stage, ready = _build_own_stage(config, stage_config, workers)
+            except WorkerError:
+                workers.raise_failure()
+                raise
+        workers.startup.ready(ready)
+        told = [status.ready for status in workers.wait_ready()[stage_config.first_rank :]]
+        own = [int(each["packed_weight_bytes"]) for each in told]
+        _log_stages(stage_config, own, workers.num_on_host is not None)
+        spared = sum(int(each["spared_weight_bytes"]) for each in told)
         report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=spared)
         has_rope_variants = spec.rope_switch_len(memory.max_model_len) is not None
-        return PipelineExecutor(stage_config, memory, workers, own, spec.vocab_size, has_rope_variants), report
+        return PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage), report
     except BaseException:
+        if own_stage is not None:
+            own_stage.close()
         workers.kill()
         raise
+
+
+def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
+    """Raise ConfigError for what stages on several hosts do not support."""
+    if stage_config.num_host_pages > 0:
+        raise ConfigError(
+            f"kv_host_bytes is {config.host_tier_bytes}, but the pipeline stages are on several hosts, which share no pages: "
+            "leave kv_host_bytes, kv_disk_dir, role and prefill_listen out, or start all stages on one host"
+        )
+
+
+def _build_own_stage(
+    config: EngineConfig, stage_config: StageConfig, workers: WorkerGroup | RemoteWorkers
+) -> tuple[OwnStage, dict[str, int]]:
+    """Compare the processes that a launcher has started, and load the first stage in this one."""
+    workers.startup.stage("comparing ranks")
+    check_fingerprints(workers.communicator, fingerprint(Path(stage_config.folder), stage_config.options))
+    num_on_host = workers.num_on_host
+    num_threads = stage_config.num_threads[0] if num_on_host is None else threads_of_host(config.num_threads, num_on_host)
+    torch.set_num_threads(num_threads)
+    check_stage_memory(stage_config, 0)
+    if isinstance(workers, RemoteWorkers):
+        means = meet_stages(stage_config, 0, workers.barrier, workers.communicator)
+        workers.watch_barriers(means.barriers.values())
+    else:
+        barriers = attach_subgroups(workers.memory, 0, stage_config.subgroups)
+        rows_file = stage_config.rows_files[0] if stage_config.rows_files else None
+        means = StageMeans(PipelineMemory(workers.memory, stage_config.sizes), None, barriers, rows_file)
+    place = stage_config.places[0]
+    workers.startup.stage(f"loading weights of {place.describe()}")
+    try:
+        decoder, plan, part = build_stage(stage_config, place, means.barriers, means.rows_file)
+        executor = StageExecutor(decoder, plan, stage_config, place, means, workers.barrier)
+        if part is not None:
+            executor.open_host_tier(stage_config.num_host_pages, part)
+    except BaseException:
+        means.close_links()
+        raise
+    ready = {"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes}
+    timeout_s = config.distributed_timeout_s if isinstance(workers, RemoteWorkers) else None
+    return OwnStage(executor, means.memory, workers.barrier, timeout_s), ready
+
+
+def _log_stages(config: StageConfig, weight_bytes: Sequence[int], has_hosts: bool) -> None:
+    ranks = "" if len(config.shares) == 1 else f" and {len(config.shares)} ranks each"
+    logger.info(
+        "pipeline parallel  %d stages of %s layers%s, threads %s, weights %s",
+        len(config.layers),
+        ", ".join(map(str, config.layers)),
+        ranks,
+        "of each host" if has_hosts else ", ".join(map(str, config.num_threads)),
+        ", ".join(map(format_bytes, weight_bytes)),
+    )

@@ -23,21 +23,27 @@ from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
 from quire.kv.tiers.host_slab import HostSlab
+from quire.model.lora.adapter import Adapter
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
+from quire.worker.parallel_executor import check_adapter_size
 from quire.worker.parallel_messages import (
     Call,
     Changes,
     Encoded,
     StepCall,
+    encode_adapter,
+    encode_adapter_key,
     encode_changes,
     encode_page_moves,
     encode_rows,
 )
 from quire.worker.pipeline_memory import PipelineMemory, StageClock
 from quire.worker.pipeline_messages import StageCall, encode_numbered_step, encode_request
+from quire.worker.pipeline_own_stage import OwnStage
 from quire.worker.pipeline_stage import StageConfig
 from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
 
@@ -65,7 +71,8 @@ class PipelineExecutor:
     config   what the stages were started with
     memory   the plan of the whole model
     shares   what each worker has of the weights, in parts
-    vocab_size, has_rope_variants  of the model
+    has_rope_variants  of the model
+    own_stage          the first stage, where it is in this process
     release  called once when the executor is closed
 
     Where the group has ended, for example because the process of a stage was killed, a call raises DeviceLostError, which names
@@ -79,17 +86,19 @@ class PipelineExecutor:
         self,
         config: StageConfig,
         memory: MemoryPlan,
-        workers: SpawnedWorkers,
+        workers: WorkerGroup | RemoteWorkers,
         shares: Sequence[float],
-        vocab_size: int,
         has_rope_variants: bool,
+        own_stage: OwnStage | None = None,
     ) -> None:
-        self._workers, self._stages, self._places = workers, config.stages, config.places
-        self._shares = [0.0, *(share / sum(shares) for share in shares)]  # rank 0 has no layers
-        self._memory = PipelineMemory(workers.memory, config.sizes)
+        self._workers, self._stages, self._places, self._own_stage = workers, config.stages, config.places, own_stage
+        self._shares = [0.0] * config.first_rank + [share / sum(shares) for share in shares]
+        self._first_rank = config.first_rank
+        self._memory = PipelineMemory(workers.memory, config.sizes) if own_stage is None else own_stage.memory
         self.clock = StageClock(self._memory)
         self.max_in_flight = len(config.stages)
-        self.block_size, self.vocab_size, self.has_rope_variants = memory.kv.block_size, vocab_size, has_rope_variants
+        self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size
+        self.has_rope_variants = has_rope_variants
         self.has_states = False  # see check_pipeline
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
@@ -115,8 +124,8 @@ class PipelineExecutor:
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """The processes of the stages: by stage, those of several ranks one after the other."""
-        return {rank - 1: pid for rank, pid in self._workers.pids.items()}
+        """The processes of the stages but this one: by stage, those of several ranks one after the other."""
+        return {rank - self._first_rank: pid for rank, pid in self._workers.pids.items()}
 
     def take_pages(self, draft_pools: Sequence[KvPool]) -> None:
         """Take the first memory pages of the pools of draft models, which are in this process, from the system."""
@@ -227,6 +236,15 @@ class PipelineExecutor:
         """See StepExecutor."""
         self._send(encode_rows(Call.MOVE_TOKENS, moves.sources, moves.targets))
 
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all stages, before their next step. Raises UnsupportedError."""
+        check_adapter_size(adapter)
+        self._send(encode_adapter(adapter))
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all stages."""
+        self._send(encode_adapter_key(key))
+
     def measure_peaks(self, report: ModelReport) -> tuple[float, float]:
         """See StepExecutor."""
         peaks = measure_peaks(report, SHORT, self._num_threads)
@@ -253,6 +271,9 @@ class PipelineExecutor:
     def _send_and_wait(self, call: Call) -> None:
         with self._group():
             self._workers.ring.send([call], [])
+            if self._own_stage is not None:
+                self._own_stage.send(([call], []))
+                self._own_stage.wait()
             self._workers.communicator.barrier()
 
     def close(self) -> None:
@@ -261,6 +282,9 @@ class PipelineExecutor:
             self._is_closed = True
             if self._num_taken > 0:
                 logger.info("%s", self.clock.times.describe())
+        if self._own_stage is not None:
+            self._own_stage.close()
+            self._own_stage = None
         self._workers.close()
         if self._pages is not None:
             self._pages.close()
@@ -279,10 +303,17 @@ class PipelineExecutor:
     def _send(self, message: Encoded) -> None:
         with self._group():
             self._workers.ring.send(*message)
+            if self._own_stage is not None:
+                self._own_stage.send(message)
 
     def _wait(self, counter: int, least: int) -> None:
+        timeout_s = None if self._own_stage is None else self._own_stage.timeout_s
         with self._group():
-            self._workers.barrier.wait_for_counter(counter, least)
+            if not self._workers.barrier.wait_for_counter(counter, least, timeout_s):
+                stage = self._stages[-1]
+                told = f"{stage.describe()} has not answered for {timeout_s:g} s (distributed_timeout_s)"
+                reason = "it, or a stage before it, is stopped, or its host cannot be reached"
+                raise WorkerError(f"{told}: {reason}", stage.index + self._first_rank)
 
     @contextmanager
     def _group(self) -> Iterator[None]:

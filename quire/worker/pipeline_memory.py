@@ -76,6 +76,13 @@ class PipelineMemory:
         self._counters = memory.address(_COUNTERS)
         self._busy = memory.area(_BUSY).view(np.float64).reshape(size, _LINE // 8)
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """The address of all areas, which lie one after the other at the same offsets in every process, and their bytes."""
+        names = list(self._sizes.areas())
+        last = self._memory.area(names[-1])
+        return self._rows, self._memory.address(names[-1]) + last.nbytes - self._rows
+
     def slot(self, number: int) -> int:
         """Return the slot of a step, by the number of steps before it."""
         return number % self._sizes.num_stages
@@ -83,6 +90,11 @@ class PipelineMemory:
     def rows(self, slot: int) -> int:
         """Return the address of a slot's rows of the residual stream."""
         return self._rows + slot * self._row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row of the residual stream to the next."""
+        return self._sizes.row_floats * 4
 
     def logits(self, slot: int, count: int) -> Tensor:
         """Return the first rows of a slot's logits [count, vocab_size] f32, not a copy."""
@@ -109,6 +121,10 @@ class PipelineMemory:
     def answer_counter(self) -> int:
         """The address of the counter of what the last stage has answered."""
         return self.counter(self._sizes.num_stages)
+
+    def busy_address(self, stage: int) -> int:
+        """Return where the time is that a stage has computed, a f64."""
+        return self._memory.address(_BUSY) + stage * _LINE
 
     def note_busy(self, stage: int, seconds: float) -> None:
         """Add to the time that a stage has computed; by that stage only."""

@@ -29,6 +29,8 @@ class StageCall(IntEnum):
     WAKE_UP = Call.WAKE_UP
     MOVE_PAGES = Call.MOVE_PAGES
     WAIT = Call.WAIT
+    LOAD_ADAPTER = Call.LOAD_ADAPTER
+    UNLOAD_ADAPTER = Call.UNLOAD_ADAPTER
 
 
 def encode_numbered_step(call: StepCall, number: int, reads: Sequence[DraftInput] = ()) -> Encoded:

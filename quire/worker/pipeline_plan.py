@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.contracts.memory import ModelReport
+from quire.contracts.kv_spec import KvSpec
+from quire.contracts.memory import HostPart, ModelReport
 from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.native_vocabulary import vocabulary_bytes
+from quire.model.lora.adapter import adapter_bytes
 from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
+from quire.model.parameters import Shape
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
 from quire.model.tensor_shards import ModelShard
@@ -21,7 +26,10 @@ from quire.quant.parameters import StoredParameter
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.speculate.sources import LAYER_KINDS, find_layer_head
+from quire.worker.expert_parallel import find_placements
+from quire.worker.host_part import ranks_on_host, shard_of
 from quire.worker.memory import cpu_block_size, max_num_batched_tokens
+from quire.worker.parallel_launch import launched_group
 
 _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
@@ -86,8 +94,10 @@ def draft_bytes(config: EngineConfig, report: ModelReport) -> DraftBytes:
     drafts, spec = config.speculative_config, report.spec
     if drafts is None or not drafts.has_draft_heads:
         return DraftBytes()
-    # With several ranks in a stage, host_part has counted it.
-    weights = vocabulary_bytes(spec, report.parameters) if config.tensor_parallel_size == 1 else 0
+    # With several ranks in a stage, all on this host, host_part has counted it.
+    host = report.memory.host
+    is_counted = host is not None and host.num_ranks == host.num_all_ranks
+    weights = 0 if is_counted else vocabulary_bytes(spec, report.parameters)
     num_floats = max_num_batched_tokens(config) * (len(kept_layers_of(config, report)) + 1) * spec.hidden_size
     return DraftBytes(weights, 0, 4 * num_floats * (config.pipeline_parallel_size + 1))
 
@@ -135,7 +145,11 @@ def _parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, flo
     quantized = {name for name, value in stored.items() if isinstance(value, StoredParameter) and value.is_quantized}
     quantized &= dense.keys()
     # All quantised weights are taken to be of one format: what is left of the whole.
-    left = report.memory.weight_bytes - sum(size for name, size in dense.items() if name not in quantized)
+    left = (
+        report.memory.weight_bytes
+        - _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+        - sum(size for name, size in dense.items() if name not in quantized)
+    )
     total = sum(dense[name] for name in quantized)
     factor = min(1.0, max(0.05, left / total)) if total else 1.0
     return {name: size * factor if name in quantized else size for name, size in dense.items()}
@@ -157,20 +171,62 @@ class StageMemory:
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
     """Return what each stage, or each tensor-parallel rank of each stage, will hold."""
     sizes = _parameter_bytes(config, report)
-    copy = max(0.0, report.memory.weight_bytes - sum(sizes.values()))  # of the head, for greedy steps
+    adapters = _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+    copy = max(0.0, report.memory.weight_bytes - adapters - sum(sizes.values()))  # of the head, for greedy steps
     copy = min(copy, int8_head_bytes(report.spec)) if has_int8_head(report.spec) else 0.0
     num_ranks = config.tensor_parallel_size
-    shards = [None if num_ranks == 1 else ModelShard.of(report.spec, rank, config.parallel.shares) for rank in range(num_ranks)]
-    return [_worker_memory(report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards]
+    placements = find_placements(config, report.spec)
+    shards = [None if num_ranks == 1 else shard_of(config, report.spec, rank, placements) for rank in range(num_ranks)]
+    return [
+        _worker_memory(config, report, stage, shard, sizes, copy) for stage in stages_of(config, report) for shard in shards
+    ]
+
+
+def stages_part(config: EngineConfig, report: ModelReport, environment: Mapping[str, str] = os.environ) -> HostPart | None:
+    """Return what the stages on this host hold, where a launcher has started others elsewhere; otherwise None."""
+    num_stages = config.pipeline_parallel_size
+    if num_stages == 1 or launched_group(config, environment) is None:
+        return None
+    here, memories = ranks_on_host(config, environment), stage_memories(config, report)
+    if len(here) == len(memories):
+        return None
+    own = [memories[rank] for rank in here]
+    kv = [_worker_kv(report, each.stage, each.shard) for each in own]
+    return HostPart(
+        len(own),
+        len(memories),
+        sum(each.weight_bytes for each in own),
+        sum(each.bytes_per_block for each in kv),
+        sum(each.window_bytes_per_block for each in kv),
+    )
+
+
+def _worker_kv(report: ModelReport, stage: PipelineStage, shard: ModelShard | None) -> KvSpec:
+    """Return the layout of the KV cache of a rank of a stage."""
+    kv = report.memory.kv
+    if shard is not None:
+        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
+    return kv.part(stage.start, stage.stop)
+
+
+def _adapter_bytes(config: EngineConfig, report: ModelReport, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:
+    """Return the bytes of the LoRA adapters of parameters; num_ranks: see adapter_bytes."""
+    if not config.enable_lora:
+        return 0
+    return config.max_loras * adapter_bytes(shapes, config.max_lora_rank, DTYPE_BYTES[report.spec.dtype], num_ranks)
 
 
 def _worker_memory(
-    report: ModelReport, stage: PipelineStage, shard: ModelShard | None, sizes: dict[str, float], head_copy: float
+    config: EngineConfig,
+    report: ModelReport,
+    stage: PipelineStage,
+    shard: ModelShard | None,
+    sizes: dict[str, float],
+    head_copy: float,
 ) -> StageMemory:
     """Return what a rank of a stage holds; sizes: bytes of all parameters; head_copy: of the head's copy."""
-    memory, kv = report.memory, report.memory.kv
+    memory, shapes = report.memory, report.parameters
     if shard is not None:
-        kv = shard.kv_spec(report.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
         shapes = shard.parameter_shapes(report.parameters)
         sizes = {
             name: num_bytes * math.prod(shapes[name]) / max(1, math.prod(report.parameters[name]))
@@ -178,5 +234,6 @@ def _worker_memory(
         }
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
-    num_kv_bytes = kv.part(stage.start, stage.stop).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    own += _adapter_bytes(config, report, stage.select(shapes, False))
+    num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
     return StageMemory(stage, int(own), num_kv_bytes, shard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from quire.model.tensor_shards import ModelShard, RankGroup
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.mesh import DeviceMesh
 from quire.quant.policy import POLICIES, parameter_quantizer
+from quire.worker.expert_parallel import placements_of
 from quire.worker.pipeline_memory import PipelineSizes
 
 
@@ -61,6 +62,11 @@ class StageConfig:
     kept_layers      whose inputs a draft head in the leader reads, low to high
     num_host_pages   pages of the host tier
     slots_file       descriptor of the memory of these pages, which all processes share; -1: there are none
+    expert_ranks     with expert parallelism: for each layer that has experts, in order, those of each tensor-parallel rank
+    first_rank       of the first stage; 0: it is in the leader's process, as a launcher has started one process for each stage
+    link             address of the leader, and the session of StageLinks, where the stages are on several hosts
+    needed_bytes     of memory, of each worker, estimated
+    options          that all processes must have alike, see config_fields; empty where the leader has started them
     allow_missing_head as in EngineConfig
     """
 
@@ -82,6 +88,11 @@ class StageConfig:
     kept_layers: tuple[int, ...] = ()
     num_host_pages: int = 0
     slots_file: int = -1
+    expert_ranks: tuple[list[list[int]], ...] | None = None
+    first_rank: int = 1
+    link: tuple[str, str] | None = None
+    needed_bytes: tuple[int, ...] = ()
+    options: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -90,10 +101,14 @@ class StageConfig:
 
     @property
     def places(self) -> dict[int, StagePlace]:
-        """The places of the workers, by their ranks in the group: rank 0 is the leader, which has no layers."""
+        """The places of the workers, by their ranks in the group: rank 0 is the leader, which has no layers, or the first
+        stage."""
         stages, mesh = self.stages, DeviceMesh(tensor=len(self.shares), pipeline=len(self.layers))
         coordinates = map(mesh.coordinates, range(mesh.size))
-        return {rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor) for rank, at in enumerate(coordinates, 1)}
+        return {
+            rank: StagePlace(stages[at.pipeline], at.tensor, mesh.tensor)
+            for rank, at in enumerate(coordinates, self.first_rank)
+        }
 
     def kept_part(self, stage: PipelineStage) -> range:
         """Return the places in kept_layers of those that a stage has."""
@@ -133,12 +148,13 @@ class StageConfig:
 
 
 def build_stage(
-    config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier]
+    config: StageConfig, place: StagePlace, subgroups: Mapping[str, ProcessBarrier], rows_file: int | None
 ) -> tuple[StageDecoder, MemoryPlan, PagePart | None]:
     """Load a worker's part of the layers of its stage; return what runs it, the plan of its KV cache, and its part of the pages
     of the host tier. Nothing of other stages, and no rows of other ranks, are opened.
 
     subgroups  the barriers of this worker, see StageConfig.subgroups
+    rows_file  descriptor of the file for the rows that the ranks of the stage share, where it has several
 
     Raises ModelFormatError, UnsupportedError or ConfigError.
     """
@@ -153,10 +169,10 @@ def build_stage(
     group, shard, kv = None, None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
     whole = kv
     if place.num_tensor_ranks > 1:
-        shard = ModelShard.of(spec, place.tensor_rank, config.shares)
+        shard = ModelShard.of(spec, place.tensor_rank, config.shares, placements_of(config.expert_ranks, spec))
         kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
-        barrier = subgroups[place.barrier_name]
-        group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, config.rows_files[stage.index])
+        assert rows_file is not None
+        group = RankGroup(shard.part(stage.start, stage.stop), subgroups[place.barrier_name].address, rows_file)
     decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize, group)
     kept = config.kept_part(stage)
     if kept and place.is_first_rank:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.base.errors import InvariantError
 from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
 from quire.speculate.speculator import Speculator, StepDrafts
+from quire.worker.lora import AdapterStore
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.step_driver import EmptyStep, RunningStep, StepDriver
 
@@ -16,8 +17,10 @@ class PipelinedStepDriver(StepDriver):
     of one step do not depend on those of another.
     """
 
-    def __init__(self, executor: PipelineExecutor, speculator: Speculator | None = None) -> None:
-        super().__init__(executor, speculator, page_mover=executor)
+    def __init__(
+        self, executor: PipelineExecutor, speculator: Speculator | None = None, adapters: AdapterStore | None = None
+    ) -> None:
+        super().__init__(executor, speculator, page_mover=executor, adapters=adapters)
         self.num_stages = executor.max_in_flight
         self._pipeline = executor
         self._in_flight: dict[int, StepDrafts | None] = {}  # by step id

@@ -77,14 +77,15 @@ def temporary_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
-@pytest.mark.parametrize("launcher", [_torchrun, _lws])
-def test_ranks_of_one_host_give_the_tokens_of_one_process(launcher):
-    before, port = left_behind(), free_port()
-    ranks = [_start(launcher(rank, 2, port), *GENERATE, "-tp", "2") for rank in (0, 1)]
-    leader, worker = _end(ranks)
-    assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
+@pytest.mark.parametrize(
+    ("launcher", "layout"), [(_torchrun, "-tp 2"), (_lws, "-tp 2"), (_torchrun, "-pp 2"), (_torchrun, "-tp 2 -pp 2")]
+)
+def test_ranks_of_one_host_give_the_tokens_of_one_process(launcher, layout):
+    before, port, size = left_behind(), free_port(), 2 ** layout.count("2")
+    leader, *workers = _end([_start(launcher(rank, size, port), *GENERATE, *layout.split()) for rank in range(size)])
+    assert [leader[0], *(worker[0] for worker in workers)] == [0] * size, leader[2] + workers[-1][2]
     assert leader[1] == _expected()
-    assert worker[1] == ""
+    assert {worker[1] for worker in workers} == {""}
     assert_nothing_new(before)
 
 
@@ -120,10 +121,11 @@ def test_another_number_of_processes_than_ranks_is_refused():
     assert "torchrun has started 3 processes, but tensor_parallel_size asks for 2 ranks" in errors
 
 
-def test_a_worker_that_is_killed_ends_the_leader_and_a_leader_its_workers():
+@pytest.mark.parametrize("layout", ["-tp", "-pp"])
+def test_a_worker_that_is_killed_ends_the_leader_and_a_leader_its_workers(layout):
     for victim in (1, 0):
         port = free_port()
-        long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", "-tp", "2"]
+        long = [*GENERATE[:4], "--max-tokens", "900", "--temperature", "0", "--num-threads", "1", "--no-echo", layout, "2"]
         ranks = [_start(_torchrun(rank, 2, port), *long) for rank in (0, 1)]
         assert ranks[0].stdout.read(8)  # it computes
         os.kill(ranks[victim].pid, signal.SIGKILL)
@@ -168,16 +170,78 @@ def two_hosts():
             ip("netns", "del", name)
 
 
-def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts):
+@pytest.mark.parametrize("layout", ["-tp", "-pp"])
+def test_ranks_of_two_hosts_give_the_tokens_of_one_process(two_hosts, layout):
     port = free_port()
     ranks = [
-        _start(_lws(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *GENERATE, "-tp", "2", prefix=two_hosts[rank])
+        _start(_lws(rank, 2, port, LEADER_ADDRESS) | {"LOCAL_RANK": "0"}, *GENERATE, layout, "2", prefix=two_hosts[rank])
         for rank in (0, 1)
     ]
     leader, worker = _end(ranks)
     assert (leader[0], worker[0]) == (0, 0), leader[2] + worker[2]
     assert leader[1] == _expected()
     assert "the ranks are on several hosts" in leader[2]
+
+
+@pytest.mark.parametrize("local_size", [2, 1])
+def test_stages_of_two_ranks_need_each_stage_on_one_host(two_hosts, local_size):
+    """local_size: ranks that follow each other on a host."""
+    port = free_port()
+    hosts = [rank // local_size % 2 for rank in range(4)]
+    ranks = [
+        _start(
+            _torchrun(rank, 4, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(hosts[:rank].count(hosts[rank]))},
+            *(*GENERATE, "-tp", "2", "-pp", "2"),
+            prefix=two_hosts[hosts[rank]],
+        )
+        for rank in range(4)
+    ]
+    leader, *workers = _end(ranks)
+    if local_size == 2:
+        assert [leader[0], *(worker[0] for worker in workers)] == [0] * 4, leader[2] + workers[-1][2]
+        assert leader[1] == _expected()
+    else:
+        assert leader[0] != 0
+        assert "rank 1 is on another host than rank 0, but both are of pipeline stage 0" in leader[2]
+
+
+STAGES = """
+import sys
+from quire import LLM, SamplingParams
+DRAFTS = {"method": ["eagle3", "medusa"], "model": {"eagle3": "demo-eagle3", "medusa": "demo-medusa"}}
+DRAFTS |= {"adaptive": False, "num_speculative_tokens": 4}
+options = {"max_num_seqs": 4, "num_kv_blocks": 64, "num_threads": 1}
+if int(sys.argv[1]) > 1:
+    options["speculative_config"] = DRAFTS
+llm = LLM("demo", pipeline_parallel_size=int(sys.argv[1]), **options)
+prompts = ["It was a cold morning when", "A", "Once upon a time there was", "The cat and the dog"]
+for _ in range(2):
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=12, prompt_logprobs=1, logprobs=1)
+    for output in llm.generate(prompts, params, use_tqdm=False):
+        print(output.prompt_logprobs, output.outputs[0].token_ids, output.outputs[0].logprobs)
+    llm.sleep(1)
+    llm.wake_up()
+print([len(one.outputs.embedding) for one in llm.embed(prompts, use_tqdm=False)])
+llm.close()
+"""
+
+
+def test_stages_of_two_hosts_give_the_log_probabilities_of_one_process(two_hosts, tmp_path):
+    script, port, size = tmp_path / "script.py", free_port(), 3
+    script.write_text(STAGES)
+    ((status, expected, errors),) = _end([_start({}, str(script), "1")])
+    assert status == 0, errors
+    ranks = [
+        _start(
+            _torchrun(rank, size, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(max(0, rank - 1))},
+            *(str(script), str(size)),
+            prefix=two_hosts[min(rank, 1)],
+        )
+        for rank in range(size)
+    ]
+    leader, *workers = _end(ranks)
+    assert [leader[0], *(worker[0] for worker in workers)] == [0] * size, leader[2] + workers[0][2]
+    assert leader[1] == expected
 
 
 def test_a_worker_of_another_host_serves_health_and_names_rank_0_for_the_rest(two_hosts):
@@ -212,6 +276,43 @@ def test_a_worker_of_another_host_serves_health_and_names_rank_0_for_the_rest(tw
         for rank in reversed(ranks):
             rank.kill()
         _end(ranks)
+
+
+ENDED = """
+import time
+from quire import LLM, SamplingParams
+sizes = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+llm = LLM("demo", **sizes, num_threads=1, num_kv_blocks=64, distributed_timeout_s=3)
+print("ready", flush=True)
+try:
+    while True:
+        llm.generate("A", SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+except Exception as error:
+    print(time.monotonic(), error, flush=True)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_stage_of_another_host_that_is_killed_or_stopped_is_named_in_time(two_hosts, tmp_path, sent):
+    script, port = tmp_path / "script.py", free_port()
+    script.write_text(ENDED)
+    environments = [_torchrun(rank, 4, port, LEADER_ADDRESS) | {"LOCAL_RANK": str(rank % 2)} for rank in range(4)]
+    ranks = [_start(each, str(script), prefix=two_hosts[rank // 2]) for rank, each in enumerate(environments)]
+    assert ranks[0].stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    at = time.monotonic()
+    os.kill(ranks[3].pid, sent)  # the second process of the stage
+    told_at, _, text = ranks[0].stdout.readline().partition(" ")
+    for rank in reversed(ranks):
+        rank.kill()
+    results = _end(ranks)
+    if sent is signal.SIGKILL:
+        assert text.startswith("pipeline stage 1 (layers "), results[0][2]
+        assert f"rank 3 (pid {ranks[3].pid} on " in text
+        assert float(told_at) - at < 1.0
+    else:
+        assert "has not answered for 3 s (distributed_timeout_s): it, or a stage before it, is stopped" in text, results[0][2]
+        assert float(told_at) - at < 4.0
 
 
 def test_a_worker_of_another_host_that_is_killed_ends_the_leader(two_hosts):

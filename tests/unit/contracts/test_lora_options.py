@@ -9,7 +9,6 @@ from quire.contracts.config import EngineConfig
 @pytest.mark.parametrize(
     "other",
     [
-        {"pipeline_parallel_size": 2},
         {"model_impl": "transformers"},
         {"prefill_context_parallel_size": 2},
     ],

@@ -49,7 +49,7 @@ def _config(**options):
         ({"expert_placement": "balanced"}, "expert_placement is 'balanced' and expert_load None"),
         ({"expert_load": "load.json"}, "expert_placement is 'linear' and expert_load 'load.json'"),
         ({"expert_placement": "x.json", "num_redundant_experts": 2}, "num_redundant_experts is 2, but the file of expert_plac"),
-        ({"tensor_parallel_size": 1, "pipeline_parallel_size": 2}, "enable_expert_parallel and pipeline_parallel_size 2"),
+        ({"enable_eplb": True, "pipeline_parallel_size": 2}, "enable_eplb and pipeline_parallel_size 2: both together"),
         ({"tensor_parallel_size": 1}, "enable_expert_parallel is True, but tensor_parallel_size is 1, and one rank holds all"),
         (
             {"tensor_parallel_size": 1, "prefill_context_parallel_size": 2},

@@ -6,10 +6,11 @@ import pytest
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.worker import inspect, memory
+from quire.worker import inspect, memory, parallel_build
 from quire.worker.host_part import host_part, ranks_on_host
 from quire.worker.inspect import inspect_model
 from quire.worker.memory import check_fits
+from quire.worker.parallel_build import check_rank_memory
 from quire.worker.tiers import num_host_pages
 
 MODEL = "demo"
@@ -27,7 +28,7 @@ def torchrun(rank, local_rank, num_local_ranks):
 
 def test_a_leader_that_starts_its_workers_has_all_ranks():
     assert ranks_on_host(config(tensor_parallel_size=4), {}) == range(4)
-    assert ranks_on_host(config(tensor_parallel_size=4, pipeline_parallel_size=2), {}) == range(4)  # of each stage
+    assert ranks_on_host(config(tensor_parallel_size=4, pipeline_parallel_size=2), {}) == range(8)
 
 
 @pytest.mark.parametrize(
@@ -105,3 +106,30 @@ def test_a_model_that_fits_only_on_several_hosts_is_taken_and_one_process_refuse
     monkeypatch.setattr(memory, "available_memory_bytes", lambda: 8 << 30)
     with pytest.raises(ConfigError, match=r"8.00 GiB are available for 1 of 2 ranks on this host, weights take 1[23]\.\d+ GiB"):
         check_fits(inspect_model(config(tensor_parallel_size=2, **options)).memory)
+
+
+def test_stages_on_this_host_count_by_their_layers(monkeypatch):
+    options = {"pipeline_parallel_size": 2, "pipeline_layers": (6, 2), "num_kv_blocks": 64}
+    whole = inspect_model(config(**options)).memory
+    assert whole.host is None
+    for name, value in (torchrun(0, 0, 1) | {"WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    own = inspect_model(config(**options)).memory
+    assert (own.host.num_ranks, own.host.num_all_ranks) == (1, 2)
+    assert (own.weight_bytes, own.num_kv_blocks) == (whole.weight_bytes, whole.num_kv_blocks)
+    assert own.kv_bytes == whole.kv_bytes * 6 // 8
+    assert 0.7 * whole.weight_bytes < own.host_weight_bytes < 0.9 * whole.weight_bytes
+    assert own.activation_bytes == whole.activation_bytes
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert inspect_model(config(**options)).memory.host is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ranks = inspect_model(config(**options, tensor_parallel_size=2)).memory
+    assert (ranks.host.num_ranks, ranks.host.num_all_ranks, ranks.kv_bytes) == (2, 4, own.kv_bytes)
+    assert ranks.host_weight_bytes == pytest.approx(own.host_weight_bytes, rel=0.02)
+
+
+def test_a_stage_that_does_not_fit_on_its_host_is_refused_with_its_numbers(monkeypatch):
+    monkeypatch.setattr(parallel_build, "available_memory_bytes", lambda: 3 << 20)
+    check_rank_memory((1 << 20, 2 << 20), 1)
+    with pytest.raises(ConfigError, match=r"rank 1 needs about 4.0 MiB .*, but 3.0 MiB are available on .*take more stages"):
+        check_rank_memory((1 << 20, 4 << 20), 1, "stages")

@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks with LoRA adapters give the tokens and log probabilities of one rank, bit for bit."""
+"""Ranks and pipeline stages with LoRA adapters give the tokens and log probabilities of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from quire.base.errors import ConfigError, RequestError
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
-from quire.worker import parallel_launch
+from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.lora import check_lora
 from quire.worker.parallel_build import rank_memories
+from quire.worker.pipeline_plan import stage_memories
 from tests.lora_adapter import write_adapter
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
@@ -28,7 +29,8 @@ ADAPTERS = ("one", None, "two", "one")
 
 @pytest.fixture(autouse=True)
 def thread_workers(monkeypatch):
-    monkeypatch.setattr(parallel_launch, "spawn_workers", lambda *args: ThreadWorkers(*args))
+    for module in (parallel_launch, pipeline_build):
+        monkeypatch.setattr(module, "spawn_workers", lambda *args: ThreadWorkers(*args))
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
@@ -58,11 +60,18 @@ def adapter(folder, name):
 
 
 def outputs(llm, folder, names=ADAPTERS):
-    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=2)
+    # On stages the logits of prompts are computed after later steps have begun.
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, detokenize=False, logprobs=2, prompt_logprobs=prompt)
+        for prompt in (1, 1, None, None)
+    ]
     loras = [adapter(folder, name) for name in names]
     found = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=loras)
     assert [output.error for output in found] == [None] * len(PROMPTS)
-    return [(list(one.outputs[0].token_ids), [entry.items() for entry in one.outputs[0].logprobs]) for one in found]
+    return [
+        ([list(one.outputs[0].token_ids)] + [repr(each) for each in (one.outputs[0].logprobs, one.prompt_logprobs)])
+        for one in found
+    ]
 
 
 def after_changes(llm, folder):
@@ -84,9 +93,12 @@ def after_changes(llm, folder):
         pytest.param({"size": 4}, id="four", marks=pytest.mark.slow),
         pytest.param({"size": 3, "quantization": "int8"}, id="int8", marks=pytest.mark.slow),
         pytest.param({"size": 2, "decode_context_parallel_size": 2}, id="context", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2}, id="stages"),
+        pytest.param({"size": 2, "pipeline_parallel_size": 2}, id="ranks-of-stages", marks=pytest.mark.slow),
+        pytest.param({"pipeline_parallel_size": 2, "quantization": "int8"}, id="int8-stages", marks=pytest.mark.slow),
     ],
 )
-def test_outputs_are_those_of_one_rank(adapted, options):
+def test_outputs_are_those_of_one_process(adapted, options):
     model, folder = adapted
     with engine(model, **{name: options[name] for name in options if name == "quantization"}) as one:
         expected = after_changes(one, folder)
@@ -102,17 +114,23 @@ def test_experts_may_be_divided_by_ranks(adapted, tmp_path):
     with engine(model, save_expert_load=str(tmp_path / "load.json")) as one:
         expected = after_changes(one, folder)
     assert (tmp_path / "load.json").stat().st_size > 0
-    with engine(model, 2, enable_expert_parallel=True) as ranks:
-        assert after_changes(ranks, folder) == expected
+    for num_stages in (1, 2):
+        with engine(model, 2, enable_expert_parallel=True, pipeline_parallel_size=num_stages) as ranks:
+            assert after_changes(ranks, folder) == expected
 
 
 def test_first_matrices_are_counted_on_every_rank():
-    def num_bytes(size, **options):
-        config = EngineConfig(model="demo", device="cpu", num_kv_blocks=96, tensor_parallel_size=size, **options)
-        return sum(each.weight_bytes for each in rank_memories(config, inspect_model(config)))
+    def num_bytes(size, num_stages=1, **options):
+        options |= {"tensor_parallel_size": size, "pipeline_parallel_size": num_stages}
+        config = EngineConfig(model="demo", device="cpu", num_kv_blocks=96, **options)
+        memories = rank_memories if num_stages == 1 else stage_memories
+        return sum(each.weight_bytes for each in memories(config, inspect_model(config)))
 
-    one, two = (num_bytes(size, enable_lora=True) - num_bytes(size) for size in (1, 2))
+    one, two, stages, ranks = (
+        num_bytes(*sizes, enable_lora=True) - num_bytes(*sizes) for sizes in ((1,), (2,), (1, 2), (2, 2))
+    )
     assert 1.2 * one < two < 2 * one
+    assert (stages, ranks) == pytest.approx((one, two), rel=0.01)
 
 
 def test_gpus_that_share_a_model_take_no_adapters():

@@ -202,6 +202,21 @@ def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     stages.close()
 
 
+EXPERTS = {"copies": {"num_redundant_experts": 2}, "int8": {"quantization": "int8", "tensor_parallel_shares": (2, 1)}}
+
+
+@pytest.mark.parametrize("options", _cases(EXPERTS, "copies"))
+def test_stages_whose_ranks_hold_whole_experts_give_the_tokens_of_one_process(options):
+    one = _engine(model="demo-moe", quantization=options.get("quantization"))
+    stages = _engine(2, 2, model="demo-moe", enable_expert_parallel=True, **options)
+    params = {**KINDS["log-probabilities"], "max_tokens": 6}
+    assert _outputs(stages, **params) == _outputs(one, **params)
+    memories = stage_memories(stages.llm_engine.config, stages.llm_engine.report)
+    assert sum(each.weight_bytes for each in memories) == pytest.approx(stages.llm_engine.report.packed_weight_bytes, rel=0.1)
+    one.close()
+    stages.close()
+
+
 @pytest.mark.parametrize(
     ("params", "ranks"), [("greedy", 1), ("sampled", 1), pytest.param("greedy", 2, marks=pytest.mark.slow)]
 )
@@ -344,8 +359,8 @@ def test_the_idle_share_of_each_stage_is_measured():
             "decode_context_parallel_size is 2 and pipeline_parallel_size 2: both together are not supported",
         ),
         (
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "model": "demo-moe", "enable_expert_parallel": True},
-            "enable_expert_parallel and pipeline_parallel_size 2: both together are not supported",
+            {"pipeline_parallel_size": 2, "model": "demo-moe", "save_expert_load": "load.json"},
+            "save_expert_load and pipeline_parallel_size 2: both together are not supported",
         ),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),

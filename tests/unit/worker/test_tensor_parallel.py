@@ -245,7 +245,6 @@ def test_a_launcher_is_found_in_the_environment(environment, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "the stages of a pipeline .pipeline_parallel_size 2."),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "the ranks of several replicas .data_parallel_size 2."),
         ({"tensor_parallel_size": 2, "device": "cuda"}, "ranks on GPUs .device cuda."),
     ],
@@ -259,6 +258,19 @@ def test_ranks_that_only_the_leader_can_start_are_refused_to_launchers(monkeypat
     by_ray = EngineConfig(model="demo", distributed_executor_backend="ray", **options)
     with pytest.raises(ConfigError, match=f"'ray', but {message}"):
         parallel_launch.check_backend(by_ray)
+
+
+def test_a_launcher_may_start_stages():
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    stages = EngineConfig(model="demo", pipeline_parallel_size=2)
+    assert parallel_launch.launched_group(stages, torchrun).rank == 1
+    with pytest.raises(ConfigError, match="has started 2 processes, but pipeline_parallel_size asks for 3 ranks"):
+        parallel_launch.launched_group(replace(stages, pipeline_parallel_size=3), torchrun)
+    message = r"but pipeline_parallel_size \* tensor_parallel_size asks for 4 ranks"
+    with pytest.raises(ConfigError, match=message):
+        parallel_launch.launched_group(replace(stages, tensor_parallel_size=2), torchrun)
+    with pytest.raises(ConfigError, match=r"'ray', but the stages of a pipeline \(pipeline_parallel_size 2\)"):
+        parallel_launch.check_backend(replace(stages, distributed_executor_backend="ray"))
 
 
 def test_ray_is_refused_where_there_is_one_rank():

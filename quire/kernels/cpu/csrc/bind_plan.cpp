@@ -275,8 +275,9 @@ void bind_results(PlanClass& plan) {
         .def("layer_inputs", [](Plan& p, const std::vector<i32>& rows, uintptr_t out) {
             p.layer_inputs(rows.data(), static_cast<i32>(rows.size()), reinterpret_cast<float*>(out));
         }, nb::call_guard<nb::gil_scoped_release>(), "rows"_a, "out"_a)
-        .def("use_rows", [](Plan& p, uintptr_t rows) { p.use_rows(reinterpret_cast<float*>(rows)); }, "rows"_a,
-             "Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.")
+        .def("use_rows", [](Plan& p, uintptr_t rows, uintptr_t adapters, i32 count) {
+            p.use_rows(reinterpret_cast<float*>(rows), reinterpret_cast<const i32*>(adapters), count);
+        }, "rows"_a, "adapters"_a = 0, "count"_a = 0, "Take the rows of an earlier step of a pipeline stage for what logits and hidden_states compute next.")
         .def("move_tokens", [](Plan& p, uintptr_t from_slots, uintptr_t to_slots, i32 count, bool is_windowed) {
             p.move_tokens(reinterpret_cast<const i64*>(from_slots), reinterpret_cast<const i64*>(to_slots), count, is_windowed);
         }, nb::call_guard<nb::gil_scoped_release>(), "from_slots"_a, "to_slots"_a, "count"_a, "is_windowed"_a = false)

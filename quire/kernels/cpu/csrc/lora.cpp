@@ -130,12 +130,11 @@ void LoraState::reserve(i32 num_rows) {
 }
 
 void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
-    if (divides_rows() || is_stage_ || entry_ != Entry::token)
-        throw std::invalid_argument("a rank that divides rows, a stage or a draft head takes no adapters");
+    if (divides_rows() || entry_ != Entry::token) throw std::invalid_argument("a rank that divides rows or a draft head takes no adapters");
     if (number < 0) throw std::invalid_argument("the number of an adapter is at least 0");
     if (adapter && (adapter->num_layers != num_layers() || adapter->num_experts != max_experts_))
         throw std::invalid_argument("the adapter is for another number of layers or experts");
-    if (adapter && adapter->rank == 0) throw std::invalid_argument("the adapter has no matrices");
+    if (adapter && adapter->rank == 0 && !is_stage_) throw std::invalid_argument("the adapter has no matrices");
     const std::lock_guard<std::mutex> lock(guard_);
     if (number >= static_cast<i32>(lora_.adapters.size())) lora_.adapters.resize(static_cast<size_t>(number) + 1);
     lora_.num_layers = num_layers();

@@ -187,10 +187,12 @@ void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
     is_last_stage_ = is_last;
 }
 
-void Plan::use_rows(float* rows) {
+void Plan::use_rows(float* rows, const i32* adapters, i32 count) {
     if (!is_stage_ || rows == nullptr) throw std::invalid_argument("rows of the caller are those of a pipeline stage");
     const std::lock_guard<std::mutex> lock(guard_);
     x_ = rows;
+    lora_.numbers.assign(adapters, adapters + count);
+    lora_.kept_numbers = lora_.numbers;
 }
 
 void Plan::measure(const Site& site, i64 rows) {

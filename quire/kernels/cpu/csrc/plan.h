@@ -214,7 +214,8 @@ public:
     // first_layer: in the model.
     void set_stage(bool is_first, bool is_last, i32 first_layer);
     // Use the rows of an earlier step of a pipeline stage in the next calls of logits and hidden_states; they are not changed.
-    void use_rows(float* rows);
+    // adapters: the numbers of their adapters, see StepInput; count 0: they have none.
+    void use_rows(float* rows, const i32* adapters, i32 count);
     // Set the adapter of a number, after finish; null: the number is free.
     void set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter);
     i32 num_layers() const { return static_cast<i32>(layers_.size()); }
