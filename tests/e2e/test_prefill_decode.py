@@ -18,12 +18,11 @@ pytestmark = pytest.mark.slow
 LONG = "You are a careful clerk who answers briefly and never forgets what was said before in the same talk. " * 12
 
 
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory):
-    """A prefill server and a decode server; the last test that uses them kills an engine."""
-    folder = tmp_path_factory.mktemp("apart")
-    common = ("--num-threads", "1", "--transfer-secret-file", str(folder / "secret"))
-    address = f"unix:{folder}/pages"
+@contextlib.contextmanager
+def serving_apart(tmp_path, *options):
+    """Yield a prefill server and a decode server."""
+    common = ("--num-threads", "1", "--transfer-secret-file", str(tmp_path / "secret"), *options)
+    address = f"unix:{tmp_path}/pages"
     with (
         serving("--role", "prefill", "--prefill-listen", address, *common) as prefill,
         serving("--role", "decode", "--prefill-url", address, "--prefill-min-tokens", "64", *common) as decode,
@@ -46,47 +45,48 @@ def metric(server, name, **labels):
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
-def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(apart):
-    prefill, decode = apart
+def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(tmp_path):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     constrained = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     cases = (("One.", {}), ("Two.", {"n": 2}), ("Three.", constrained))
     with serving("--num-threads", "1") as server:
         expected = [ask(server, name, **more)[0] for name, more in cases]
-    found = [ask(decode, name, **more) for name, more in cases]
-    assert [answer for answer, _ in found] == expected
-    assert min(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in found) >= 200
-    decode.wait_for(lambda: metric(decode, "kv_transfers_total", outcome="complete") == 3, timeout_s=30)
-    num_pages = metric(decode, "kv_tier_hit_pages_total", tier="peer")
-    assert num_pages == metric(decode, "kv_tier_loaded_pages_total", tier="peer") > 36
-    prefill.wait_for(lambda: metric(prefill, "kv_tier_saved_pages_total", tier="peer") == num_pages, timeout_s=30)
-    prefill.wait_for(lambda: metric(prefill, "kv_tier_pages", tier="peer") == 0, timeout_s=30)
-    assert decode.get("/health").json()["transfers"]["complete"] == 3
+    with serving_apart(tmp_path) as (prefill, decode):
+        found = [ask(decode, name, **more) for name, more in cases]
+        assert [answer for answer, _ in found] == expected
+        assert min(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in found) >= 200
+        decode.wait_for(lambda: metric(decode, "kv_transfers_total", outcome="complete") == 3, timeout_s=30)
+        num_pages = metric(decode, "kv_tier_hit_pages_total", tier="peer")
+        assert num_pages == metric(decode, "kv_tier_loaded_pages_total", tier="peer") > 36
+        prefill.wait_for(lambda: metric(prefill, "kv_tier_saved_pages_total", tier="peer") == num_pages, timeout_s=30)
+        prefill.wait_for(lambda: metric(prefill, "kv_tier_pages", tier="peer") == 0, timeout_s=30)
+        assert decode.get("/health").json()["transfers"]["complete"] == 3
 
 
-def test_prefill_server_takes_no_requests_of_clients(apart):
-    answer = apart[0].post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 2})
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "wrong_role"
-    assert "--role prefill" in answer.json()["error"]["message"]
+def test_prefill_server_takes_no_requests_of_clients(tmp_path):
+    with serving("--role", "prefill", "--prefill-listen", f"unix:{tmp_path}/pages", "--num-threads", "1") as server:
+        answer = server.post("/v1/completions", {"model": "demo", "prompt": "Hello", "max_tokens": 2})
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "wrong_role"
+        assert "--role prefill" in answer.json()["error"]["message"]
 
 
-def test_requests_are_served_while_the_prefill_engine_is_away_and_it_is_used_again(apart):
-    prefill, decode = apart
-    expected, usage = ask(decode, "Away 1.")
-    assert usage["prompt_tokens_details"]["cached_tokens"] >= 200
-    os.kill(prefill.engine_pid(), signal.SIGSTOP)
-    assert ask(decode, "Away 2.")[1]["prompt_tokens_details"]["cached_tokens"] < 64
-    os.kill(prefill.engine_pid(), signal.SIGKILL)
-    assert ask(decode, "Away 3.")[1]["prompt_tokens_details"]["cached_tokens"] < 64
-    prefill.wait_for(lambda: prefill.get("/ready").status_code == 200)
+def test_requests_are_served_while_the_prefill_engine_is_away_and_it_is_used_again(tmp_path):
+    with serving_apart(tmp_path) as (prefill, decode):
+        expected, usage = ask(decode, "One.")
+        assert usage["prompt_tokens_details"]["cached_tokens"] >= 200
+        os.kill(prefill.engine_pid(), signal.SIGSTOP)
+        assert ask(decode, "Two.")[1]["prompt_tokens_details"]["cached_tokens"] < 64
+        os.kill(prefill.engine_pid(), signal.SIGKILL)
+        assert ask(decode, "Three.")[1]["prompt_tokens_details"]["cached_tokens"] < 64
+        prefill.wait_for(lambda: prefill.get("/ready").status_code == 200)
 
-    def is_used():
-        number = is_used.number = getattr(is_used, "number", 3) + 1
-        return ask(decode, f"Away {number}.")[1]["prompt_tokens_details"]["cached_tokens"] >= 200
+        def is_used():
+            number = is_used.number = getattr(is_used, "number", 3) + 1
+            return ask(decode, f"{number}.")[1]["prompt_tokens_details"]["cached_tokens"] >= 200
 
-    decode.wait_for(is_used)
-    assert ask(decode, "Away 1.")[0] == expected
+        decode.wait_for(is_used)
+        assert ask(decode, "One.")[0] == expected
 
 
 def test_decode_server_behind_a_router_uses_all_prefill_servers_and_passes_over_a_dead_one(tmp_path):
