@@ -90,7 +90,7 @@ class Speculator:
         self.typical = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha) if is_typical else None
         self._stops_early = proposer is not None and proposer.stops_early
         self._record = AcceptanceRecord if proposer is None else proposer.record
-        self._controller = DraftController(config.max_tokens, self._record) if config is not None and config.adaptive else None
+        self.controller = DraftController(config.max_tokens, self._record) if config is not None and config.adaptive else None
         self._max_drafts = most_drafts(self._max_tokens, vocab_size) if max_drafts is None else max_drafts
         self._followed: dict[SequenceId, _Followed] = {}
         self._forced = ForcedTokens()
@@ -125,8 +125,8 @@ class Speculator:
         return True
 
     def _end_skipping(self) -> None:
-        if self._controller is not None and self._num_skipped > 0:
-            self._controller.skip_steps(self._num_skipped)
+        if self.controller is not None and self._num_skipped > 0:
+            self.controller.skip_steps(self._num_skipped)
         self._skips_left = self._num_skipped = 0
 
     @property
@@ -179,7 +179,7 @@ class Speculator:
 
     def _update_controller(self, duration_s: float | None) -> None:
         """Report the last step to the controller once; None: its duration is not meaningful."""
-        controller = self._controller
+        controller = self.controller
         if controller is not None and self._has_ended:
             if duration_s is None:
                 controller.pass_step(self._num_drafts, self._num_caught_up)
@@ -216,8 +216,8 @@ class Speculator:
 
     def follow(self, sequence: DraftedSequence) -> None:
         """Track a sequence that the plan starts."""
-        if self._controller is not None:
-            self._controller.note_start()
+        if self.controller is not None:
+            self.controller.note_start()
         if sequence.sampling.matcher is not None:
             self._constrained.add(sequence.sequence_id)
         if self._proposer is not None or sequence.sampling.matcher is not None:
@@ -240,8 +240,8 @@ class Speculator:
             if sequence_id in self._num_wanted:
                 wanted[sequence_id] = count = min(count, self._num_wanted[sequence_id])
                 asked.append((self._followed[sequence_id].sequence, count))
-        if self._controller is not None and self._controller.is_trial and not self._will_tell(plan, wanted):
-            self._controller.cancel_trial()
+        if self.controller is not None and self.controller.is_trial and not self._will_tell(plan, wanted):
+            self.controller.cancel_trial()
             wanted = {}
         if wanted and self._proposer is not None:
             found = dict(zip(wanted, self._proposer.propose(asked), strict=True))
@@ -318,7 +318,7 @@ class Speculator:
     @property
     def inputs(self) -> tuple[DraftInput, ...]:
         """Model states that the proposer reads in this step; empty while drafts are disabled for many more steps."""
-        if self._proposer is None or (self._controller is not None and not self._controller.is_reading):
+        if self._proposer is None or (self.controller is not None and not self.controller.is_reading):
             return ()
         return self._proposer.inputs
 
@@ -350,7 +350,7 @@ class Speculator:
         """
         if not self._followed:
             return {}
-        controller = self._controller
+        controller = self.controller
         is_plain = len(paths) == len(plan.num_scheduled_tokens) == sum(plan.num_scheduled_tokens.values())
         if controller is not None and is_plain and not self._drafted and not self._constrained:
             num_skippable = controller.num_skippable
@@ -398,6 +398,6 @@ class Speculator:
         """Return how many drafts to request from the proposer for the next step."""
         followed = [self._followed[sequence_id] for sequence_id in advanced]
         counts = [proposer.num_available(one.sequence, self._max_tokens) for one in followed]
-        if self._controller is not None:
-            counts = self._controller.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
+        if self.controller is not None:
+            counts = self.controller.choose([(one.record, count) for one, count in zip(followed, counts, strict=True)])
         return {sequence_id: count for sequence_id, count in zip(advanced, counts, strict=True) if count > 0}

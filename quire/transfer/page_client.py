@@ -217,6 +217,11 @@ class PageClient:
                 _drop(peer.idle, list(peer.idle))
 
     @property
+    def peers(self) -> tuple[_Peer, ...]:
+        """What is known of each peer, in the order of the addresses."""
+        return tuple(self._peers)
+
+    @property
     def outcomes(self) -> Counter[str]:
         """How many transfers have ended with each outcome, see Pull."""
         with self._lock:

@@ -174,7 +174,6 @@ def test_router_lets_what_runs_end_before_it_stops(servers):
 
 
 RESUMED = {
-    "greedy": ("/v1/completions", {"prompt": "Once upon a time", "temperature": 0, "ignore_eos": True}),
     "seeded chat": (
         "/v1/chat/completions",
         {"messages": [{"role": "user", "content": "Tell me a story."}], "seed": 5, "temperature": 1, "ignore_eos": True},

@@ -300,7 +300,7 @@ def test_prompts_are_computed_here_if_the_peer_is_slower(monkeypatch, cold, deco
     monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1.5)
     run(decode, PROMPTS[:1])
     remote = decode.llm_engine.remote_prefill
-    remote._client._peers[0].load.s_per_page, remote._tokens_per_s = 1.0, 1e9
+    remote._client.peers[0].load.s_per_page, remote._tokens_per_s = 1.0, 1e9
     assert run(decode, PROMPTS[1:2]) == (run(cold, PROMPTS[1:2])[0], [0])
     assert outcomes(decode) == {"complete": 1, "slower": 1}
 

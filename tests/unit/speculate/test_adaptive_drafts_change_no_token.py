@@ -59,7 +59,7 @@ def run(scale, clock=None, **options):
     if clock is None:
         engine.draft_forced(False)
     else:
-        clock.speculator, controller = speculator, speculator._controller
+        clock.speculator, controller = speculator, speculator.controller
     num_steps, num_preemptions = 0, 0
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0][1][0] <= num_steps:

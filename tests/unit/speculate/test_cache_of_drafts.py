@@ -185,7 +185,7 @@ def test_own_cache_holds_after_every_step_what_a_fresh_run_would(tiny_model, tmp
         while engine.has_unfinished_requests():
             if option == "asleep" and turn == 0:
                 recorder.speculator._end_skipping()
-                recorder.speculator._controller._budget.disabled_left = 1000 if 3 <= num_steps < 9 else 0
+                recorder.speculator.controller._budget.disabled_left = 1000 if 3 <= num_steps < 9 else 0
             num_preemptions += sum(output.metrics.num_preemptions for output in engine.step() if output.finished)
             num_steps += 1
             recorder.record()

@@ -245,7 +245,7 @@ def test_a_sleeping_head_is_fed_again_before_it_wakes(tiny_model, tmp_path):
     llm = start(tiny_model, "eagle3", folder)
     speculator = llm.llm_engine.speculator
     controller = DraftController(3, AcceptanceRecord)
-    speculator._controller = controller
+    speculator.controller = controller
     controller._budget.disabled_left = 1000
     assert speculator.inputs == ()
     controller._budget.disabled_left = 10

@@ -100,7 +100,7 @@ def plan(step_id, slots=None, num_prompt_tokens=0):
 
 def start(sampling, controller=None):
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300)
-    speculator._controller = controller = controller or Controller()
+    speculator.controller = controller = controller or Controller()
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], sampling, None))
@@ -141,7 +141,7 @@ def test_drafts_that_were_asked_for_count_when_doubtful_ones_are_left_out():
             return [Draft.chain((1, 2, 3)) for _ in wanted]
 
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=5), Doubting(5), 300)
-    speculator._controller = controller = Controller()
+    speculator.controller = controller = Controller()
     request = SimpleNamespace(request_id="r", prompt_token_ids=(5,))
     speculator.begin(plan(0))
     speculator.follow(DraftedSequence(SequenceId(0), request, 0, [5, 6], Sampling(is_constrained=False), None))
@@ -355,7 +355,7 @@ def test_all_get_drafts_in_turn_when_there_are_fewer_than_sequences(wanted):
 
 def test_no_sequence_goes_without_drafts_when_others_could_take_all():
     speculator = Speculator(SpeculativeConfig(method="ngram", num_speculative_tokens=3), Guess(3), 300, max_drafts=4)
-    speculator._controller = None
+    speculator.controller = None
     plans = [StepPlan(step, {SequenceId(key): 1 for key in range(2)}, ()) for step in range(2)]
     speculator.begin(plans[0])
     for key in range(2):

@@ -155,7 +155,7 @@ def test_pages_are_copied_from_shared_slots_on_one_machine(tmp_path):
     with Pair(Address(path=str(tmp_path / "pages")), source) as pair:
         for number in range(1, 9):
             assert finish(pair.pull(num_pages=number)) == "complete"
-        assert pair.client._peers[0].idle[0].is_shared
+        assert pair.client.peers[0].idle[0].is_shared
         source.is_instant = False
         pull = pair.pull()
         assert wait_until(lambda: len(source.jobs) == 9)
@@ -179,7 +179,7 @@ def test_slots_of_an_ended_server_are_let_go_without_another_transfer(tmp_path):
         assert num_mapped() > 0
         pair.server.close()
         assert wait_until(lambda: num_mapped() == 0, 10)
-        assert not pair.client._peers[0].idle
+        assert not pair.client.peers[0].idle
     os.close(source.fd)
 
 
@@ -193,7 +193,7 @@ def test_shared_slots_are_not_offered_over_tcp(tcp):
     source = SharingSource()
     with Pair(tcp, source) as pair:
         assert finish(pair.pull()) == "complete"
-        assert not pair.client._peers[0].idle[0].is_shared
+        assert not pair.client.peers[0].idle[0].is_shared
     os.close(source.fd)
 
 
@@ -279,7 +279,7 @@ def test_wrong_peer_is_refused_told_once_and_left_alone(tcp, monkeypatch, identi
         assert pull.num_done == 0
         assert not pair.source.jobs
         assert not pair.client.is_available
-        pair.client._peers[0].paused_until_s = 0.0
+        pair.client.peers[0].paused_until_s = 0.0
         assert finish(pair.pull()) == outcome
     assert len(warnings) == 1
     assert text in warnings[0]
@@ -357,10 +357,10 @@ def test_peer_that_is_away_is_left_alone_for_longer_and_longer(tcp):
     with Pair(tcp, peer=Address("127.0.0.1", 1)) as pair:
         pauses = []
         for _ in range(3):
-            pair.client._peers[0].paused_until_s = 0.0
+            pair.client.peers[0].paused_until_s = 0.0
             assert finish(pair.pull()) == "lost"
             assert not pair.client.is_available
-            pauses.append(pair.client._peers[0].pause_s)
+            pauses.append(pair.client.peers[0].pause_s)
     assert pauses == [1.0, 2.0, 4.0]
 
 
@@ -377,11 +377,11 @@ def test_restarted_peer_is_found_by_the_kept_connection(tmp_path):
     address = Address(path=str(tmp_path / "pages"))
     with Pair(address) as pair:
         assert finish(pair.pull()) == "complete"
-        before = pair.client._peers[0].incarnation
+        before = pair.client.peers[0].incarnation
         pair.server.close()
         pair.server = PageServer(address, IDENTITY, pair.source)
         assert finish(pair.pull()) == "complete"
-        assert pair.client._peers[0].incarnation != before
+        assert pair.client.peers[0].incarnation != before
 
 
 def test_lease_of_a_client_that_says_nothing_ends(tcp):

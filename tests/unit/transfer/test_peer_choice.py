@@ -38,7 +38,7 @@ def start(client, num_pages=4, first_page=0):
 
 
 def loads(client):
-    return [peer.load for peer in client._peers]
+    return [peer.load for peer in client.peers]
 
 
 def test_work_counts_pages_that_are_computed_and_little_for_cached_ones():
@@ -121,7 +121,7 @@ def test_peer_that_has_ended_is_passed_over_until_it_is_back():
         assert client.outcomes["retried"] == 1
         assert list(client.waits_s) == [str(servers[1].address)]
         servers[0] = PageServer(servers[0].address, IDENTITY, sources[0])
-        client._peers[0].paused_until_s = 0.0
+        client.peers[0].paused_until_s = 0.0
         loads(client)[0].s_per_page, loads(client)[1].s_per_page = 1e-6, 1.0
         assert finish(start(client, num_pages=6)) == "complete"
         assert len(sources[0].jobs) == 1
@@ -154,7 +154,7 @@ def test_idle_peers_are_asked_for_their_load(monkeypatch):
 
 def test_what_is_expected_of_a_peer_that_rests_stays():
     with peers() as (client, _, _servers):
-        resting = client._peers[1]
+        resting = client.peers[1]
         resting.paused_until_s, resting.load.s_per_page = float("inf"), 1e-9
         for _ in range(5):
             assert finish(start(client)) == "complete"

@@ -19,10 +19,16 @@ namespace {
 using Levels = u32;
 
 #if defined(__x86_64__)
-#if defined(QUIRE_WITHOUT_AVX_VNNI)  // the compiler has no such instructions: the level is never chosen
+#if defined(QUIRE_WITHOUT_AVX2)  // a build of the slowest and the fastest level: the others are never chosen
+#define MIDDLE portable
+#define VNNI portable
+constexpr Levels PORTABLE = 1, AVX2 = 0, AVX_VNNI = 0, AVX512 = 8;
+#elif defined(QUIRE_WITHOUT_AVX_VNNI)  // the compiler has no such instructions: the level is never chosen
+#define MIDDLE avx2
 #define VNNI avx2
 constexpr Levels PORTABLE = 1, AVX2 = 2, AVX_VNNI = 0, AVX512 = 8;
 #else
+#define MIDDLE avx2
 #define VNNI avx_vnni
 constexpr Levels PORTABLE = 1, AVX2 = 2, AVX_VNNI = 4, AVX512 = 8;
 #endif
@@ -94,17 +100,18 @@ Levels supported_levels() {
     return levels;
 }
 
+#define KERNELS_OF(isa, products) \
+    &products::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, \
+    &products::peak_table, &isa::recurrence_table
 #define KERNELS(isa) \
-    {#isa, &isa::linear_table, &isa::attention_table, &isa::elementwise_table, &isa::sampler_table, &isa::quantize_table, &isa::peak_table, \
-     &isa::recurrence_table}
+    {#isa, KERNELS_OF(isa, isa)}
 
 // From the slowest.
 const Kernels all_kernels[] = {
     KERNELS(portable),
 #if defined(__x86_64__)
-    KERNELS(avx2),
-    {"avx_vnni", &VNNI::linear_table, &avx2::attention_table, &avx2::elementwise_table, &avx2::sampler_table, &avx2::quantize_table,
-     &VNNI::peak_table, &avx2::recurrence_table},
+    {"avx2", KERNELS_OF(MIDDLE, MIDDLE)},
+    {"avx_vnni", KERNELS_OF(MIDDLE, VNNI)},
     KERNELS(avx512),
 #elif defined(__aarch64__)
     KERNELS(neon),

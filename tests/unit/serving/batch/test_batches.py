@@ -2,6 +2,7 @@
 
 import asyncio
 import collections
+import contextlib
 import io
 import json
 import random
@@ -618,12 +619,12 @@ def test_what_was_made_within_a_second_is_listed_in_its_order_page_by_page():
         ("SELECT id FROM file WHERE expires_at <= ?", "file_by_expiry"),
     ],
 )
-def test_index_is_used_when_a_table_may_be_long(statement, index):
-    store = BatchStore(None)
-    plan = store._db.execute(f"EXPLAIN QUERY PLAN {statement}", (1,) * statement.count("?")).fetchall()
+def test_index_is_used_when_a_table_may_be_long(tmp_path, statement, index):
+    BatchStore(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
+        plan = db.execute(f"EXPLAIN QUERY PLAN {statement}", (1,) * statement.count("?")).fetchall()
     assert any(f"INDEX {index} " in f"{row[3]} " for row in plan), plan
     assert not any("TEMP B-TREE" in row[3] for row in plan), plan
-    store.close()
 
 
 def test_database_of_before_the_indexes_gets_them_when_it_is_opened(tmp_path):
@@ -633,7 +634,7 @@ def test_database_of_before_the_indexes_gets_them_when_it_is_opened(tmp_path):
         db.execute(f"DROP INDEX {index}")
     db.commit()
     db.close()
-    store = BatchStore(tmp_path)
-    names = {name for (name,) in store._db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
+    BatchStore(tmp_path).close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db:
+        names = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type='index'")}
     assert {"batch_open", "batch_open_by_input", "batch_by_end", "file_by_expiry"} <= names
-    store.close()

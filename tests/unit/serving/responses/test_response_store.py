@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import sqlite3
 
@@ -263,7 +264,8 @@ def test_folder_of_another_version_is_refused(tmp_path):
 
 def test_broken_database_is_a_503(tmp_path):
     async def use(store):
-        await store._thread.call(lambda table: table._db.execute("DROP TABLE response"))
+        with contextlib.closing(sqlite3.connect(tmp_path / "responses.sqlite")) as database:
+            database.execute("DROP TABLE response")
         with pytest.raises(ApiError) as caught:
             await store.put("ann", record(1))
         return caught.value
