@@ -1,8 +1,8 @@
 """A simulation of a measured machine against a real server on it: a real trace at three rates.
 
-The bars are 5 % for throughput and 15 % for latencies, see docs/guides/planning.md and bench/simulated_load.py, which measures
-for longer. What is allowed here is wider, for the few seconds of each rate: it finds what is wrong by far. On a machine that others
-use nothing can be compared, as steps were measured before and the client gets its tokens late; then it skips.
+The bars are 5 % for throughput and 15 % for latencies, see docs/guides/planning.md and bench/simulated_load.py, which
+measures for longer. What is allowed here is wider, for the few seconds of each rate: it finds what is wrong by far. On a
+machine that others use nothing can be compared: steps were measured before, and the client gets its tokens late. It skips.
 """
 
 import importlib.util
