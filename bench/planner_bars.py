@@ -28,6 +28,8 @@ from quire.planner.hardware import find_hardware
 from quire.planner.memory import Limits, choose_kv_format, divide_memory
 from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import StepWork
+from quire.worker.cpu_executor import CpuStepExecutor
+from quire.worker.step_driver import StepDriver
 
 LIMIT = 0.10
 POOL_BYTES = 100 << 20
@@ -107,9 +109,11 @@ def taken_bytes(model: str, precision: str, kv_format: str) -> tuple[int, int]:
     resident_bytes()
     before = resident_bytes()
     engine = LLMEngine(engine_config(model, precision, kv_format))
-    pool = engine.runner.executor._kv  # type: ignore[attr-defined]  # pyright: ignore[reportPrivateUsage]
-    for array in pool.arrays():
-        array.fill_(0)
+    driver = engine.runner
+    assert isinstance(driver, StepDriver)
+    assert isinstance(driver.executor, CpuStepExecutor)
+    for array in driver.executor.target.kv.arrays():
+        array.zero_()
     sampled = SamplingParams(max_tokens=80, ignore_eos=True, temperature=0.8, logprobs=5, detokenize=False)
     for number in range(MAX_NUM_SEQS - 1):
         prompt = [(7 * number + place) % 250 for place in range(64)]

@@ -10,7 +10,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 from quire.base.errors import ConfigError
 from quire.bench.serving.arrivals import Arrivals
@@ -37,32 +37,35 @@ def check_server(base_url: str) -> None:
     parts = urllib.parse.urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"--base-url must be a URL like http://host:8000, got {base_url[:200]!r}")
-    models = _ask(base_url, "/v1/models")
-    entries = models.get("data") if isinstance(models, dict) else None
-    if not isinstance(entries, list) or not entries or not isinstance(entries[0], dict):
+    found = _ask(base_url, "/v1/models").get("data")
+    model = _object_of(cast("list[Any]", found)[0]) if isinstance(found, list) and found else {}
+    if not model:
         raise ConfigError(f"--base-url {base_url}: /v1/models lists no model, so nothing can be measured there")
-    longest = entries[0].get("max_model_len")
+    longest = model.get("max_model_len")
     if isinstance(longest, int) and longest < _NUM_TOKENS:
         raise ConfigError(f"--base-url {base_url}: its model takes {longest} tokens, and {_NUM_TOKENS} are needed")
-    load = _ask(base_url, "/load", is_needed=False)
-    if not isinstance(load, dict):
-        return  # not quire's, or closed to this key
+    load = _ask(base_url, "/load", is_needed=False)  # other servers have none
     if load.get("role") == "prefill":
         raise ConfigError(f"--base-url {base_url}: it is a prefill server, which answers no requests")
     if load.get("server_load"):
         raise ConfigError(f"--base-url {base_url}: {load['server_load']} requests run there: it must have nothing else to do")
 
 
-def _ask(base_url: str, path: str, *, is_needed: bool = True) -> Any:
-    """Return the JSON of an answer; None where it is not needed and there is none. Raises ConfigError."""
+def _object_of(found: Any) -> dict[str, Any]:
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+
+
+def _ask(base_url: str, path: str, *, is_needed: bool = True) -> dict[str, Any]:
+    """Return the JSON object of an answer; {} for something else, and where it is not needed and there is none. Raises
+    ConfigError."""
     key = os.environ.get("OPENAI_API_KEY")
     request = urllib.request.Request(base_url.rstrip("/") + path, headers={} if not key else {"authorization": f"Bearer {key}"})
     try:
         with urllib.request.urlopen(request, timeout=_ASK_S) as answer:
-            return json.loads(answer.read(_MAX_ANSWER_BYTES))
+            return _object_of(json.loads(answer.read(_MAX_ANSWER_BYTES)))
     except (OSError, http.client.HTTPException, ValueError) as error:
         if not is_needed:
-            return None
+            return {}
         hint = "; set OPENAI_API_KEY" if isinstance(error, urllib.error.HTTPError) and error.code in (401, 403) else ""
         raise ConfigError(f"--base-url {base_url}: {path} is not answered as by a server of models: {error}{hint}") from None
 

@@ -70,7 +70,7 @@ class TargetServer:
 
     def show(self, targets: Targets) -> None:
         """Answer with these numbers from now on."""
-        self._answer = (200, dict(targets.by_role))
+        self._answer = (200, {**targets.by_role})
 
     def show_error(self, error: str) -> None:
         """Answer that nothing is known now."""
