@@ -242,8 +242,8 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    shares = config.parallel.shares
-    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), shares=shares)
+    ranks = {"shares": config.parallel.shares, "has_expert_ranks": config.enable_expert_parallel}
+    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), **ranks)
     return Precompilation(order, parameters)
 
 

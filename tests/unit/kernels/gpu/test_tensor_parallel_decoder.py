@@ -153,7 +153,14 @@ def has_divided_norms(name):
 
 
 @pytest.mark.parametrize("shares", LAYOUTS)
-@pytest.mark.parametrize("name", [case for case in NAMES if has_divided_norms(case.values[0])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow)
+        for name in ALL_MODELS
+        if name != RECURRENT and has_divided_norms(name)
+    ],
+)
 def test_large_sums_are_scattered_and_each_rank_norms_a_part_of_the_rows(name, shares, device, monkeypatch):
     spec = spec_of(name)
     expected = one_rank(spec, device, False)
@@ -169,6 +176,7 @@ def test_large_sums_are_scattered_and_each_rank_norms_a_part_of_the_rows(name, s
             torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_ranks_scatter_no_sums(device, monkeypatch):
     spec = spec_of("qwen3")
     monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
@@ -193,7 +201,7 @@ MIXTURES = [
 ]
 
 
-@pytest.mark.parametrize("is_sent", [False, True], ids=["all-rows", "all-to-all"])
+@pytest.mark.parametrize("is_sent", [pytest.param(False, id="all-rows", marks=pytest.mark.slow), pytest.param(True, id="sent")])
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_on_ranks_have_the_bits_of_one_rank(name, shares, is_sent, device, monkeypatch):
@@ -203,7 +211,7 @@ def test_experts_on_ranks_have_the_bits_of_one_rank(name, shares, is_sent, devic
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["all-rows", "all-to-all", "divided"])
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("all-rows", "sent")), "divided"])
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sums(name, shares, mode, device, monkeypatch):
@@ -216,6 +224,7 @@ def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sum
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_one_copy_of_a_row_goes_to_each_rank_that_has_experts_of_it(device, monkeypatch):
     spec = spec_of("shared-experts")
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
