@@ -83,7 +83,7 @@ class ExpertExchange:
         return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, len(x))), False
 
     def _sends_rows(self, x: Tensor) -> bool:
-        if x.is_meta or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if x.is_meta or self._ranks.is_measuring or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         return self._ranks.has_divided_rows or x.nbytes > ORDERED_BYTES
 
@@ -91,7 +91,7 @@ class ExpertExchange:
         """The same where all ranks have all rows."""
         experts = routes.experts.long()
         parts = multiply(x, Routes(routes.shares, self._place[experts]))
-        if not self._is_in_order:
+        if not self._is_in_order or self._ranks.is_measuring:
             return add_pairs(parts, self._top_k), True
         gathered = self._ranks.gather(parts)
         pairs = torch.arange(len(parts), device=x.device)

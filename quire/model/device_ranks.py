@@ -53,6 +53,7 @@ class DeviceRanks:
         self.communicator, self.shard = communicator, shard
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
         self._row_sizes: tuple[int, ...] | None = None
+        self.is_measuring = False
 
     @property
     def specs(self) -> list[ModelSpec]:
@@ -120,6 +121,15 @@ class DeviceRanks:
     def has_divided_rows(self) -> bool:
         """Whether the rows of the residual stream are divided now."""
         return self._row_sizes is not None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Run steps within the block as if every rank had experts of all rows, which takes the most memory that a step can."""
+        self.is_measuring = True
+        try:
+            yield
+        finally:
+            self.is_measuring = False
 
     def gather_rows(self, part: Tensor) -> Tensor:
         """Return the rows [T, N] of all ranks, given this rank's; all rows, as they are, while they are not divided."""

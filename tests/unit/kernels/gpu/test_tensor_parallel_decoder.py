@@ -224,26 +224,6 @@ def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sum
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.slow
-def test_one_copy_of_a_row_goes_to_each_rank_that_has_experts_of_it(device, monkeypatch):
-    spec = spec_of("shared-experts")
-    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
-    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 64, device, has_experts=True)
-    pools, sent = ranks.pools(4, "float32", 12, device), []
-    owners = [layer.experts for layer in ranks.decoders[0].ranks.shard.ranks[0].layers]
-    exchange = device_experts.ExpertExchange._send
-    monkeypatch.setattr(
-        device_experts.ExpertExchange, "_send", lambda self, x, *sizes: sent.append(x.shape) or exchange(self, x, *sizes)
-    )
-    ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device))
-    ranks.close()
-    assert owners[0] is not None
-    rows = [shape[0] for shape in sent if shape[1] == spec.hidden_size]
-    num_tokens = sum(len(run) for runs in RUNS for run in runs) * len(spec.layers)
-    assert num_tokens <= sum(rows) / 2 <= 2 * num_tokens  # there and back, at most one copy for each of two ranks
-    monkeypatch.undo()
-
-
 def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
     """Return what a decode step launches on rank 0, and the calls of collectives, without memory."""
     parameters = {name: torch.empty(shape, device="meta") for name, shape in parameter_shapes(spec).items()}
