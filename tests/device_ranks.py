@@ -45,12 +45,12 @@ class DeviceRankThreads:
     parameters  returns the model's parameters anew: each rank empties its own
     """
 
-    def __init__(self, spec, parameters, shares, max_model_len, device, is_in_order=False, policy=None):
+    def __init__(self, spec, parameters, shares, max_model_len, device, is_in_order=False, policy=None, has_experts=False):
         self.size = len(shares)
         self.communicators = [CountingCommunicator(each) for each in gloo_communicators(self.size)]
 
         def build(rank):
-            shard = DeviceShard.of(spec, rank, shares, is_in_order)
+            shard = DeviceShard.of(spec, rank, shares, is_in_order, has_experts)
             ranks = DeviceRanks(self.communicators[rank], shard)
             return DeviceDecoder(spec, parameters(), max_model_len, device, policy, is_in_order, ranks)
 

@@ -167,7 +167,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-expert-parallel",
         action="store_true",
-        help="each of these processes holds whole experts of a mixture model, instead of a part of every expert; CPU",
+        help="each of these processes holds whole experts of a mixture model, instead of a part of every expert",
     )
     group.add_argument(
         "--expert-placement",

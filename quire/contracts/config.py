@@ -243,7 +243,7 @@ class EngineConfig:
     enable_dp_attention     each of these processes has whole attention weights and attends to sequences of its own; CPU
     dp_attention_size       with it: groups of these processes that do so, and divide the heads; None: one for each process
     enable_expert_parallel  each of these processes, at least two, holds whole experts of a mixture model, instead of a part of
-                            every expert. The same tokens at any number of them. On a CPU
+                            every expert. The same tokens at any number of them, on GPUs with deterministic
     expert_placement        which experts each process holds: "linear": consecutive ones; "balanced": those with which the
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load

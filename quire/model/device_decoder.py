@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -32,18 +33,19 @@ from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_experts import ExpertExchange
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, rope_of, turn_heads
 from quire.model.device_latent import LatentAttention
 from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, SharedBlock, reason_not_to_fuse
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
-from quire.model.device_ranks import DeviceRanks, LayerRanks
+from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
 from quire.model.device_refusal import check_on_device
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
@@ -113,7 +115,9 @@ class DeviceDecoder:
         tables = {rope: rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes}
         self.num_long_rope_rows = max_model_len
         self._layers = [
-            DeviceLayer(layer, f"layers.{index}.", weights, tables, is_in_order, _layer_ranks(ranks, index, weights))
+            DeviceLayer(
+                layer, f"layers.{index}.", weights, tables, is_in_order, LayerRanks.of(ranks, index, weights.row_parallel)
+            )
             for index, layer in enumerate(self.spec.layers)
         ]
         self.is_fused = True
@@ -286,14 +290,6 @@ class DeviceDecoder:
         return logits
 
 
-def _layer_ranks(ranks: DeviceRanks | None, index: int, weights: DeviceWeights) -> LayerRanks | None:
-    if ranks is None:
-        return None
-    prefix = f"layers.{index}."
-    names = {name.removeprefix(prefix).removesuffix(".weight") for name in weights.row_parallel if name.startswith(prefix)}
-    return LayerRanks(ranks, index, frozenset(names))
-
-
 class DeviceLayer:
     """A layer of a DeviceDecoder with separate kernels; with `ranks`, the part of one rank."""
 
@@ -343,6 +339,7 @@ class DeviceLayer:
         is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
+        self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self._own = own
         self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
@@ -365,6 +362,7 @@ class DeviceLayer:
         if self._ranks is None or any(part is not None for part in (self._tail, self._shared, self._branches, self._streams)):
             return False
         closing = {"o", "experts.down"} if isinstance(spec.mlp, MoeSpec) else {"o", "down"}
+        closing -= {"experts.down"} if self._exchange is not None else set()
         if isinstance(spec.mlp, MoeSpec) and spec.mlp.shared is not None:
             closing.add("shared.down")
         return self._ranks.row_parallel >= closing
@@ -532,27 +530,24 @@ class DeviceLayer:
         """Return the output of the feed-forward block of y, the residual normalised."""
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
-            weights = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
             routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
             logits = self._router(routed.float() if spec.is_router_f32 else routed)
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"))
-            given = read, logits, spec, *weights, self._is_in_order, extra
-            ranks = self._ranks
-            is_row_parallel = ranks is not None and "experts.down" in ranks.row_parallel
-            gather = None if ranks is None or is_row_parallel else ranks.gather_inner
-            out = mixture_of_experts(*given, gather=gather)
+            out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
-            if self._branches is not None and shared is not None:
-                if ranks is not None:
-                    out = ranks.close_part(out, is_row_parallel)
-                    shared = ranks.close_part(shared, "shared.down" in ranks.row_parallel)
-                return self._branches.join(shared, out)
-            if ranks is not None and shared is not None and is_row_parallel != ("shared.down" in ranks.row_parallel):
-                return ranks.close_part(out, is_row_parallel) + ranks.close_part(shared, not is_row_parallel)
-            out = out if shared is None else out + shared
-            return out if ranks is None else ranks.close_part(out, is_row_parallel)
+            ranks = self._ranks
+            if ranks is None:
+                branches = self._branches
+                return out if shared is None else out + shared if branches is None else branches.join(shared, out)
+            if shared is None:
+                return ranks.close_part(out, kind)
+            shared_kind = "sum" if "shared.down" in ranks.row_parallel else "columns"
+            if kind == shared_kind and self._branches is None:
+                return ranks.close_part(out + shared, kind)
+            out, shared = ranks.close_part(out, kind), ranks.close_part(shared, shared_kind)
+            return out + shared if self._branches is None else self._branches.join(shared, out)
         both = self._product("gate_up", y, step)
         if spec.is_gated:
             gate, up = both.chunk(2, 1)
@@ -563,6 +558,22 @@ class DeviceLayer:
         if self._xielu is not None:
             return self._close("down", apply_xielu(both, *self._xielu), step)
         return self._close("down", activate(both, None, spec.activation), step)
+
+    def _run_experts(self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras) -> tuple[Tensor, PartKind]:
+        """Return what the experts give for x [T, N], and what that is with ranks."""
+        weights, ranks = (self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]), self._ranks
+        if self._exchange is None:
+            is_sum = ranks is not None and "experts.down" in ranks.row_parallel
+            gather = None if ranks is None or is_sum else ranks.gather_inner
+            out = mixture_of_experts(x, logits, spec, *weights, self._is_in_order, extra, gather=gather)
+            return out, "sum" if is_sum else "columns"
+        own = replace(spec, num_experts=self._exchange.num_own)
+
+        def multiply(rows: Tensor, routes: Routes) -> Tensor:
+            return multiply_pairs(rows, routes, own, *weights, self._is_in_order, extra.biases)
+
+        out, is_part = self._exchange.run(x, route_pairs(logits, spec, x.dtype, extra), multiply)
+        return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of the shared expert; with ranks, its partial sum or its columns."""

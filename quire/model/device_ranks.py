@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from quire.kernels.triton.adding import add_parts_launch
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
 from quire.parallel.torch_communicator import ORDERED_BYTES
+
+PartKind = Literal["sum", "columns", "whole"]
+"""What a rank has of the output of a block."""
 
 
 class Collectives(Protocol):
@@ -26,6 +30,10 @@ class Collectives(Protocol):
         ...
 
     def all_reduce(self, x: Tensor, in_order: bool = True) -> None:
+        """See Communicator."""
+        ...
+
+    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """See Communicator."""
         ...
 
@@ -45,6 +53,7 @@ class DeviceRanks:
         self.communicator, self.shard = communicator, shard
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
         self._row_sizes: tuple[int, ...] | None = None
+        self.is_measuring = False
 
     @property
     def specs(self) -> list[ModelSpec]:
@@ -62,7 +71,7 @@ class DeviceRanks:
         if part.shape[1] < most:
             sent = part.new_zeros(num_tokens, most)
             sent[:, : part.shape[1]].copy_(part)
-        gathered = self._gather(sent.contiguous())
+        gathered = self.gather(sent.contiguous())
         if num_tokens == 1 and out is None and min(sizes) == most:
             return gathered.view(1, -1)
         return torch.cat([gathered[rank, :, :size] for rank, size in enumerate(sizes)], 1, out=out)
@@ -81,32 +90,55 @@ class DeviceRanks:
             self.communicator.all_reduce(part, in_order=False)
             return part
         out = torch.empty_like(part)
-        add_parts_launch(out, self._gather(part)).run()
+        add_parts_launch(out, self.gather(part)).run()
         return out
 
     def add_sum(self, x: Tensor, part: Tensor, residual_scale: float) -> None:
         """Add the sum of the ranks' partial sums [T, N], for few tokens, to the residual stream x in place."""
-        add_parts_launch(x, self._gather(part), residual_scale).run()
+        add_parts_launch(x, self.gather(part), residual_scale).run()
 
     @contextmanager
     def divided_rows(self, x: Tensor) -> Iterator[Tensor]:
         """Divide the rows of the residual stream x [T, N] among the ranks within the block (sequence parallelism): yields this
         rank's, and sum_parts returns these only, until gather_rows."""
-        size = self.communicator.size
-        ends = [(rank + 1) * len(x) // size for rank in range(size)]
-        self._row_sizes = tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
-        own = ends[self.shard.rank]
+        self._row_sizes = self._sizes_of(len(x))
         try:
-            yield x[own - self._row_sizes[self.shard.rank] : own]
+            yield x[self.own_rows(len(x))]
         finally:
             self._row_sizes = None
 
+    def _sizes_of(self, num_rows: int) -> tuple[int, ...]:
+        size = self.communicator.size
+        ends = [rank * num_rows // size for rank in range(size + 1)]
+        return tuple(end - start for start, end in itertools.pairwise(ends))
+
+    def own_rows(self, num_rows: int) -> slice:
+        """Return which of some rows are this rank's, where they are divided."""
+        sizes, rank = self._sizes_of(num_rows), self.shard.rank
+        return slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+
+    @property
+    def has_divided_rows(self) -> bool:
+        """Whether the rows of the residual stream are divided now."""
+        return self._row_sizes is not None
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Run steps within the block as if every rank had experts of all rows, which takes the most memory that a step can."""
+        self.is_measuring = True
+        try:
+            yield
+        finally:
+            self.is_measuring = False
+
     def gather_rows(self, part: Tensor) -> Tensor:
         """Return the rows [T, N] of all ranks, given this rank's; all rows, as they are, while they are not divided."""
-        if self._row_sizes is None:
-            return part
-        out = part.new_empty(sum(self._row_sizes), part.shape[1])
-        self.communicator.all_gather(out, part.contiguous(), self._row_sizes)
+        return part if self._row_sizes is None else self.gather_rows_of(part, sum(self._row_sizes))
+
+    def gather_rows_of(self, part: Tensor, num_rows: int) -> Tensor:
+        """Return all rows [num_rows, N], given this rank's part of them."""
+        out = part.new_empty(num_rows, part.shape[1])
+        self.communicator.all_gather(out, part.contiguous(), self._sizes_of(num_rows))
         return out
 
     def lookup(self, embedding: DeviceLinear, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -120,7 +152,7 @@ class DeviceRanks:
         """Return logits [R, vocab_size], given those of this rank's tokens; in `out` if that is given."""
         return self.gather_columns(part, self._vocabulary, out)
 
-    def _gather(self, part: Tensor) -> Tensor:
+    def gather(self, part: Tensor) -> Tensor:
         """Return the parts of all ranks [R, T, N]."""
         gathered = part.new_empty(self.communicator.size, *part.shape)
         self.communicator.all_gather(gathered.view(-1, *part.shape[1:]), part)
@@ -131,6 +163,8 @@ class LayerRanks:
     """The collectives of one layer.
 
     row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down", "shared.down"
+
+    experts  with expert parallelism: those of each rank; empty: every rank has a part of each
     """
 
     def __init__(self, ranks: DeviceRanks, index: int, row_parallel: frozenset[str]) -> None:
@@ -146,6 +180,22 @@ class LayerRanks:
         self._outputs = tuple(layer.outputs.size for layer in layers)
         self._heads, self._own_heads = [layer.heads for layer in layers], layers[ranks.shard.rank].heads
         self._dim = dim
+        experts = [layer.experts for layer in layers]
+        self.experts = [each.experts for each in experts if each is not None]
+
+    @classmethod
+    def of(cls, ranks: DeviceRanks | None, index: int, row_parallel: Iterable[str]) -> LayerRanks | None:
+        """Return those of a layer; row_parallel: names of all weights of the model that are cut by their inputs."""
+        if ranks is None:
+            return None
+        prefix = f"layers.{index}."
+        names = (name for name in row_parallel if name.startswith(prefix))
+        return cls(ranks, index, frozenset(name.removeprefix(prefix).removesuffix(".weight") for name in names))
+
+    @property
+    def whole(self) -> DeviceRanks:
+        """The group."""
+        return self._ranks
 
     def close_block(self, name: str, linear: DeviceLinear, rows: Tensor) -> Tensor:
         """Return the output [T, hidden_size] of attention ("o") or of the feed-forward block ("down").
@@ -164,9 +214,11 @@ class LayerRanks:
         """See DeviceRanks."""
         self._ranks.add_sum(x, part, residual_scale)
 
-    def close_part(self, part: Tensor, is_row_parallel: bool) -> Tensor:
-        """Return the output [T, hidden_size] of a block, given this rank's part of the sum, or its columns."""
-        return self._ranks.sum_parts(part) if is_row_parallel else self.gather_outputs(part)
+    def close_part(self, part: Tensor, kind: PartKind) -> Tensor:
+        """Return the output [T, hidden_size] of a block, given this rank's part of the sum, its columns, or all of it."""
+        if kind == "whole":
+            return part
+        return self._ranks.sum_parts(part) if kind == "sum" else self.gather_outputs(part)
 
     def gather_inner(self, part: Tensor, name: str = "down") -> Tensor:
         """Return the intermediate activations [T, I] of the feed-forward block, or of the shared expert, given this rank's

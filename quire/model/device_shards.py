@@ -20,6 +20,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
+from quire.parallel.expert_placement import linear_placement, slot_counts
 from quire.parallel.shards import ShardRange, shard_range
 from quire.quant.float8 import Float8Weight, concatenate_float8
 from quire.quant.weight import QuantizedWeight, concatenate_rows
@@ -45,12 +46,21 @@ class DeviceShard:
     is_in_order: bool
 
     @classmethod
-    def of(cls, spec: ModelSpec, rank: int, shares: Sequence[float], is_in_order: bool) -> DeviceShard:
+    def of(
+        cls, spec: ModelSpec, rank: int, shares: Sequence[float], is_in_order: bool, has_expert_ranks: bool = False
+    ) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
+
+        has_expert_ranks  with expert parallelism: each rank has consecutive whole experts
 
         Raises ConfigError if a rank would have no part of a weight.
         """
-        ranks = [ModelShard.of(spec, each, shares) for each in range(len(shares))]
+        placements = {
+            index: linear_placement(layer.mlp.num_experts, slot_counts(layer.mlp.num_experts, 0, shares))
+            for index, layer in enumerate(spec.layers)
+            if has_expert_ranks and isinstance(layer.mlp, MoeSpec)
+        }
+        ranks = [ModelShard.of(spec, each, shares, placements) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]
         return cls(spec, tuple(ranks), rank, is_in_order)
@@ -76,13 +86,22 @@ class DeviceShard:
         for name, shape in whole.items():
             if name.startswith(_OF_VOCABULARY):
                 own[name] = (self.own.vocabulary.size, *shape[1:])
+            elif (experts := self.own_experts(name)) is not None:
+                own[name] = (len(experts), *shape[1:])
             elif (".q_norm." in name or ".k_norm." in name) and len(shape) == 1:  # not of each head
                 own[name] = shape
         return own
 
     def is_row_parallel(self, name: str) -> bool:
         """Return whether a weight is cut by its inputs if its scales allow it."""
-        return not self.is_in_order and name.endswith(_ROW_PARALLEL)
+        return not self.is_in_order and name.endswith(_ROW_PARALLEL) and self.own_experts(name) is None
+
+    def own_experts(self, name: str) -> tuple[int, ...] | None:
+        """Return which experts of a stack this rank has whole; None: a part of each, or it is no stack of experts."""
+        if ".experts." not in name:
+            return None
+        own = self.own.layers[int(name.split(".")[1])].experts
+        return None if own is None else own.experts
 
     def rows(self, name: str, num_rows: int) -> list[ShardRange] | None:
         """Return which rows of a parameter this rank has, of num_rows; None: all, or it is row-parallel."""
@@ -102,6 +121,8 @@ class DeviceShard:
             return [shard.inner]
         if module in ("shared.gate", "shared.up"):
             return [shard.shared_inner]
+        if self.own_experts(name) is not None:
+            return None
         if module == "experts.gate_up":
             inner, whole = shard.inner, num_rows // 2
             return [inner, ShardRange(whole + inner.start, whole + inner.stop)]
@@ -128,7 +149,8 @@ def _with_whole_groups(spec: ModelSpec, shard: ModelShard, shares: Sequence[floa
     layers: list[LayerShard] = []
     for layer, own in zip(spec.layers, shard.layers, strict=True):
         total = layer.mlp.expert.intermediate_size if isinstance(layer.mlp, MoeSpec) else layer.mlp.intermediate_size
-        own = replace(own, inner=_in_whole_groups(total, own.inner, shard.rank, shares))
+        if own.experts is None:
+            own = replace(own, inner=_in_whole_groups(total, own.inner, shard.rank, shares))
         if isinstance(layer.mlp, MoeSpec) and layer.mlp.shared is not None:
             total = layer.mlp.shared.intermediate_size
             own = replace(own, shared_inner=_in_whole_groups(total, own.shared_inner, shard.rank, shares))

@@ -269,6 +269,9 @@ class _Loader:
         if shard is None:
             return tensor
         tensor = tensor if isinstance(tensor, Tensor) else tensor.dequantize(self._dtype)
+        experts = shard.own_experts(name)
+        if experts is not None:
+            return tensor[list(experts)]
         is_stack = ".experts." in name
         is_of_sum = f"{name.removesuffix('bias')}weight" in self._row_parallel and name.endswith(".bias")
         rows = None if is_of_sum else shard.rows(name, tensor.shape[-1] if is_stack else tensor.shape[0])
@@ -370,10 +373,12 @@ class _Loader:
         """Return a stack of experts, quantised if all have the same kind, filled expert by expert."""
         shape = self._shapes[name]
         stack: DeviceQuantizedWeight | None = None
-        for index in range(shape[0]):
+        own = None if self._shard is None else self._shard.own_experts(name)
+        experts = range(shape[0]) if own is None else own
+        for place, index in enumerate(experts):
             packed = self._open_quantized(self._sharded(_expert(parameter, index, True), name), name)
             shape = self._shapes[name]
-            stack = None if packed is None else self._put(stack, packed, index, shape, name)
+            stack = None if packed is None else self._put(stack, packed, place, shape, name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
             if stack is None:
@@ -381,8 +386,8 @@ class _Loader:
         if stack is not None:
             return stack
         dense = torch.empty(shape, dtype=self._dtype, device=self._device)
-        for index in range(shape[0]):
-            self._copy_one(self._own_expert(_expert(parameter, index, False), name), dense[index], name)
+        for place, index in enumerate(experts):
+            self._copy_one(self._own_expert(_expert(parameter, index, False), name), dense[place], name)
             if isinstance(parameter, StoredParameter):
                 parameter.give_back(index)
         return dense

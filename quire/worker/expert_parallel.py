@@ -78,9 +78,10 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
     names = [name for name in _EXPERT_OPTIONS if getattr(config, name) not in (None, False)]
     if not names:
         return
-    name = names[0]
     if report.device != "cpu":
-        raise ConfigError(f"{name} is for ranks on CPUs, but device is {report.device!r}: choose device='cpu', or leave it out")
+        _check_on_device(config, report, names)
+        return
+    name = names[0]
     refusal = native_refusal(report.spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
@@ -97,6 +98,20 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(
             f"{names[-1]} does not fit the model ({report.spec.model_type}), which chooses experts by a threshold: leave it out"
         )
+
+
+def _check_on_device(config: EngineConfig, report: ModelReport, names: Sequence[str]) -> None:
+    """Check for GPUs, whose ranks have consecutive whole experts; names: of the options of experts that are set."""
+    options = (*_LOSSY, "save_expert_load", "expert_load", "num_redundant_experts", "enable_eplb", "save_expert_placement")
+    wrong = [name for name in options if getattr(config, name) not in (None, False, 0)]
+    if config.expert_placement != "linear":
+        wrong.append("expert_placement")
+    if wrong:
+        raise ConfigError(
+            f"{wrong[0]} is for ranks on CPUs, but device is {report.device!r}: choose device='cpu', or leave it out"
+        )
+    if "enable_expert_parallel" in names:
+        find_placements(config, report.spec)
 
 
 def warn_lossy(config: EngineConfig) -> None:

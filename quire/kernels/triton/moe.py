@@ -96,13 +96,64 @@ class _ExpertCall(NamedTuple):
 
     out: Tensor
     x: Tensor
-    logits: Tensor
+    logits: Tensor | None
     spec: MoeSpec
     gate_up: ExpertWeights
     down: ExpertWeights
     is_in_order: bool
     extra: ExpertExtras
     is_gathered: bool = False
+
+
+class Routes(NamedTuple):
+    """Of each (token, choice) pair: its weight, f32 [P], and its expert, i32 [P]; negative: it is not computed here."""
+
+    shares: Tensor
+    experts: Tensor
+
+
+def route_pairs(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> Routes:
+    """Return the routes of tokens, given the router's logits [T, E]; dtype: of the tokens."""
+    routed = _routed(logits, spec, dtype, extra)
+    if routed is not None:
+        return routed
+    num_pairs = len(logits) * spec.top_k
+    shares = torch.empty(num_pairs, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(num_pairs, dtype=torch.int32, device=logits.device)
+    if num_pairs:
+        _route_launch(logits, spec, shares, experts, dtype).run()
+    return Routes(shares, experts)
+
+
+def multiply_pairs(
+    x: Tensor,
+    routes: Routes,
+    spec: MoeSpec,
+    gate_up: ExpertWeights,
+    down: ExpertWeights,
+    is_in_order: bool = False,
+    biases: ExpertBiases | None = None,
+) -> Tensor:
+    """Return the weighted outputs of the pairs [P, N]; zeros where the expert is negative. Arguments are those of
+    `mixture_of_experts`; spec: with as many experts as there are weights."""
+    out = torch.empty(len(x), x.shape[1], dtype=x.dtype, device=x.device)
+    parts = torch.zeros(len(routes.experts), x.shape[1], dtype=x.dtype, device=x.device)
+    if len(x) == 0:
+        return parts
+    call = _ExpertCall(out, x, None, spec, gate_up, down, is_in_order, ExpertExtras(biases))
+    _check(call)
+    _check_biases(out, spec, biases)
+    launches, hidden, close = _product_launches(call, routes)
+    run_all([*launches, close(hidden, parts)])
+    return parts
+
+
+def add_pairs(parts: Tensor, top_k: int) -> Tensor:
+    """Return the sums of the pairs of each token [T, N], in the order of its choices, rounded once; parts [T * top_k, N]."""
+    out = torch.empty(len(parts) // top_k, parts.shape[1], dtype=parts.dtype, device=parts.device)
+    if len(out):
+        _sum_launch(parts, out, top_k).run()
+    return out
 
 
 class SortedPairs(NamedTuple):
@@ -131,27 +182,40 @@ def expert_launches(
 
 def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[Tensor], list[Launch]]]:
     """Return the launches up to the experts' hidden states, these [P, I], and a function of them that returns the others."""
-    out, x, logits, spec, biases = call.out, call.x, call.logits, call.spec, call.extra.biases
+    out, x, logits, spec = call.out, call.x, call.logits, call.spec
     _check(call)
-    _check_biases(out, spec, biases)
-    num_tokens, inner = x.shape[0], spec.expert.intermediate_size
-    num_pairs = num_tokens * spec.top_k
+    _check_biases(out, spec, call.extra.biases)
+    assert logits is not None
+    num_pairs = len(x) * spec.top_k
+    routed, routes = _routed(logits, spec, x.dtype, call.extra), list[Launch]()
+    if routed is None:
+        shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
+        routed = Routes(shares, torch.empty(num_pairs, dtype=torch.int32, device=x.device))
+        routes.append(_route_launch(logits, spec, *routed, x.dtype))
+    launches, hidden, close = _product_launches(call, routed)
+
+    def close_and_sum(whole: Tensor) -> list[Launch]:
+        parts = torch.empty(num_pairs, out.shape[1], dtype=x.dtype, device=x.device)
+        return [close(whole, parts), _sum_launch(parts, out, spec.top_k)]
+
+    return [*routes, *launches], hidden, close_and_sum
+
+
+def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], Tensor, Callable[[Tensor, Tensor], Launch]]:
+    """Return the launches up to the experts' hidden states, these [P, I], and a function that returns the last product of
+    them, into the second argument [P, N]."""
+    x, spec, biases = call.x, call.spec, call.extra.biases
+    shares: Tensor | None = routes.shares
+    num_pairs, inner = len(x) * spec.top_k, spec.expert.intermediate_size
     is_swapped = (
         call.is_in_order or isinstance(call.gate_up, DeviceQuantizedWeight) or isinstance(call.down, DeviceQuantizedWeight)
     )
     tile = (swapped_expert_tile if is_swapped else expert_tile)(num_pairs, spec.num_experts, x.dtype)
-
-    def empty(*shape: int, dtype: torch.dtype = x.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=x.device)
-
-    routed = _routed(logits, spec, x.dtype, call.extra)
-    shares, experts = routed or (empty(num_pairs, dtype=torch.float32), empty(num_pairs, dtype=torch.int32))
-    routes = [] if routed else [_route_launch(logits, spec, shares, experts, x.dtype)]
-    sort, pairs = sort_launches(experts, spec.num_experts, tile.pairs)
-    hidden, width = empty(num_pairs, inner), out.shape[1]
+    sort, pairs = sort_launches(routes.experts, spec.num_experts, tile.pairs)
+    hidden = torch.empty(num_pairs, inner, dtype=x.dtype, device=x.device)
     num_slots = spec.top_k  # pairs that share a row of x
     if spec.weighs_inputs:
-        x, shares, num_slots = x.repeat_interleave(num_slots, 0) * shares.to(x.dtype)[:, None], None, 1
+        x, shares, num_slots = x.repeat_interleave(num_slots, 0) * routes.shares.to(x.dtype)[:, None], None, 1
     clamp = spec.expert.clamp
     gate = {
         "ACTIVATION": ACTIVATION_KINDS[spec.expert.activation],
@@ -162,15 +226,17 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
     constants: dict[str, int | bool | float] = {"TOP_K": num_slots, "IS_GATED": spec.expert.is_gated, **gate}
     first = _product(hidden, x, call.gate_up, (gate_up_bias, None), pairs, tile, constants)
 
-    def close(whole: Tensor) -> list[Launch]:
-        parts = empty(num_pairs, width)
+    def close(whole: Tensor, parts: Tensor) -> Launch:
         own = {"TOP_K": 1, "IS_GATED": False, **gate, "ACTIVATION": -1}
-        second = _product(parts, whole, call.down, (down_bias, shares), pairs, tile, own)
-        sizes = {"WIDTH": width, "TOP_K": spec.top_k, "BLOCK": _BLOCK}
-        grid = (num_tokens, triton.cdiv(width, _BLOCK))
-        return [second, Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)]
+        return _product(parts, whole, call.down, (down_bias, shares), pairs, tile, own)
 
-    return [*routes, *sort, first], hidden, close
+    return [*sort, first], hidden, close
+
+
+def _sum_launch(parts: Tensor, out: Tensor, top_k: int) -> Launch:
+    sizes = {"WIDTH": out.shape[1], "TOP_K": top_k, "BLOCK": _BLOCK}
+    grid = (len(out), triton.cdiv(out.shape[1], _BLOCK))
+    return Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)
 
 
 def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor, dtype: torch.dtype) -> Launch:
@@ -190,14 +256,14 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
     )
 
 
-def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> tuple[Tensor, Tensor] | None:
+def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> Routes | None:
     """Return the weights and experts of all pairs, computed by torch; None if the kernel computes them."""
     if spec.is_plain_softmax and not spec.weighs_inputs and extra.scale is None:
         return None
     weights, experts = route(logits, spec, extra.correction)
     weights = weights if extra.scale is None else weights * extra.scale.float()[experts]
     weights = weights if spec.is_weight_f32 else weights.to(dtype)
-    return weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous()
+    return Routes(weights.float().flatten().contiguous(), experts.to(torch.int32).flatten().contiguous())
 
 
 def sort_launches(experts: Tensor, num_experts: int, tile_pairs: int) -> tuple[list[Launch], SortedPairs]:
@@ -292,7 +358,8 @@ def _check(call: _ExpertCall) -> None:
         num_outputs = out.shape[1]
         num_inputs = call.down.shape[-1]
     check_contiguous("out", out, (num_tokens, num_outputs), x.dtype)
-    check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
+    if call.logits is not None:
+        check_tensor("logits", call.logits, (num_tokens, spec.num_experts), *_FLOATS)
     shapes = (("gate_up", call.gate_up, (_up_rows(spec), width)), ("down", call.down, (num_outputs, num_inputs)))
     for name, weight, shape in shapes:
         if isinstance(weight, Tensor):

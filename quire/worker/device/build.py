@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
+from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.launch import spawn_workers
 from quire.quant.parameters import Parameter, StoredParameter
@@ -173,7 +174,7 @@ def build_rank(
             compilation.wait()
         if group is not None:
             group.wait()  # for what rank 0 has compiled
-        own = _Measured(stepper, sizes, drafter)
+        own = _Measured(stepper, sizes, drafter, ranks)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes)
         if group is not None:
@@ -245,8 +246,8 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    shares = config.parallel.shares
-    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), shares=shares)
+    ranks = {"shares": config.parallel.shares, "has_expert_ranks": config.enable_expert_parallel}
+    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), **ranks)
     return Precompilation(order, parameters)
 
 
@@ -256,6 +257,7 @@ class _Measured(NamedTuple):
     stepper: GpuStepExecutor
     sizes: StepSizes
     drafter: Drafter | None
+    ranks: DeviceRanks | None
 
     @property
     def steppers(self) -> list[GpuStepExecutor]:
@@ -264,7 +266,8 @@ class _Measured(NamedTuple):
 
     def run_full(self) -> None:
         """Run the largest step, and what takes most memory to draft."""
-        self.stepper.run_full(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len)
+        with nullcontext() if self.ranks is None else self.ranks.measuring():
+            self.stepper.run_full(self.sizes.max_num_batched_tokens, self.sizes.max_num_seqs, self.sizes.max_model_len)
         if self.drafter is not None:
             self.drafter.run_full()
 

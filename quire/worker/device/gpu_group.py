@@ -83,7 +83,8 @@ class RankConfig:
 
     def shard(self, rank: int) -> DeviceShard:
         """Return the part of a rank."""
-        return DeviceShard.of(self.spec(), rank, self.config.parallel.shares, self.config.deterministic)
+        config = self.config
+        return DeviceShard.of(self.spec(), rank, config.parallel.shares, config.deterministic, config.enable_expert_parallel)
 
     def report(self, rank: int) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""

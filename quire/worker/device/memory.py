@@ -261,7 +261,8 @@ def estimate_memory(
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     if config.tensor_parallel_size > 1:
-        shard = DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic)
+        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+        shard = DeviceShard.of(spec, rank, shares, config.deterministic, has_experts)
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)

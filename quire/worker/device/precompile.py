@@ -52,6 +52,7 @@ class Order(NamedTuple):
     has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
     head           what is compiled instead of the model: a head beside it
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
+    has_expert_ranks  each of them has whole experts
     """
 
     folder: Path
@@ -65,11 +66,12 @@ class Order(NamedTuple):
     has_launchers: bool = True
     head: ServedHead | None = None
     shares: tuple[float, ...] = (1.0,)
+    has_expert_ranks: bool = False
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares)
+        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares, self.has_expert_ranks)
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

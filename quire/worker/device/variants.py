@@ -43,6 +43,7 @@ class ServedModel(NamedTuple):
     policy       how they are quantised while they are loaded; None: run as they are stored
     is_in_order  see DeviceDecoder
     shares       of tensor-parallel ranks: the part of rank 0 is served
+    has_expert_ranks  each of them has whole experts
     """
 
     spec: ModelSpec
@@ -50,6 +51,7 @@ class ServedModel(NamedTuple):
     policy: QuantizationPolicy | None = None
     is_in_order: bool = False
     shares: tuple[float, ...] = (1.0,)
+    has_expert_ranks: bool = False
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
@@ -178,7 +180,7 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
     """Return a decoder without memory."""
     ranks = None
     if len(model.shares) > 1:
-        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order)
+        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, model.has_expert_ranks)
         ranks = DeviceRanks(_NoExchange(len(model.shares)), shard)
     options = model.policy, model.is_in_order, ranks
     return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, *options)
@@ -194,6 +196,9 @@ class _NoExchange:
         """Do nothing."""
 
     def all_reduce(self, x: torch.Tensor, in_order: bool = True) -> None:
+        """Do nothing."""
+
+    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Do nothing."""
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, sizes: Sequence[int] | None = None) -> None:

@@ -12,7 +12,7 @@ from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model import device_decoder
+from quire.model import device_decoder, device_experts
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
@@ -122,8 +122,8 @@ def one_rank(spec, device, is_in_order, policy=None):
     return logits_of(decoder, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device), device)
 
 
-def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None):
-    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), shares, 64, device, is_in_order, policy)
+def on_ranks(spec, device, is_in_order, shares=(1, 1), policy=None, **options):
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), shares, 64, device, is_in_order, policy, **options)
     pools = ranks.pools(4, "float32", 12, device)
     found = ranks.call(lambda decoder, rank: logits_of(decoder, pools[rank], device))
     ranks.close()
@@ -149,11 +149,18 @@ def test_deterministic_logits_have_the_bits_of_one_rank(name, shares, device):
 
 
 def has_divided_norms(name):
-    return all(one.mixer is None and not one.is_parallel and not one.is_mlp_only for one in ALL_MODELS[name])
+    return name != "branches" and all(not (one.mixer or one.is_parallel or one.is_mlp_only) for one in ALL_MODELS[name])
 
 
 @pytest.mark.parametrize("shares", LAYOUTS)
-@pytest.mark.parametrize("name", [case for case in NAMES if has_divided_norms(case.values[0])])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow)
+        for name in ALL_MODELS
+        if name != RECURRENT and has_divided_norms(name)
+    ],
+)
 def test_large_sums_are_scattered_and_each_rank_norms_a_part_of_the_rows(name, shares, device, monkeypatch):
     spec = spec_of(name)
     expected = one_rank(spec, device, False)
@@ -169,6 +176,7 @@ def test_large_sums_are_scattered_and_each_rank_norms_a_part_of_the_rows(name, s
             torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
+@pytest.mark.slow
 def test_deterministic_ranks_scatter_no_sums(device, monkeypatch):
     spec = spec_of("qwen3")
     monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
@@ -184,6 +192,36 @@ def test_logits_are_those_of_one_rank_up_to_the_order_of_sums(name, shares, devi
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
         assert a.argmax(1).tolist() == b.argmax(1).tolist()
+
+
+MIXTURES = [
+    pytest.param(name, marks=() if name == "shared-experts" else pytest.mark.slow)
+    for name, layers in ALL_MODELS.items()
+    if name != RECURRENT and any(isinstance(layer.mlp, MoeSpec) for layer in layers)
+]
+
+
+@pytest.mark.parametrize("is_sent", [pytest.param(False, id="all-rows", marks=pytest.mark.slow), pytest.param(True, id="sent")])
+@pytest.mark.parametrize("shares", LAYOUTS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_on_ranks_have_the_bits_of_one_rank(name, shares, is_sent, device, monkeypatch):
+    spec = spec_of(name)
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0 if is_sent else 1 << 20)
+    expected, found = one_rank(spec, device, True), on_ranks(spec, device, True, shares, has_experts=True)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("mode", [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("all-rows", "sent")), "divided"])
+@pytest.mark.parametrize("shares", LAYOUTS)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sums(name, shares, mode, device, monkeypatch):
+    spec = spec_of(name)
+    expected = one_rank(spec, device, False)
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 1 << 20 if mode == "all-rows" else 0)
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0 if mode == "divided" else 1 << 20)
+    found = on_ranks(spec, device, False, shares, has_experts=True)
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
 def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
