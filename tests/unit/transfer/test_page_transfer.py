@@ -459,7 +459,7 @@ def test_cut_link_keeps_the_whole_pages_of_before(tcp, cut_after):
 def test_slow_link_is_no_lost_link_and_may_be_given_up(tcp):
     server = PageServer(tcp, IDENTITY, Source())
     link = Link(server.address, bytes_per_s=2000)
-    with Pair(tcp, peer=link.address, silence_s=1.5) as pair:
+    with Pair(tcp, peer=link.address, silence_s=5.0) as pair:
         pull = pair.pull(8)
         assert wait_until(lambda: pull.num_done >= 2)
         started_s = time.monotonic()
@@ -519,7 +519,7 @@ def test_server_that_is_killed_or_stopped_is_given_up(tcp, sent, state):
                 os.kill(process.pid, sent)
             started_s = time.monotonic()
             assert finish(pull) == "lost"
-            assert time.monotonic() - started_s < 8
+            assert time.monotonic() - started_s < 20
             assert not pair.client.is_available
     finally:
         process.kill()

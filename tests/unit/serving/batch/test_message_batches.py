@@ -30,8 +30,8 @@ def request(name, **changes):
     return {"custom_id": name, "params": {**PARAMS, **changes}}
 
 
-def run(use, tmp_path, window=4, config=None, max_batches=100):
-    """Run `use(client, transport)` with the official client."""
+def run(use, tmp_path, window=4, config=None, max_batches=100, done=None):
+    """Run `use(client, transport)` with the official client; bodies that were answered are added to `done`."""
 
     async def work():
         async with running_app(FakeGateway(text_script(SERVED.tokenizer, "Hello")), SERVED, config) as app:
@@ -40,7 +40,10 @@ def run(use, tmp_path, window=4, config=None, max_batches=100):
             async def held(record, body):
                 if b"slow" in body:
                     await asyncio.sleep(600)
-                return await execute(record, body)
+                answer = await execute(record, body)
+                if done is not None:
+                    done.append(body)
+                return answer
 
             service = BatchService(
                 tmp_path, held, check_batch_body, BATCH_ENDPOINTS, lambda: window, max_batches_of=lambda owner: max_batches
@@ -106,17 +109,21 @@ def test_batch_runs_and_has_a_result_for_each_request(tmp_path):
 
 
 def test_cancelled_batch_keeps_what_had_ended(tmp_path):
+    done = []
+
     async def use(client, _):
         requests = [request("one"), request("slow", system="slow"), request("later", system="slow")]
         made = await client.messages.batches.create(requests=requests)
-        await asyncio.sleep(0.3)
+        while not done:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)  # the answer is kept meanwhile
         cancelled = await client.messages.batches.cancel(made.id)
         found = await ended(client, made.id)
         with pytest.raises(anthropic.BadRequestError):
             await client.messages.batches.cancel(made.id)
         return cancelled, found, await results(client, made.id)
 
-    cancelled, found, got = run(use, tmp_path)
+    cancelled, found, got = run(use, tmp_path, done=done)
     assert cancelled.processing_status in ("canceling", "ended")
     assert cancelled.cancel_initiated_at is not None
     assert (found.request_counts.succeeded, found.request_counts.canceled, found.request_counts.errored) == (1, 2, 0)

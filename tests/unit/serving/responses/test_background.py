@@ -32,7 +32,7 @@ def run(use, gateway=None, **options):
 
 
 async def ended(client, response_id):
-    for _ in range(200):
+    for _ in range(3000):
         found = await client.responses.retrieve(response_id)
         if found.status not in ("queued", "in_progress"):
             return found
@@ -45,7 +45,7 @@ class HeldGateway(FakeGateway):
 
     def __init__(self, play):
         super().__init__(play)
-        self.released = asyncio.Event()
+        self.released, self.opened = asyncio.Event(), asyncio.Event()
         self.num_closed = 0
 
     def open(self, job):
@@ -56,6 +56,7 @@ class HeldGateway(FakeGateway):
 
             async def __aenter__(self):
                 await stream.__aenter__()
+                gateway.opened.set()
                 return self
 
             async def __aexit__(self, *error):
@@ -93,9 +94,9 @@ def test_response_is_queued_at_once_and_read_by_its_id():
 
 
 def test_response_is_cancelled_once_and_stays_so():
-    async def use(client, app):
+    async def use(client, gateway):
         first = await client.responses.create(**FIELDS)
-        await asyncio.sleep(0.05)
+        await gateway.opened.wait()
         before = await client.responses.retrieve(first.id)
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="demo", input="x", previous_response_id=first.id)
@@ -106,7 +107,7 @@ def test_response_is_cancelled_once_and_stays_so():
         gateway = HeldGateway(script())
         async with running_app(gateway, PLAIN) as app:
             client = openai.AsyncOpenAI(api_key="k", base_url="http://127.0.0.1/v1", http_client=app.http(), max_retries=0)
-            return await use(client, app), gateway
+            return await use(client, gateway), gateway
 
     (before, code, *after), gateway = asyncio.run(work())
     assert (before.status in ("queued", "in_progress"), code) == (True, "response_in_progress")
@@ -141,7 +142,7 @@ def test_deleted_response_is_not_made_further():
         gateway = HeldGateway(script())
         async with running_app(gateway, PLAIN) as app, app.http() as client:
             made = (await app.post("/v1/responses", FIELDS)).json()
-            await asyncio.sleep(0.05)
+            await gateway.opened.wait()
             deleted = await client.delete(f"/v1/responses/{made['id']}")
             return deleted.status_code, (await client.get(f"/v1/responses/{made['id']}")).status_code, gateway.num_closed
 
