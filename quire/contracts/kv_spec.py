@@ -149,6 +149,8 @@ class KvSpec:
     is_windowed   of each layer, whether it is in the window group; empty if there is none
     layer_dtypes  of each layer, where they are not all `dtype`; empty if they are
     is_joined     keys and values are one tensor, whose rows are latent (LatentSpec)
+    index_dims    of each layer, the size of the key that an indexer (IndexerSpec) has of a token beside a joined row, in
+                  `dtype`; empty if there is none
     """
 
     block_size: int
@@ -159,6 +161,7 @@ class KvSpec:
     is_windowed: tuple[bool, ...] = ()
     layer_dtypes: tuple[KvDtype, ...] = ()
     is_joined: bool = False
+    index_dims: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
@@ -173,8 +176,10 @@ class KvSpec:
     @classmethod
     def on_device(cls, spec: ModelSpec, block_size: int, dtype: KvDtype, limits_windows: bool = False) -> KvSpec:
         """Return the cache shape on a GPU, where latent rows, which are both key and value, are kept once; see `of`."""
-        is_latent = any(layer.attention.latent is not None for layer in spec.layers)
-        return replace(cls.of(spec, block_size, dtype, limits_windows), is_joined=is_latent)
+        latent = [layer.attention.latent for layer in spec.layers]
+        index_dims = tuple(0 if one is None or one.indexer is None else one.indexer.head_dim for one in latent)
+        found = cls.of(spec, block_size, dtype, limits_windows)
+        return replace(found, is_joined=latent.count(None) < len(latent), index_dims=index_dims if any(index_dims) else ())
 
     def _with_windows(self, spec: ModelSpec) -> KvSpec:
         """Return the shape with a window group of the layers whose cache is read with a window only."""
@@ -194,6 +199,7 @@ class KvSpec:
             state_shapes=self.state_shapes[first:last],
             is_windowed=self.is_windowed[first:last],
             layer_dtypes=self.layer_dtypes[first:last],
+            index_dims=self.index_dims[first:last],
         )
 
     def with_layers(self, layers: Collection[int], dtype: KvDtype) -> KvSpec:
@@ -225,7 +231,9 @@ class KvSpec:
         (heads, dim), dtype = self.layer_shapes[layer], self.dtype_of(layer)
         bits, scale_bytes = (QUANTIZED_KV_BITS[dtype], _SCALE_BYTES) if dtype in QUANTIZED_KV_BITS else (None, 0)
         bits = bits or (8 * DTYPE_BYTES[dtype],) * 2
-        return sum(heads * (dim * width // 8 + scale_bytes) for width in (bits[:1] if self.is_joined else bits))
+        index_bytes = self.index_dims[layer] * bits[0] // 8 if self.index_dims else 0
+        widths = bits[:1] if self.is_joined else bits
+        return index_bytes + sum(heads * (dim * width // 8 + scale_bytes) for width in widths)
 
     @property
     def bytes_per_block(self) -> int:

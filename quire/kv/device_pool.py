@@ -38,7 +38,9 @@ class DeviceKvPool:
                 parts += (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
             if spec.is_joined:
                 parts[1::2] = parts[::2]
-            self.caches.append(KvCache(*parts))
+            index_dim = spec.index_dims[len(self.caches)] if spec.index_dims else 0
+            index = torch.empty(*shape, index_dim, dtype=dtypes[0], device=device) if index_dim else None
+            self.caches.append(KvCache(*parts)._replace(index=index))
 
         wide = torch.float32 if is_quantised else getattr(torch, spec.dtype)
         self.states = [
@@ -83,6 +85,8 @@ class DeviceKvPool:
             if cache.k.numel() == 0:
                 continue
             move_tokens_launch(cache, sources, targets, starts).run()
+            if cache.index is not None:
+                move_tokens_launch(KvCache(cache.index, cache.index), sources, targets, starts).run()
 
     def _caches_of(self, is_windowed: bool) -> list[KvCache]:
         """Return the caches of the layers of one group."""

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.contracts.model_spec import AttentionSpec
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.head_products import multiply_heads
+from quire.kernels.triton.indexer import IndexInputs, attend_chosen
 from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.model.device_heads import turn_heads
+from quire.model.device_linear import DeviceLinear
 
 
 class LatentAttention:
@@ -32,6 +34,8 @@ class LatentAttention:
         self._q_norm = None if self._latent.q_rank is None else Norm(self._latent.norm, own["q_a_norm.weight"])
         self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
         up = own["kv_b.weight"].view(spec.num_heads, -1, self._latent.kv_rank)
+        indexer = self._latent.indexer
+        self._indexer = None if indexer is None else _Indexer(indexer, self._latent.rope_dim, own, rope, is_in_order)
         self._into, self._out_of = up[:, : self._latent.nope_dim], up[:, self._latent.nope_dim :].transpose(1, 2)
 
     def attend(
@@ -58,9 +62,52 @@ class LatentAttention:
         if spec.query_scaling is not None:
             heads, rope = turn_heads(heads, spec, positions, rope, None), None
         q = place_heads(heads, cache, step.slots, positions, rope, None, self._is_in_order)
-        attended = attend(q, cache, step, spec, None, self._is_in_order)
+        if self._indexer is None:
+            attended = attend(q, cache, step, spec, None, self._is_in_order)
+        else:
+            index = self._indexer.inputs(y, read, positions, step, cache)
+            attended = attend_chosen(q, index, cache.k, step, spec, self._indexer.spec, self._is_in_order)
         return multiply_heads(attended, self._out_of, self._is_in_order).flatten(1)
 
     def _halves(self, x: Tensor) -> Tensor:
-        """Return values [..., rope_dim] in the order in which i is rotated with i + rope_dim / 2."""
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self._latent.is_interleaved else x
+        return _halves(x) if self._latent.is_interleaved else x
+
+
+def _halves(x: Tensor) -> Tensor:
+    """Return values [..., rope_dim], of which 2i is rotated with 2i + 1, so that i is rotated with i + rope_dim / 2."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+class _Indexer:
+    """The projections of an indexer; `own` as in LatentAttention."""
+
+    def __init__(
+        self, spec: IndexerSpec, rope_dim: int, own: Mapping[str, Tensor], rope: Rope | None, is_in_order: bool
+    ) -> None:
+        self.spec, self._rope_dim, self._rope, self._is_in_order = spec, rope_dim, rope, is_in_order
+        self._q, self._k, self._weights = (
+            DeviceLinear((own[f"index_{name}.weight"],), None, is_in_order) for name in ("q", "k", "weights")
+        )
+        self._norm = Norm(spec.norm, own["index_k_norm.weight"], own.get("index_k_norm.bias"))
+
+    def inputs(
+        self, y: Tensor, q_latent: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache
+    ) -> IndexInputs:
+        """Store the keys of the tokens in the cache, and return what scores all keys.
+
+        y, q_latent  [T, K], what the layer reads, and what queries are made of
+        """
+        if cache.index is None:
+            raise InvariantError("the cache has no room for the keys of an indexer")
+        q = self._turned(self._q(q_latent).unflatten(1, (self.spec.num_heads, -1)))
+        k = self._turned(normalize(self._k(y), self._norm)[:, None])
+        index = KvCache(cache.index, cache.index)
+        q = place_heads(Projections(q, k, k), index, step.slots, positions, self._rope, None, self._is_in_order)
+        weights = self._weights(y).float() * self.spec.num_heads**-0.5
+        return IndexInputs(q, weights, cache.index)
+
+    def _turned(self, heads: Tensor) -> Tensor:
+        """Return heads [..., D] whose first rope_dim values are in the order of `_halves`."""
+        if not self.spec.is_interleaved:
+            return heads
+        return torch.cat((_halves(heads[..., : self._rope_dim]), heads[..., self._rope_dim :]), -1)

@@ -32,8 +32,6 @@ def _refusal(layer: LayerSpec) -> str | None:
         return "xielu in a mixture of experts"
     if not layer.attention.is_causal:
         return "attention in both directions"
-    if layer.attention.latent is not None and layer.attention.latent.indexer is not None:
-        return "an indexer of keys"
     if layer.mixer is not None and layer.mixer.conv_size > MAX_TAPS:
         return f"a convolution of more than {MAX_TAPS} taps"
     rope = layer.attention.rope

@@ -75,6 +75,7 @@ class KvCache(NamedTuple):
     k, v                [num_blocks, K, block_size, D], q's dtype, int8 or float8_e4m3fn; or u8 [..., D / 2], codes of four bits
                         of rotated vectors, see rotated_codes.py. Keys may be int8 and values u8
     k_scales, v_scales  [num_blocks, K, block_size] f32, scales of the stored values; None unless these are quantised
+    index               [num_blocks, 1, block_size, D] keys of an indexer (IndexerSpec), in q's dtype; None: there is none
     Latent attention has one tensor for both: K is 1, and a row its rotated key and then its latent row.
     """
 
@@ -82,6 +83,7 @@ class KvCache(NamedTuple):
     v: Tensor
     k_scales: Tensor | None = None
     v_scales: Tensor | None = None
+    index: Tensor | None = None
 
 
 def attend(

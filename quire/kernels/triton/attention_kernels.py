@@ -57,7 +57,7 @@ def find_run(
 
 
 @triton.jit
-def _find_rows(
+def find_rows(
     table_ptr: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
@@ -84,7 +84,7 @@ def _find_rows(
 
 
 @triton.jit
-def _is_seen(
+def is_seen(
     keys: tl.tensor,
     queries: tl.tensor,
     is_row: tl.tensor,
@@ -161,7 +161,7 @@ def _attend_span(
     k_dims = dims % K_WIDTH if K_WIDTH < HEAD_DIM else dims + EXTRA
     v_dims = dims % V_WIDTH if V_WIDTH < HEAD_DIM else dims
     for first in tl.range(low, high, BLOCK_N):
-        base, rows = _find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
+        base, rows = find_rows(table_ptr, first, end, kv_head, NUM_KV_HEADS, BLOCK_SIZE, BLOCK_N)
         keys = first + tl.arange(0, BLOCK_N)
         k_tile = k_ptr + base * K_WIDTH + (rows[:, None] * K_WIDTH + k_dims[None, :])
         v_tile = v_ptr + base * V_WIDTH + (rows[:, None] * V_WIDTH + v_dims[None, :])
@@ -194,7 +194,7 @@ def _attend_span(
         if SOFTCAP > 0:
             scores = tanh(scores * (1.0 / SOFTCAP)) * (SOFTCAP * LOG2_E)
         if IS_MASKED:
-            seen = _is_seen(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
+            seen = is_seen(keys, queries, is_row, end, tree_start, token_shift, ancestors_ptr, positions_ptr, WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
         shift = new_best

@@ -274,6 +274,10 @@ def estimate_memory(
     )
     if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(kv.dtype, ()):
         raise ConfigError(f"kv_cache_dtype is {kv.dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
+    if kv.index_dims and kv.dtype in QUANTIZED_KV_BITS:
+        raise ConfigError(
+            f"kv_cache_dtype is {kv.dtype!r}, but an indexer of keys needs the model's own on a GPU: choose 'auto'"
+        )
     budget = max_num_batched_tokens(config, device.type if device.type == "cuda" else "interpreter")
     num_tokens = most_step_tokens(budget, config.max_num_seqs, max_model_len)
     memory: DeviceMemory = CudaMemory(device) if device.type == "cuda" else HostMemory(config.host_memory_bytes)

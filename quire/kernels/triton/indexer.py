@@ -1,0 +1,197 @@
+"""The keys that an indexer chooses for each query (DeepSeek-V3.2), over the paged cache; nothing waits for the device.
+
+Every query scores all keys of its sequence that it may see, and attends to the best top_k; of equal scores the keys of lower
+positions come first. What a query chooses depends on its own sequence only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec
+from quire.kernels.triton.arithmetic import dot
+from quire.kernels.triton.attention import IS_FUSED, KvCache, attend
+from quire.kernels.triton.attention_kernels import find_rows, is_seen
+from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous
+from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.step import DeviceAttentionMetadata
+
+_SCORES_AT_ONCE = 1 << 26
+"""Scores of a launch, of some tokens for all keys that there may be: a quarter of a GiB. The other tokens follow."""
+_KEYS = 64
+
+
+class IndexInputs(NamedTuple):
+    """heads [T, H, D] of the indexer's queries, rotated; weights [T, H] f32; keys [num_blocks, 1, block_size, D], its cache."""
+
+    heads: Tensor
+    weights: Tensor
+    keys: Tensor
+
+
+def attend_chosen(
+    q: Tensor,
+    index: IndexInputs,
+    rows: Tensor,
+    step: DeviceAttentionMetadata,
+    spec: AttentionSpec,
+    indexer: IndexerSpec,
+    is_in_order: bool = False,
+) -> Tensor:
+    """Attend every query to the latent rows that the indexer chooses, itself included, causally.
+
+    q        [T, H, D], rotated
+    rows     [num_blocks, 1, block_size, D], the cache of latent rows; this step's rows and index keys are already stored
+    Returns  [T, H, kv_rank] in q's dtype, zeros for padding
+    """
+    single = rows.view(-1, 1, 1, rows.shape[-1])  # blocks of one token
+    num_keys = max(1, step.max_context_len)
+    sequences = _sequences_of(step, len(q))
+    count = max(1, _SCORES_AT_ONCE // num_keys)
+    found: list[Tensor] = []
+    for first in range(0, len(q), count):
+        own = slice(first, min(first + count, len(q)))
+        scores = torch.empty(own.stop - first, num_keys, dtype=torch.float32, device=q.device)
+        score_keys_launch(scores, index, sequences, step, indexer, first).run()
+        chosen, counts = choose(scores, indexer.top_k)
+        slots = _slots_of(chosen, step.block_tables, sequences[own], rows.shape[2])
+        starts = torch.arange(len(scores) + 1, dtype=torch.int32, device=q.device)
+        places = DeviceAttentionMetadata.of_decode(step.slots[own], starts, counts, slots, chosen.shape[1])
+        found.append(attend(q[own], KvCache(single, single), places, spec, None, is_in_order))
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return which keys have the best scores, [T, K] i64 in ascending order, and how many each row has, [T] i32.
+
+    scores  [T, N] f32; -inf: never chosen. K is top_k, or N where that is less; what follows a row's number is any key
+    """
+    num_keys = scores.shape[1]
+    top_k = min(top_k, num_keys)
+    least = scores.topk(top_k, dim=1).values[:, -1:]
+    better = scores > least
+    equal = (scores == least) & (scores > -torch.inf)
+    missing = top_k - better.sum(1, keepdim=True, dtype=torch.int32)
+    is_chosen = better | (equal & (equal.cumsum(1, dtype=torch.int32) <= missing))
+    # What is not chosen is written behind the last place.
+    places = torch.where(is_chosen, is_chosen.cumsum(1, dtype=torch.int32) - 1, top_k).long()
+    keys = torch.arange(num_keys, device=scores.device).expand_as(places)
+    chosen = torch.zeros(len(scores), top_k + 1, dtype=torch.int64, device=scores.device).scatter_(1, places, keys)
+    return chosen[:, :top_k], is_chosen.sum(1, dtype=torch.int32)
+
+
+def _sequences_of(step: DeviceAttentionMetadata, num_tokens: int) -> Tensor:
+    """Return the sequence of each token, [T] i32."""
+    tokens = torch.arange(num_tokens, dtype=torch.int32, device=step.slots.device)
+    if step.is_decode:
+        return tokens
+    return torch.searchsorted(step.query_starts[1:], tokens, right=True, out_int32=True)
+
+
+def _slots_of(keys: Tensor, block_tables: Tensor, sequences: Tensor, block_size: int) -> Tensor:
+    """Return the slots [T, K] i32 of keys [T, K] i64 of the sequences of tokens."""
+    tables = block_tables.index_select(0, sequences)
+    return tables.gather(1, keys // block_size) * block_size + (keys % block_size).int()
+
+
+def score_keys_launch(
+    out: Tensor, index: IndexInputs, sequences: Tensor, step: DeviceAttentionMetadata, indexer: IndexerSpec, first: int
+) -> Launch:
+    """Return the launch that writes the scores [N, keys] f32 of tokens [first, first + N); -inf: the token does not see the
+    key. sequences [T] i32: of all tokens."""
+    num_heads, dim = indexer.num_heads, indexer.head_dim
+    check_contiguous("scores", out, (None, None), torch.float32)
+    check_contiguous("index heads", index.heads, (None, num_heads, dim), *ELEMENT_TYPES)
+    check_contiguous("index weights", index.weights, (len(index.heads), num_heads), torch.float32)
+    check_contiguous("index keys", index.keys, (None, 1, None, dim), index.heads.dtype)
+    arguments = {
+        "out_ptr": out,
+        "q_ptr": index.heads,
+        "weights_ptr": index.weights,
+        "keys_ptr": index.keys,
+        "sequences_ptr": sequences,
+        "query_starts_ptr": step.query_starts,
+        "context_lens_ptr": step.context_lens,
+        "block_tables_ptr": step.block_tables,
+        "num_drafts_ptr": step.num_drafts,
+        "ancestors_ptr": step.ancestors,
+        "first_token": first,
+        "num_keys": out.shape[1],
+        "table_stride": step.block_tables.stride(0),
+    }
+    constants = {
+        "NUM_HEADS": num_heads,
+        "HEAD_DIM": dim,
+        "BLOCK_SIZE": index.keys.shape[2],
+        "BLOCK_H": power_of_two(num_heads, 16),
+        "BLOCK_D": power_of_two(dim, 16),
+        "BLOCK_N": _KEYS,
+        "SCALE": dim**-0.5,
+        "COMPUTE": ELEMENT_TYPES[index.heads.dtype],
+    }
+    grid = (len(out), triton.cdiv(out.shape[1], _KEYS))
+    return Launch(_score_keys, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=IS_FUSED)
+
+
+@triton.jit(do_not_specialize=["first_token", "num_keys", "table_stride"])
+def _score_keys(
+    out_ptr: tl.tensor,
+    q_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    keys_ptr: tl.tensor,
+    sequences_ptr: tl.tensor,
+    query_starts_ptr: tl.tensor,
+    context_lens_ptr: tl.tensor,
+    block_tables_ptr: tl.tensor,
+    num_drafts_ptr: tl.tensor,
+    ancestors_ptr: tl.tensor,
+    first_token: tl.tensor,
+    num_keys: tl.tensor,
+    table_stride: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SCALE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+) -> None:
+    """Score keys [program_id(1) * BLOCK_N, ...) for token first_token + program_id(0)."""
+    token = first_token + tl.program_id(0)
+    first = tl.program_id(1) * BLOCK_N
+    keys = first + tl.arange(0, BLOCK_N)
+    out_places = out_ptr + tl.program_id(0).to(tl.int64) * num_keys + keys
+    is_column = keys < num_keys
+    sequence = tl.load(sequences_ptr + token)
+    context_len = tl.load(context_lens_ptr + sequence)
+    place = context_len - (tl.load(query_starts_ptr + sequence + 1) - token)  # negative for padding
+    if first > place:
+        tl.store(out_places, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=is_column)
+        return
+    end = place + 1
+    tree_start = context_len
+    if num_drafts_ptr is not None:
+        tree_start = context_len - tl.load(num_drafts_ptr + sequence)
+    table_ptr = block_tables_ptr + sequence.to(tl.int64) * table_stride
+    base, rows = find_rows(table_ptr, first, end, place * 0, 1, BLOCK_SIZE, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = dims < HEAD_DIM
+    places = base * HEAD_DIM + (rows[:, None] * HEAD_DIM + dims[None, :])
+    k = tl.load(keys_ptr + places, mask=(keys < end)[:, None] & is_dim[None, :], other=0.0)
+    heads = tl.arange(0, BLOCK_H)
+    is_head = heads < NUM_HEADS
+    own = token.to(tl.int64) * NUM_HEADS + heads
+    q = tl.load(q_ptr + own[:, None] * HEAD_DIM + dims[None, :], mask=is_head[:, None] & is_dim[None, :], other=0.0)
+    weights = tl.load(weights_ptr + own, mask=is_head, other=0.0)
+    products = dot(q.to(COMPUTE), tl.trans(k.to(COMPUTE)), tl.zeros([BLOCK_H, BLOCK_N], tl.float32)) * SCALE
+    scores = tl.sum(tl.maximum(products, 0.0) * weights[:, None], 0)
+    query = place + tl.arange(0, 1)
+    seen = is_seen(keys, query, query >= 0, end, tree_start, token - place, ancestors_ptr, None, 0)
+    seen = tl.sum(seen.to(tl.int32), 0) > 0  # of the only query
+    tl.store(out_places, tl.where(seen, scores, float("-inf")), mask=is_column)

@@ -1,0 +1,72 @@
+"""The keys that an indexer chooses on the device are those of the torch reference."""
+
+import pytest
+import torch
+
+from quire.contracts.model_spec import AttentionSpec, IndexerSpec, LatentSpec, NormSpec
+from quire.kernels.reference.attention import AttentionMetadata, TreeInput
+from quire.kernels.reference.indexed_attention import IndexQueries, attend_indexed
+from quire.kernels.triton import indexer
+from quire.kernels.triton.indexer import IndexInputs, attend_chosen, choose
+from quire.kernels.triton.step import DeviceAttentionMetadata
+
+NORM = NormSpec("rms", 1e-6)
+# Chains: a chunk after a prefix, a decode step and a prompt; and a sequence with a draft tree, whose third draft does not see
+# the second.
+CHAINS = ([21, 9, 3], [3, 1, 3], None)
+TREES = ([12], [4], TreeInput(torch.tensor([3], dtype=torch.int32), torch.tensor([0, 1, 3, 5])))
+
+
+def make_case(lengths, counts, trees, block_size, top_k):
+    generator = torch.Generator().manual_seed(5)
+    spec = IndexerSpec(8, 20, top_k, NORM)  # so many heads that no two scores are equal
+    latent = AttentionSpec(4, 1, 44, 44**-0.5, latent=LatentSpec(None, 36, 12, 8, 16, NORM, indexer=spec))
+    widths = [-(-length // block_size) for length in lengths]
+    blocks = torch.randperm(sum(widths), generator=generator).split(widths)
+    tables = torch.zeros(len(lengths), max(widths), dtype=torch.int64)
+    for row, own in zip(tables, blocks, strict=True):
+        row[: len(own)] = own
+    starts = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    step = AttentionMetadata(torch.zeros(sum(counts), dtype=torch.int64), starts, lengths, tables, trees)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    caches = normal(sum(widths), 1, block_size, 44), normal(sum(widths), 1, block_size, 20)
+    index = IndexQueries(normal(starts[-1], 8, 20), normal(starts[-1], 8))
+    return normal(starts[-1], 4, 44), index, caches, step, latent, spec
+
+
+@pytest.mark.parametrize(
+    ("case", "block_size", "top_k", "scores_at_once", "is_in_order"),
+    [
+        (CHAINS, 4, 5, 50, False),
+        (TREES, 4, 6, 1 << 26, False),
+        pytest.param(CHAINS, 64, 5, 1 << 26, True, marks=pytest.mark.slow),
+        pytest.param(CHAINS, 4, 64, 1 << 26, False, marks=pytest.mark.slow),
+        pytest.param(TREES, 4, 64, 50, True, marks=pytest.mark.slow),
+    ],
+)
+def test_queries_attend_to_the_keys_that_the_reference_chooses(
+    case, block_size, top_k, scores_at_once, is_in_order, device, monkeypatch
+):
+    monkeypatch.setattr(indexer, "_SCORES_AT_ONCE", scores_at_once)
+    q, index, caches, step, latent, spec = make_case(*case, block_size, top_k)
+    expected = attend_indexed(q, index, caches, step, latent, spec)[..., 8:]
+    inputs = IndexInputs(*(part.to(device) for part in (index.heads, index.weights, caches[1])))
+    there = DeviceAttentionMetadata.of(step, device)
+    found = attend_chosen(q.to(device), inputs, caches[0].to(device), there, latent, spec, is_in_order)
+    torch.testing.assert_close(found.cpu(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_lower_keys_come_first_where_scores_are_equal(device):
+    inf = torch.inf
+    scores = torch.tensor([[1.0, 2.0, 1.0, 1.0], [0.0, 0.0, -inf, -inf], [-inf] * 4, [3.0, 0.0, 0.0, 0.0]], device=device)
+    chosen, counts = choose(scores, 3)
+    assert [row[:count] for row, count in zip(chosen.tolist(), counts.tolist(), strict=True)] == [
+        [0, 1, 2],
+        [0, 1],
+        [],
+        [0, 1, 2],
+    ]
+    assert choose(scores, 9)[0].shape == (4, 4)
