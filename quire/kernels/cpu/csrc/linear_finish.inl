@@ -107,9 +107,7 @@ void add_low_rank(const LowRankSum* sum, const Scaling& scaled, i32 panel, TileP
             x[together] = sum->shrunk + next * sum->stride;
             out[together] = y + (next - place.first_row) * 16;
         }
-        F32 added[MAX_LOW_RANK_ROWS];
-        low_rank_panel(*weights[sum->index].b, panel, together, x, added);
-        for (i32 i = 0; i < together; ++i) store(out[i], load(out[i]) + added[i]);
+        low_rank_panel(*weights[sum->index].b, panel, together, x, out, true);
     }
 }
 

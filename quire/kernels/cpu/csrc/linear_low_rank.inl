@@ -3,8 +3,8 @@
 namespace quire::QUIRE_ISA {
 namespace {
 
-// Rows that are computed together: two accumulators each.
-constexpr int MAX_LOW_RANK_ROWS = QUIRE_HAS_512 ? 4 : 2;
+// Rows that are computed together, two accumulators each: MAX_LOW_RANK_ROWS, or up to MAX_LOW_RANK_ROWS / 2.
+constexpr int MAX_LOW_RANK_ROWS = QUIRE_HAS_512 ? 8 : 2;
 constexpr i64 LOW_RANK_BYTES_AHEAD = 2048;
 
 struct WeightPair {
@@ -34,8 +34,9 @@ struct F32Weights {
     }
 };
 
+// The outputs of a panel of a dense weight for R rows; is_added: they are added to what is at `out`.
 template <int R, class Weights>
-QUIRE_INLINE void low_rank_rows(const Weight& w, i32 panel, const float* const* x, F32* y) {
+QUIRE_INLINE void low_rank_rows(const Weight& w, i32 panel, const float* const* x, float* const* out, bool is_added) {
     F32 even[R], odd[R];
     const float* row[R];
 #pragma GCC unroll 8
@@ -57,38 +58,38 @@ QUIRE_INLINE void low_rank_rows(const Weight& w, i32 panel, const float* const* 
         for (int r = 0; r < R; ++r) even[r] = fma(last, set1(row[r][w.k - 1]), even[r]);
     }
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) y[r] = even[r] + odd[r];
+    for (int r = 0; r < R; ++r) {
+        const F32 y = even[r] + odd[r];
+        store(out[r], is_added ? load(out[r]) + y : y);
+    }
 }
 
 template <int R>
-void low_rank_of(const Weight& w, i32 panel, const float* const* x, F32* y) {
+void low_rank_of(const Weight& w, i32 panel, const float* const* x, float* const* out, bool is_added) {
     switch (w.format) {
-        case Format::bf16: return low_rank_rows<R, Bf16Weights>(w, panel, x, y);
-        case Format::f16: return low_rank_rows<R, F16Weights>(w, panel, x, y);
-        default: return low_rank_rows<R, F32Weights>(w, panel, x, y);
+        case Format::bf16: return low_rank_rows<R, Bf16Weights>(w, panel, x, out, is_added);
+        case Format::f16: return low_rank_rows<R, F16Weights>(w, panel, x, out, is_added);
+        default: return low_rank_rows<R, F32Weights>(w, panel, x, out, is_added);
     }
 }
 
-// The outputs of a panel of a dense weight for at most MAX_LOW_RANK_ROWS rows.
-QUIRE_INLINE void low_rank_panel(const Weight& w, i32 panel, i32 count, const float* const* x, F32* y) {
-    switch (count) {
-        case 1: return low_rank_of<1>(w, panel, x, y);
+// The same for any number of rows.
+void low_rank_panel(const Weight& w, i32 panel, i32 count, const float* const* x, float* const* out, bool is_added) {
+    for (i32 done = 0, together; done < count; done += together, x += together, out += together) {
+        together = count - done >= MAX_LOW_RANK_ROWS ? MAX_LOW_RANK_ROWS : smaller(count - done, MAX_LOW_RANK_ROWS / 2);
+        switch (together) {
+            case 1: low_rank_of<1>(w, panel, x, out, is_added); break;
+            case 2: low_rank_of<2>(w, panel, x, out, is_added); break;
 #if QUIRE_HAS_512
-        case 3: return low_rank_of<3>(w, panel, x, y);
-        case 4: return low_rank_of<4>(w, panel, x, y);
+            case 3: low_rank_of<3>(w, panel, x, out, is_added); break;
+            case 4: low_rank_of<4>(w, panel, x, out, is_added); break;
+            default: low_rank_of<8>(w, panel, x, out, is_added); break;
 #endif
-        default: return low_rank_of<2>(w, panel, x, y);
+        }
     }
 }
 
-void shrink(const Weight& a, i32 panel, i32 count, const float* const* x, float* const* out) {
-    for (i32 done = 0, together; done < count; done += together) {
-        together = smaller(count - done, MAX_LOW_RANK_ROWS);
-        F32 y[MAX_LOW_RANK_ROWS];
-        low_rank_panel(a, panel, together, x + done, y);
-        for (i32 i = 0; i < together; ++i) store(out[done + i], y[i]);
-    }
-}
+void shrink(const Weight& a, i32 panel, i32 count, const float* const* x, float* const* out) { low_rank_panel(a, panel, count, x, out, false); }
 
 // Prefetch what a panel's epilogue reads, while the panel is computed.
 QUIRE_INLINE void prefetch_low_rank(const LowRankSum* sum, i32 panel) {

@@ -17,7 +17,7 @@ constexpr i32 NUM_EXPERT_MODULES = 3;
 // Modules that read the same rows and are computed together.
 constexpr i32 MAX_LORA_OUTPUTS = 3;
 // Rows of an adapter that one thread multiplies with its first matrix.
-constexpr i32 MAX_LORA_ROWS = 4;
+constexpr i32 MAX_LORA_ROWS = 8;
 
 // b includes the scale of the adapter. num_experts: the most that a layer of the model has.
 struct LoraAdapter {
