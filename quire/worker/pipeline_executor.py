@@ -310,10 +310,9 @@ class PipelineExecutor:
         timeout_s = None if self._own_stage is None else self._own_stage.timeout_s
         with self._group():
             if not self._workers.barrier.wait_for_counter(counter, least, timeout_s):
-                stage = self._stages[-1]
-                told = f"{stage.describe()} has not answered for {timeout_s:g} s (distributed_timeout_s)"
-                reason = "it, or a stage before it, is stopped, or its host cannot be reached"
-                raise WorkerError(f"{told}: {reason}", stage.index + self._first_rank)
+                last = next(rank for rank, place in self._places.items() if place.stage.is_last)
+                reason = "it, or a stage before it, is stopped, or a host cannot be reached"
+                raise WorkerError(f"no answer for {timeout_s:g} s (distributed_timeout_s): {reason}", last)
 
     @contextmanager
     def _group(self) -> Iterator[None]:
@@ -324,7 +323,10 @@ class PipelineExecutor:
             barrier = self._workers.barrier
             if barrier.abort_cause is None:
                 text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"
-                barrier.abort(0, AbortReason.FAILED, f"the leader of the pipeline failed: {text}")
+                if isinstance(error, WorkerError):
+                    barrier.abort(error.rank, AbortReason.FAILED, text)
+                else:
+                    barrier.abort(0, AbortReason.FAILED, f"the leader of the pipeline failed: {text}")
             try:
                 barrier.check()
             except WorkerError as reason:

@@ -66,6 +66,8 @@ class OwnStage:
         """End the thread, and release the stage."""
         self._messages.put(None)
         self._thread.join(_LEAVE_S)
-        self._executor.close_links()  # the thread may be sending to a stage that is stopped
+        if self._thread.is_alive():  # it may wait for a rank of its stage, or be sending to a stage, that is stopped
+            self._barrier.abort(0, AbortReason.FAILED, "rank 0 was closed while its pipeline stage computed")
+            self._executor.close_links()
         self._thread.join()
         self._executor.close()
