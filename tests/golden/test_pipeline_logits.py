@@ -173,7 +173,8 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None, shares=(1.0,), loa
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(
-    "case", [*(case for case in CASES if case in STRUCTURES and case not in INDEXED_CASES), "gemma4-dense", "gemma4-moe", "nanochat"]
+    "case",
+    [*(case for case in CASES if case in STRUCTURES and case not in INDEXED_CASES), "gemma4-dense", "gemma4-moe", "nanochat"],
 )
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")

@@ -44,7 +44,10 @@ def test_an_indexer_of_keys_is_refused(checkpoint):
     "case",
     [
         *("llama-mqa", "qwen3-bias", "gemma2", "qwen3-moe-mlp-only", "gpt-oss", "gpt2-scaled"),
-        *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3", "gemma4-moe")),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("qwen2-moe", "glm4-moe", "deepseek-v3", "minicpm3", "gemma4-moe")
+        ),
     ],
 )
 @pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
