@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec, QueryScaling, RopeSpec
+from quire.contracts.model_spec import GateClamp, LaurelSpec, MlpSpec, MoeSpec, QueryScaling, RopeSpec
 from quire.kernels.native import load_native
 from quire.model.build import build_model, whole_prompt_logits
 from quire.model.checkpoint import open_parameters
@@ -33,6 +33,7 @@ def test_what_no_native_kernel_runs_is_refused_by_name(tiny_model):
         (replace(layer, is_parallel=True, mlp=replace(mixture, expert=MlpSpec(16, "silu"))), "in parallel to attention"),
         (replace(layer, mlp=mixture), "xielu in a mixture"),
         (replace(layer, attention=scaled), "scaled by position"),
+        (replace(layer, laurel=LaurelSpec(4, spec.final_norm)), "a low-rank residual"),
     ):
         assert reason in (native_refusal(replace(spec, layers=(layer, changed)), 16) or "")
     assert "bias of a head" in (native_refusal(replace(spec, has_head_bias=True, is_tied=True), 16) or "")
