@@ -461,9 +461,9 @@ class LLMEngine:
         self.stats.num_batched_tokens += plan.num_tokens
         for num_drafts, num_accepted in result.verified.values():
             self.stats.note_verified(num_drafts, num_accepted)
-        self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
-        if self._disk is not None:
+        if self._disk is not None:  # before the scheduler gives the slots that the step has saved to other pages
             self._disk.note_step(plan, result, now - self._step_started_s)
+        self._undelivered += self._collect(self.scheduler.commit(plan, result, now), now)
         if self.remote_prefill is not None:
             self.remote_prefill.note_step(plan, result, now - self._step_started_s)
 

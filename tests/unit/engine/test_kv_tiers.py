@@ -1,5 +1,6 @@
 """An engine with KV tiers gives the tokens of one without, and counts as cached what it has loaded."""
 
+import sqlite3
 from contextlib import closing
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.engine.disk_tier import DiskTier
 from quire.kernels.native import load_native
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
@@ -198,3 +200,35 @@ def test_pages_on_disk_are_found_by_another_number_of_processes(tmp_path, thread
         found, cached = run(llm, [PREFIX])
     assert found == expected
     assert cached[0] >= 64
+
+
+def pages_on_disk(folder):
+    """Return the slots of a disk tier, with header and page, by key."""
+    with closing(sqlite3.connect(folder / "index.sqlite")) as db:
+        (name, size), *others = db.execute("SELECT name, slot_bytes FROM files").fetchall()
+        slots = db.execute("SELECT key, slot FROM slots WHERE key IS NOT NULL").fetchall()
+    assert not others
+    data = (folder / name).read_bytes()
+    return {key: data[slot * size : (slot + 1) * size].rstrip(b"\0") for key, slot in slots}
+
+
+@needs_native
+def test_pages_on_disk_are_right_when_slots_of_a_small_host_tier_are_used_again_at_once(tmp_path, monkeypatch):
+    note_step = DiskTier.note_step
+
+    def write_at_once(tier, *step):
+        note_step(tier, *step)
+        while tier.wait_written():
+            pass
+
+    monkeypatch.setattr(DiskTier, "note_step", write_at_once)
+    prompts = [{"prompt_token_ids": [(7 * i + 31 * n + i * i * n) % 400 + 5 for i in range(n)]} for n in range(60, 67)]
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True)
+    found = {}
+    for name, host_bytes in (("small", 4 << 16), ("large", 64 << 20)):
+        tier = {"kv_disk_dir": str(tmp_path / name), "kv_disk_bytes": 64 << 20, "kv_host_bytes": host_bytes}
+        with make_llm(**tier, kv_save="write_through") as llm:
+            llm.generate(prompts, params, use_tqdm=False)
+        found[name] = pages_on_disk(tmp_path / name)
+    assert len(found["small"]) >= 16
+    assert found["small"].items() <= found["large"].items()

@@ -80,11 +80,28 @@ class Stages(FakeDevice):
 
 
 class PipelinedDriver(Driver):
+    """disk: pages by key, of steps that have saved them."""
+
     def __init__(self, config, *, seed=0, max_drafts=0):
         super().__init__(config, seed=seed)
+        self.disk = {}
         self.scheduler = PipelinedScheduler(config)
         self.worker = Stages(config, seed, max_drafts)
         self.loop = StepLoop(self.scheduler, self.worker, self.commit)
+
+    def commit(self, plan, result):
+        for _, slot in () if result.is_failed else plan.page_saves:
+            self.disk[self.scheduler.kv.host_tier.key_of(slot)] = list(self.worker.pages[slot])
+        super().commit(plan, result)
+
+    def read_pages(self, request_id, rng):
+        """Read pages from the disk at once, while stages still compute, and hold them for a request."""
+        tier = self.scheduler.kv.host_tier
+        for key in rng.sample(sorted(self.disk), min(len(self.disk), 3)):
+            for slot in tier.reserve(1):
+                self.worker.pages[slot] = list(self.disk[key])
+                tier.install(slot, key)
+                tier.hold(request_id, [slot])
 
     def step(self):
         self.loop.run()
@@ -98,11 +115,16 @@ class PipelinedDriver(Driver):
         raise AssertionError(f"not finished after {max_steps} steps")
 
 
-def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False):
+def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False, has_tier=False):
     """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted."""
     rng = random.Random(seed)
     config = replace(random_config(rng), num_pipeline_stages=num_stages)
     config = with_window(config, rng) if has_window else config
+    if has_tier:
+        num_pages, num_saves, kv_save = rng.choice([1, 2, 5, 20]), rng.choice([1, 3, 100]), rng.choice(["all", "write_through"])
+        config = replace(
+            config, enable_prefix_caching=True, num_host_pages=num_pages, max_page_saves=num_saves, kv_save=kv_save
+        )
     driver = PipelinedDriver(config, seed=seed, max_drafts=max_drafts)
     if late_share:
         lateness = random.Random(seed + 2)
@@ -132,9 +154,13 @@ def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=Fal
                 driver.add(random_request(rng, names[-1], prefixes))
             except RequestError as error:
                 assert error.param in ("prompt", "max_tokens")  # noqa: PT017
+            else:
+                if has_tier:
+                    driver.read_pages(RequestId(str(names[-1])), rng)
         driver.step()
     driver.run()
     driver.check_outputs()
+    assert not has_tier or driver.scheduler.kv.host_tier.num_pinned == 0
     assert driver.worker.max_rows <= 2 * config.max_num_seqs, "what the worker has batch slots for"
     flush(driver)
     return driver
@@ -145,6 +171,13 @@ def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=Fal
 @pytest.mark.parametrize("seed", seeds(900, 40, 8))
 def test_every_output_is_that_of_an_isolated_run_with_a_window_group(seed, num_stages):
     live(seed, 120, num_stages, max_drafts=(0, 4)[seed % 2], has_window=True)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("seed", seeds(1300, 60, 8))
+def test_every_output_is_that_of_an_isolated_run_with_a_host_tier(seed, num_stages):
+    live(seed, 120, num_stages, max_drafts=(0, 4)[seed % 2], has_tier=True)
 
 
 def flush(driver):
