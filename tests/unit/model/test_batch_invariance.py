@@ -86,7 +86,7 @@ def build(folder, precision):
     quantize = None if quantization is None else parameter_quantizer(parameters, spec, POLICIES[quantization]).quantized
     with pytest.MonkeyPatch.context() as patch:
         if precision == "bf16-short":
-            patch.setattr("quire.model.native_model._SHORT_FROM", 0)
+            patch.setattr("quire.model.native_model.SHORT_FROM", 0)
         return NativeDecoder(load_native(), spec, parameters, max_model_len=max(LENGTHS), quantize=quantize)
 
 

@@ -40,7 +40,7 @@ def build(tmp_path, monkeypatch, precision, head=None):
     """Return a decoder of random weights whose head, perhaps another one, has a copy."""
     monkeypatch.setattr("quire.model.native_model._INT8_HEAD_FROM", 1)
     if precision.endswith("short"):
-        monkeypatch.setattr("quire.model.native_model._SHORT_FROM", 0)
+        monkeypatch.setattr("quire.model.native_model.SHORT_FROM", 0)
     folder = write_checkpoint(tmp_path / "model", "qwen3", vocab_size=301 if head is None else len(head))
     spec = read_model_spec(folder, precision.removesuffix("-short"))
     parameters = load_parameters(folder, spec)

@@ -191,7 +191,7 @@ def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     ("params", "ranks"), [("greedy", 1), ("sampled", 1), pytest.param("greedy", 2, marks=pytest.mark.slow)]
 )
 def test_heads_with_a_screen_and_shortened_weights_give_the_tokens_of_one_process(monkeypatch, params, ranks):
-    for name in ("_INT8_HEAD_FROM", "_SHORT_FROM"):
+    for name in ("_INT8_HEAD_FROM", "SHORT_FROM"):
         monkeypatch.setattr(native_model, name, 1)
     one, stages = _engine(), _engine(2, ranks)
     spared = [llm.llm_engine.report.spared_weight_bytes for llm in (one, stages)]
