@@ -117,7 +117,7 @@ NOTHING_THERE = {
     "/v1/conversations/{conversation_id}/items": 404,
 }
 """Status of the routes whose body names what this server does not have."""
-PUT_ROUTES = {"/prefill_urls"}
+PUT_ROUTES = {"/prefill_urls", "/role"}
 """Which talk to engines: see tests/unit/serving/http/test_system.py."""
 CONFIG = ServerConfig(enable_page=False)
 SCALARS = (

@@ -11,7 +11,7 @@ from quire.contracts.tier_stats import TierStats
 from quire.serving.auth import hash_key
 from quire.serving.config import ApiKey
 from quire.serving.errors import ApiError, engine_unavailable, invalid
-from quire.serving.http.system import _prefill_urls, experts, health, load, put_prefill_urls, rebalance
+from quire.serving.http.system import _prefill_urls, experts, health, load, put_prefill_urls, put_role, rebalance
 from quire.serving.metrics.engine_metrics import EngineOccupancy
 from tests.unit.serving.http.shell import endpoint, exchange, running
 from tests.unit.serving.http.test_shell import parse
@@ -230,6 +230,26 @@ def test_prefill_urls_are_set_for_admin_keys_only_and_reported(is_admin, status)
     assert reported == (["unix:/a", "unix:/b"] if is_admin else [])
     if not is_admin:
         assert json.loads(body)["error"]["code"] == "admin_only"
+
+
+@pytest.mark.parametrize(("is_admin", "role", "status"), [(True, "prefill", 200), (True, "some", 400), (False, "prefill", 403)])
+def test_role_is_changed_in_all_engines_for_admin_keys_only(is_admin, role, status):
+    told = []
+
+    async def set_role(role):
+        told.append(role)
+
+    async def go():
+        keys = (ApiKey("a", hash_key("k"), is_admin=is_admin),)
+        async with running([endpoint("/role", put_role)], api_keys=keys) as (port, context):
+            context.client = SimpleNamespace(replicas=(SimpleNamespace(set_role=set_role),) * 2)
+            body = json.dumps({"role": role}).encode()
+            head = b"POST /role HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer k\r\n"
+            lines = b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+            return parse(await exchange(port, head + lines + body))
+
+    assert asyncio.run(go())[0] == status
+    assert told == (["prefill", "prefill"] if status == 200 else [])
 
 
 def test_replicas_with_different_prefill_servers_have_no_common_list():
