@@ -33,7 +33,7 @@ from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts, multiply_pairs, route_pairs
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
@@ -561,18 +561,16 @@ class DeviceLayer:
 
     def _run_experts(self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras) -> tuple[Tensor, PartKind]:
         """Return what the experts give for x [T, N], and what that is with ranks."""
-        weights, ranks = (self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]), self._ranks
+        gate_up, down = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
         if self._exchange is None:
+            ranks = self._ranks
             is_sum = ranks is not None and "experts.down" in ranks.row_parallel
             gather = None if ranks is None or is_sum else ranks.gather_inner
-            out = mixture_of_experts(x, logits, spec, *weights, self._is_in_order, extra, gather=gather)
+            out = mixture_of_experts(x, logits, spec, gate_up, down, self._is_in_order, extra, gather=gather)
             return out, "sum" if is_sum else "columns"
-        own = replace(spec, num_experts=self._exchange.num_own)
-
-        def multiply(rows: Tensor, routes: Routes) -> Tensor:
-            return multiply_pairs(rows, routes, own, *weights, self._is_in_order, extra.biases)
-
-        out, is_part = self._exchange.run(x, route_pairs(logits, spec, x.dtype, extra), multiply)
+        given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order, extra.biases
+        routes = route_pairs(logits, spec, x.dtype, extra)
+        out, is_part = self._exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given))
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

@@ -246,8 +246,9 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    ranks = {"shares": config.parallel.shares, "has_expert_ranks": config.enable_expert_parallel}
-    order = Order(*chosen, report.memory.kv, sizes, arch_of(device), active_table(), **ranks)
+    shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+    kernels = arch_of(device), active_table()
+    order = Order(*chosen, report.memory.kv, sizes, *kernels, shares=shares, has_expert_ranks=has_experts)
     return Precompilation(order, parameters)
 
 
