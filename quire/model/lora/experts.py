@@ -101,7 +101,7 @@ def split_stack(
     firsts = a.float().view(num_experts, rank, -1)
     seconds = (b.float() * config.scale_of(stored)).view(len(b), rank, num_experts).permute(2, 0, 1)
     if kind == "gate_up" and spec.model_type == "gpt_oss":  # whose rows of gate and up take turns
-        seconds = seconds.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        seconds = seconds.reshape(num_experts, -1, 2, rank).transpose(1, 2).reshape(num_experts, -1, rank)
     pairs = zip(firsts, seconds, strict=True)
     return {f"layers.{match[2]}.experts.{expert}.{kind}": LowRankPair(*pair) for expert, pair in enumerate(pairs)}
 
