@@ -92,7 +92,7 @@ def find_stored_sources(folder: Path, spec: ModelSpec) -> Sources:
     return sources
 
 
-def distinct_shapes(folder: Path, spec: ModelSpec, shapes: dict[str, Shape]) -> dict[str, Shape]:
+def distinct_shapes(folder: Path, spec: ModelSpec, shapes: Mapping[str, Shape]) -> Mapping[str, Shape]:
     """Return the shapes of parameters by name, those of weights that several layers share once.
 
     All of them where no weights are stored yet. Raises ModelFormatError.

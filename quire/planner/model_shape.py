@@ -271,8 +271,11 @@ def _kept_of(shapes: Sequence[tuple[int, int]], dtype: Dtype) -> KeptLayers:
 
 
 def _num_stored(one: AttentionSpec, is_gpu: bool) -> int:
-    """Return how many times the cache of a layer holds a row of each KV head: as key and value, or as both at once."""
-    return 1 if is_gpu and one.latent is not None else 2
+    """Return how many values the cache of a layer holds of a token: rows as key and value, or as both at once, see KvSpec."""
+    size = one.num_kv_heads * one.head_dim
+    if not is_gpu or one.latent is None:
+        return 2 * size
+    return size if one.latent.indexer is None else size + one.latent.indexer.head_dim
 
 
 def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -> tuple[CacheGroup, ...]:
@@ -288,6 +291,7 @@ def _cache_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: bool) -
         if not is_windowed or kv.window_tokens is not None:
             window = kv.window_tokens if is_windowed else None
             num_elements = sum((1 if kv.is_joined else 2) * heads * dim for heads, dim in shapes)
+            num_elements += sum(kv.index_dims[i] for i in of_group) if kv.index_dims else 0
             groups.append(CacheGroup(window, sum(heads for heads, _ in shapes), num_elements, kept))
     return tuple(groups)
 
@@ -307,7 +311,7 @@ def _attention_groups(spec: ModelSpec, kept_layers: Collection[int], is_gpu: boo
                 window,
                 len(of_window),
                 sum(one.num_kv_heads for one in of_window),
-                sum(_num_stored(one, is_gpu) * one.num_kv_heads * one.head_dim for one in of_window),
+                sum(_num_stored(one, is_gpu) for one in of_window),
                 sum(one.num_heads * one.head_dim for one in of_window),
                 _kept_of([(one.num_kv_heads, one.head_dim) for one in kept if one.window == window], spec.dtype),
             )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
+from quire.contracts.model_spec import AttentionSpec, GateClamp, IndexerSpec, LatentSpec, MlpSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.reference.recurrent import Recurrence
 from quire.kernels.triton.activation import activate_launch
@@ -20,6 +20,7 @@ from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
+from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
@@ -84,6 +85,15 @@ def attention_launches(
 def latent_launches(num_heads=128, **options):
     latent = LatentSpec(1536, 512, 128, 64, 128, NormSpec("rms", 1e-6))  # DeepSeek-V3's
     return attention_launches(head_dim=576, heads=(num_heads, 1), latent=latent, **options)
+
+
+def index_scores():
+    indexer = IndexerSpec(64, 128, 2048, NormSpec("ln", 1e-6))  # DeepSeek-V3.2's
+    index = IndexInputs(meta(4, 64, 128), meta(4, 64, dtype=torch.float32), meta(4096, 1, 64, 128))
+    tables = torch.zeros(4, 1024, dtype=torch.int64)
+    step = AttentionMetadata(torch.zeros(4), [0, 1, 2, 3, 4], [3000] * 4, tables, None)
+    device_step = DeviceAttentionMetadata.of(step, META)
+    return score_keys_launch(meta(4, 3000, dtype=torch.float32), index, meta(4, dtype=torch.int32), device_step, indexer, 0)
 
 
 def head_products(num_tokens, num_inputs, num_outputs):
@@ -264,6 +274,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode-latent-in-order": lambda: latent_launches(is_in_order=True)[1],
     "prefill-latent": lambda: latent_launches(count=1024)[0],
     "verify-tree-latent": lambda: latent_launches(count=4, has_tree=True)[0],
+    "decode-latent-chosen": lambda: latent_launches(block_size=1)[1],
+    "index-scores": index_scores,
     "heads-into-latent": lambda: head_products(64, 128, 512),
     "decode-int8": lambda: attention_launches(kv_dtype=torch.int8)[1],
     "decode-d64": lambda: attention_launches(head_dim=64, heads=(32, 8))[1],

@@ -83,8 +83,10 @@ ATTENTION_LIMITS = {
     "decode-latent-in-order": (200, {"HMMA": 128, "wide_copies": 16}),
     "prefill-latent": (200, {"HMMA": 128, "wide_copies": 16}),
     "verify-tree-latent": (200, {"HMMA": 128, "wide_copies": 16}),
+    "decode-latent-chosen": (200, {"HMMA": 128, "wide_copies": 16}),
 }
 OTHER_LIMITS = {
+    "index-scores": (96, {"HGMMA": 8}),
     "heads-into-latent": (64, {"HMMA": 16, "wide_copies": 8}),
     "recur-qwen3-next": (96, {}),
     "recur-kimi": (96, {}),
