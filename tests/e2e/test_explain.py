@@ -78,12 +78,13 @@ def test_running_request_is_explained_so_far(server):
     body = {"model": "demo", "prompt": "b", "n": 8, "max_tokens": 1000, "ignore_eos": True, "stream": True}
 
     def ask_while_it_runs():
-        """Return the timeline; None if the request ended before the answer."""
+        """Return the timeline; None if the request has not decoded yet, or ended before the answer."""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             (timeline,) = server.get(f"/v1/requests/{answer.headers['x-request-id']}/timeline").json()["timelines"]
-        return timeline if timeline["state"] == "decode" else None
+        has_decoded = any(event["kind"] == "decode" for event in timeline["events"])
+        return timeline if timeline["state"] == "decode" and has_decoded else None
 
     timeline = server.wait_for(ask_while_it_runs)
     assert timeline["finish_reasons"] == []

@@ -18,8 +18,8 @@ from tests.lora_adapter import write_adapter, write_merged, write_pairs
 
 pytestmark = pytest.mark.golden
 
-ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router|gate\.wg))\.weight")
-MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2")
+ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router(?:\.proj)?|gate\.wg))\.weight")
+MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2", "gemma4-moe")
 RANK = 3
 
 
@@ -62,7 +62,8 @@ def write_stacks(folder, base):
         module, _, kind = name.rpartition(".")
         if tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
             continue
-        is_transposed = tensor.shape[1 if kind == "gate_up_proj" else 2] == hidden
+        outputs, inputs = tensor.shape[1:] if kind == "gate_up_proj" else tensor.shape[:0:-1]
+        is_transposed = outputs == hidden != inputs
         rows, columns = tensor.shape[:0:-1] if is_transposed else tensor.shape[1:]
         a = 0.2 * torch.randn(len(tensor) * RANK, columns, generator=generator)
         b = 0.2 * torch.randn(rows, RANK * len(tensor), generator=generator)
@@ -76,7 +77,9 @@ def write_stacks(folder, base):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["gpt-oss", pytest.param("qwen3-vl-moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-vl-moe", "gemma4-moe"))]
+)
 def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     folder = checkpoint(case, "v5")
     deltas = write_stacks(tmp_path / "a", folder)
