@@ -20,6 +20,7 @@ pytestmark = pytest.mark.golden
 
 ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router(?:\.proj)?|gate\.wg))\.weight")
 MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2", "gemma4-moe")
+STACKED = ("qwen3-vl-moe", "gemma4-moe")
 RANK = 3
 
 
@@ -78,7 +79,7 @@ def write_stacks(folder, base):
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-vl-moe", "gemma4-moe"))]
+    "case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in STACKED)]
 )
 def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     folder = checkpoint(case, "v5")
