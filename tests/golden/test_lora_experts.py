@@ -78,9 +78,7 @@ def write_stacks(folder, base):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in STACKED)]
-)
+@pytest.mark.parametrize("case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in STACKED)])
 def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     folder = checkpoint(case, "v5")
     deltas = write_stacks(tmp_path / "a", folder)
