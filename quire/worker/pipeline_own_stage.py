@@ -56,7 +56,7 @@ class OwnStage:
             while (message := self._messages.get()) is not None:
                 if not isinstance(message, RingMessage):
                     message()
-                elif not self._executor.follow_sleep(StageCall(int(message.header[0]))):
+                elif not self._executor.follow(StageCall(int(message.header[0]))):
                     self._executor.make_call(message)
         except Exception as error:  # noqa: BLE001 - told by the barrier
             text = str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

@@ -78,7 +78,11 @@ def temporary_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "layout"), [(_torchrun, "-tp 2"), (_lws, "-tp 2"), (_torchrun, "-pp 2"), (_torchrun, "-tp 2 -pp 2")]
+    ("launcher", "layout"),
+    [
+        *[(_torchrun, "-tp 2"), (_lws, "-tp 2"), (_torchrun, "-pp 2"), (_torchrun, "-tp 2 -pp 2")],
+        (_torchrun, "-tp 2 -pp 2 --kv-host-bytes 9000000"),
+    ],
 )
 def test_ranks_of_one_host_give_the_tokens_of_one_process(launcher, layout):
     before, port, size = left_behind(), free_port(), 2 ** layout.count("2")
