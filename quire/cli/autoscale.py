@@ -82,6 +82,8 @@ def run(args: argparse.Namespace) -> int:
                 print(json.dumps({"time": round(time.time(), 3), "error": str(error)}), flush=True)
             else:
                 actions, state = decide(snapshot, objectives, limits, state)
+                if not args.apply:
+                    state = dataclasses.replace(state, flip=None)  # nobody changes the role
                 targets.note(snapshot, actions, state)
                 if server is not None:
                     server.show(targets)

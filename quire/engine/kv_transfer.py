@@ -64,9 +64,9 @@ class KvTransfer:
     def set_role(self, role: Role) -> None:
         """Change the role. What was begun in the role before goes on to its end. Raises ConfigError.
 
-        With prefill_listen an engine may take every role, otherwise "both" and the one that it was started with.
+        With prefill_listen an engine may take every role, otherwise only the one that it was started with.
         """
-        if (role == "prefill" and self.prefill is None) or (role == "decode" and self.remote is None):
+        if self.prefill is None and role != self.role:
             raise ConfigError(
                 f"role {role!r} is not possible here: start the engine with prefill_listen, so that it may change"
             )

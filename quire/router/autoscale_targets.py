@@ -19,6 +19,7 @@ class Targets:
 
     def __init__(self) -> None:
         self.by_role: dict[Role, int] = {}
+        self._was_flipping = False
 
     def note(self, snapshot: Snapshot, actions: Sequence[Action], state: State) -> None:
         """Take in what was decided on a snapshot, and the state after it. A role without replicas keeps its number."""
@@ -29,8 +30,11 @@ class Targets:
                 self.by_role[role] = under_way.num_replicas
             elif isinstance(under_way, Drain):
                 self.by_role[role] = len(names.difference(under_way.replicas))
-            elif names:
+            elif names and self._was_flipping:
                 self.by_role[role] = len(names)
+            elif names:  # one that does not answer is not one too many
+                self.by_role[role] = max(len(names), self.by_role.get(role, 0))
+        self._was_flipping = state.flip is not None
 
 
 class TargetServer:
@@ -48,6 +52,8 @@ class TargetServer:
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
+            timeout = 10
+
             def do_GET(self) -> None:
                 status, body = owner._answer if self.path == PATH else (404, {"error": f"there is only {PATH}"})
                 data = json.dumps(body).encode()

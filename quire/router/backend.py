@@ -103,6 +103,7 @@ class Backend:
     state: State = "starting"
     error: str | None = None
     is_draining: bool = False
+    is_changing: bool = False  # its role
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     load: LoadReport | None = None
     num_others: int = 0
@@ -135,9 +136,14 @@ class Backend:
         return self.role == "prefill"
 
     @property
+    def is_in_service(self) -> bool:
+        """Whether it is ready, not drained, and its role is not being changed."""
+        return self.state == "ready" and not (self.is_draining or self.is_changing)
+
+    @property
     def is_available(self) -> bool:
         """Whether it is sent new requests."""
-        is_open = self.state == "ready" and not self.is_draining and not self.is_prefill
+        is_open = self.is_in_service and not self.is_prefill
         return is_open and self.clock() >= self.retry_at_s
 
     @property

@@ -132,13 +132,15 @@ class HealthMonitor:
             if alone:
                 raise ApiError(409, f"no other backend is ready that answers requests for {alone[0]!r}", code="last_backend")
         headers = [*self._headers, (b"content-type", b"application/json")]
-        was_draining, backend.is_draining = backend.is_draining, True
+        if backend.is_changing:
+            raise ApiError(409, f"the role of the backend {backend.name} is being changed", code="role_changing")
+        backend.is_changing = True
         try:
             status, answer = await self._send(backend, "PUT", b"/role", headers, msgspec.json.encode({"role": role}))
         except UpstreamError as error:
             raise ApiError(502, f"the backend {backend.name} does not take a role: {error}", code="backend_failed") from None
         finally:
-            backend.is_draining = was_draining
+            backend.is_changing = False
         if status != 200:
             text = f"the backend {backend.name} does not take the role {role!r}: {status} "
             text += answer[:500].decode(errors="replace")

@@ -53,7 +53,7 @@ class PrefillServers:
 
     def urls_for(self, backend: Backend) -> list[str]:
         """Return the prefill servers of a decode server: those of its model that are ready and not drained."""
-        found = [one for one in self._table if one.is_prefill and one.state == "ready" and not one.is_draining]
+        found = [one for one in self._table if one.is_prefill and one.is_in_service]
         found = [one for one in found if any(backend.serves(model) for model in one.models)]
         pairs = [(one.prefill_url, one.address) for one in found]
         return sorted({url for url, address in pairs if url and is_reachable(url, address, backend.address)})

@@ -173,7 +173,7 @@ class Proxy:
 
     def _usable(self, candidates: Collection[Backend], tried: list[Backend]) -> list[Backend]:
         """Return those that may be asked, the ones that failed a moment ago only where there are no others."""
-        left = [one for one in candidates if one.state == "ready" and not one.is_draining and one not in tried]
+        left = [one for one in candidates if one.is_in_service and one not in tried]
         found = [one for one in left if one.is_available] or left
         if not found:
             raise ApiError(
@@ -200,7 +200,7 @@ class Proxy:
     def _may_retry(self, failure: _NotTakenError, candidates: Collection[Backend], tried: list[Backend]) -> bool:
         if not failure.may_retry or len(tried) > self._config.max_retries:
             return False
-        if not any(one.state == "ready" and not one.is_draining and one not in tried for one in candidates):
+        if not any(one.is_in_service and one not in tried for one in candidates):
             return False
         if failure.has_changed_role or self._budget.spend():  # a change is no failure, and cannot grow into many retries
             return True

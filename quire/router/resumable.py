@@ -27,7 +27,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 _EVENT_END = b"\n\n"
 _MAX_KEPT_BYTES = 16 << 20
 _KEEP_ALIVE = b": keep-alive\n\n"
-_ENGINE_LOST = (b'"code":"engine_unavailable"', b'"code":"engine_error"', b'"code":"draining"')
+_ENGINE_LOST = (b'"code":"engine_unavailable"', b'"code":"engine_error"', b'"code":"draining"', b'"code":"server_shutdown"')
 """Errors after which another backend may go on."""
 
 

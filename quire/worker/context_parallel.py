@@ -74,6 +74,7 @@ def _check_tiers(config: EngineConfig, name: str, size: int) -> None:
         ("kv_host_bytes", config.kv_host_bytes, None),
         ("kv_disk_dir", config.kv_disk_dir, None),
         ("role", config.role, "both"),
+        ("prefill_listen", config.prefill_listen, None),
     ):
         if value != allowed:
             raise ConfigError(

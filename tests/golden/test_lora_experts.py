@@ -90,6 +90,17 @@ def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     check(folder, reference_model(merged), adapter, kind)
 
 
+def test_chunk_with_an_adapter_changes_nothing_of_a_decoding_request_without(checkpoint, tmp_path):
+    """In the last layer only the rows of which tokens are sampled are left, none of them with an adapter."""
+    folder = checkpoint("qwen3-moe", "v5")
+    write_adapter(tmp_path / "one", expert_shapes(folder), seed=1)
+    llm = engine(folder, max_num_batched_tokens=16)
+    prompts, loras = [PROMPTS[0][:5], PROMPTS[0] * 5], [None, LoRARequest("one", 1, str(tmp_path / "one"))]
+    together = generate(llm, prompts, loras)
+    assert is_equal(together[:1], generate(llm, prompts[:1], loras[:1]))
+    llm.close()
+
+
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_requests_with_adapters_of_experts_share_a_batch(checkpoint, tmp_path, quantization):
     """Chunks of prompts, decoding steps and cached prefixes give the tokens of each request alone, and of a merged model."""

@@ -209,6 +209,7 @@ def make_routes_page() -> str:
     """Return the page of the HTTP routes."""
     from quire.serving.anthropic.endpoints import ENDPOINTS as ANTHROPIC
     from quire.serving.batch.endpoints import ENDPOINTS as BATCH
+    from quire.serving.batch.message_batches import ENDPOINTS as MESSAGE_BATCHES
     from quire.serving.http.sleep import ENDPOINTS as SLEEP
     from quire.serving.http.system import make_endpoints
     from quire.serving.http.timelines import ENDPOINTS as TIMELINES
@@ -217,7 +218,7 @@ def make_routes_page() -> str:
     from quire.serving.openai.lora import ENDPOINTS as LORA
     from quire.serving.responses.endpoints import ENDPOINTS as RESPONSES
 
-    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH, *LORA, *SLEEP, *TIMELINES)
+    found = (*OPENAI, *RESPONSES, *ANTHROPIC, *OLLAMA, *BATCH, *MESSAGE_BATCHES, *LORA, *SLEEP, *TIMELINES)
     found = (*found, *make_endpoints(found, True))
     rows = [
         (

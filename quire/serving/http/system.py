@@ -283,8 +283,11 @@ async def put_role(parts: SystemParts, call: Call) -> Answer:
     body = await call.body(NewRole)
 
     async def work() -> Ready:
-        for client in parts.client.replicas:
-            await client.set_role(body.role)
+        # A caller that leaves does not divide engines and server.
+        changes = asyncio.gather(*(client.set_role(body.role) for client in parts.client.replicas), return_exceptions=True)
+        for failure in await asyncio.shield(changes):
+            if failure is not None:
+                raise failure
         logger.info("the role is now %s, as set by %s", body.role, call.owner.name)
         return _json(body)
 

@@ -114,7 +114,7 @@ def test_stream_goes_on_at_another_backend(after, path, tail):
     run(work())
 
 
-@pytest.mark.parametrize("code", [b"engine_unavailable", b"engine_error", b"draining"])
+@pytest.mark.parametrize("code", [b"engine_unavailable", b"engine_error", b"draining", b"server_shutdown"])
 def test_engine_that_is_lost_while_its_server_lives_counts_as_broken(code):
     async def work():
         fakes = [Counting(3, error=code), Counting()]

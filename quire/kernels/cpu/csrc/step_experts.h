@@ -182,6 +182,8 @@ struct StepExperts : StepContext {
             group_by_expert(l);
             if (plan.lora_.adapts_experts && lora.has_rows())
                 plan.lora_.group_places(l.index, *lora.lora, plan.pair_row_, num_rows * l.top_k, plan.num_own_experts_, plan.own_experts_, plan.own_first_, plan.own_count_);
+            else if (plan.lora_.adapts_experts)
+                plan.lora_.places.clear(0);  // those of the layer before: no row that is left has an adapter
         }
         barrier(worker);
         run_experts(
