@@ -24,7 +24,7 @@ class FlippableBackend(FakeBackend):
 
     def __init__(self, role="decode"):
         super().__init__("m", answer=self.take, load={"role": role})
-        self.refuses, self.text = False, ""
+        self.refuses, self.text, self.pause = False, "", None
 
     async def take(self, request, writer):
         if request["path"] == "/metrics":
@@ -35,6 +35,9 @@ class FlippableBackend(FakeBackend):
             await self.say_name(request, writer)
         elif self.refuses:
             await respond(writer, {"error": {"message": "not this one"}}, 400)
+        elif self.pause is not None and not self.pause.is_set():
+            await self.pause.wait()
+            await respond(writer, request["json"])
         else:
             self.load["role"] = request["json"]["role"]
             await respond(writer, request["json"])
@@ -62,6 +65,30 @@ def test_router_changes_a_role_but_not_that_of_the_last_server():
             assert "not this one" in refused.text
             assert (await put(first, {"role": "decode"})).json()["role"] == "decode"
             assert (await router.post({"model": "m"})).status_code == 200
+
+    run(work())
+
+
+def test_drain_during_a_change_stays_and_a_second_change_is_refused():
+    async def work():
+        first, second = FlippableBackend(), FlippableBackend()
+        first.pause = asyncio.Event()
+        async with backends(first, second), routing(first, second) as router:
+            path = f"/router/backends/{first.name}"
+
+            async def put():
+                return await router.client.put(f"{path}/role", json={"role": "prefill"}, headers=KEY)
+
+            await router.until(lambda: router.backend(first).role == router.backend(second).role == "decode")
+            change = asyncio.create_task(put())
+            await router.until(lambda: router.backend(first).is_changing)
+            for _ in range(4):
+                assert (await router.post({"model": "m"})).json()["backend"] == second.name
+            assert (await put()).json()["error"]["code"] == "role_changing"
+            assert (await router.client.post(f"{path}/drain", headers=KEY)).status_code == 200
+            first.pause.set()
+            assert (await change).json()["is_draining"]
+            assert router.backend(first).is_draining
 
     run(work())
 
