@@ -143,10 +143,7 @@ class DiskTier:
 
     def take_ready(self, now: float) -> list[Request]:
         """Return the requests that need not wait any more; their pages are held in the host tier until they are admitted."""
-        while self._written:
-            slots = self._written.popleft()
-            self._num_writing -= len(slots)
-            self._tier.unpin(slots)
+        self._take_written()
         for load in [load for load in self._abandoned if load.is_read]:
             self._abandoned.remove(load)
             self._tier.unpin(load.slots)
@@ -214,8 +211,14 @@ class DiskTier:
         if self._num_writing == 0 or self._is_broken or time.monotonic() < self._paused_until_s:
             return False
         self.wait(0.05)
-        self.take_ready(time.monotonic())
+        self._take_written()
         return True
+
+    def _take_written(self) -> None:
+        while self._written:
+            slots = self._written.popleft()
+            self._num_writing -= len(slots)
+            self._tier.unpin(slots)
 
     def close(self) -> None:
         """End the thread; what is not written yet is dropped."""

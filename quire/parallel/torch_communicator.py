@@ -274,7 +274,8 @@ class _Waiter:
                 work.wait()
             except RuntimeError as error:
                 errors.append(error)
-            _recent.append(work)
+            if not errors:
+                _recent.append(work)
             is_done.set()
 
     def wait(self, work: Work, tick: Callable[[float], None]) -> None:
