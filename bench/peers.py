@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,30 @@ class EngineFailure(Exception):
     """An engine gave no figures."""
 
 
-def stream(command: list[str], env: dict[str, str] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the JSON lines that a command prints, as they come. Raises EngineFailure if it fails."""
+def has_avx512() -> bool:
+    """Return whether this processor has AVX-512."""
+    return "avx512f" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+
+
+def stream(command: list[str], limit_s: float | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the JSON lines that a command prints, as they come. Raises EngineFailure if it fails or takes too long."""
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         assert child.stdout is not None
+        is_late = threading.Event()
+
+        def stop() -> None:
+            is_late.set()
+            child.kill()
+
+        timer = threading.Timer(limit_s or 0.0, stop)
+        if limit_s is not None:
+            timer.start()
         yield from (json.loads(line) for line in child.stdout if line.startswith("{"))
         status = child.wait()
+        timer.cancel()
+        if is_late.is_set():
+            raise EngineFailure(f"it was stopped after {limit_s:g} s")
         errors.seek(0)
         if status:
             raise EngineFailure(reason_of(status, errors.read()))
@@ -87,14 +105,14 @@ class Comparison:
         self.absent.add(engine)
         print(f"{engine} is left out: {reason}", flush=True)
 
-    def peer(self, engine: str, precision: str, command: list[str]) -> None:
-        """Run a peer on workloads."""
+    def peer(self, engine: str, precision: str, command: list[str], limit_s: float | None = None) -> None:
+        """Run a peer on workloads, for limit_s seconds at most."""
         if engine in self.absent:
             return None
         if not Path(command[0]).exists():
             return self.leave_out(engine, f"{command[0]} is missing, run setup.sh")
         try:
-            for line in stream(command):
+            for line in stream(command, limit_s):
                 if "tokens_per_s" in line:
                     self.note(precision, line["workload"], engine, line["tokens_per_s"])
                 elif "error" in line:
@@ -124,7 +142,9 @@ class Comparison:
                 self.ik_llama(precision, gguf, name)
             if precision == "bf16":  # it starts for a minute: once for all workloads
                 python = str(self._folder / "vllm/bin/python")
-                self.peer("vllm", precision, [python, str(self._peers / "run_vllm.py"), str(checkpoint), *names])
+                # Its bf16 takes minutes without AVX-512.
+                limit_s = None if has_avx512() else 60.0 * (1 + len(names))
+                self.peer("vllm", precision, [python, str(self._peers / "run_vllm.py"), str(checkpoint), *names], limit_s)
 
     def table(self, names: list[str], precisions: list[str]) -> None:
         """Print medians, and the ratio to the best peer."""

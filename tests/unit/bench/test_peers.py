@@ -48,6 +48,14 @@ def test_figures_are_printed_and_engines_that_do_not_run_are_left_out(peers, tmp
     assert sum("vllm" in line for line in lines) == 1
 
 
+def test_engine_that_takes_too_long_is_stopped_and_its_figures_so_far_are_kept(peers):
+    script = "import time\nprint('{}', flush=True)\ntime.sleep(60)"
+    lines = peers.stream([sys.executable, "-S", "-c", script], 2.0)
+    assert next(lines) == {}
+    with pytest.raises(peers.EngineFailure, match="stopped after 2 s"):
+        next(lines)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
