@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -246,18 +244,6 @@ def as_sendable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-_recent: deque[Work] = deque(maxlen=8)
-"""The last operations on CPUs."""
-
-
-@atexit.register
-def _keep_recent() -> None:
-    """Never release the last operations: a thread of gloo that still has one would release its tensors while the interpreter
-    ends, and the process would abort."""
-    for work in _recent:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(work))
-
-
 class _Waiter:
     """A thread that waits for operations, so that the caller can do checks meanwhile and be interrupted."""
 
@@ -274,8 +260,6 @@ class _Waiter:
                 work.wait()
             except RuntimeError as error:
                 errors.append(error)
-            if not errors:
-                _recent.append(work)
             is_done.set()
 
     def wait(self, work: Work, tick: Callable[[float], None]) -> None:
