@@ -89,19 +89,22 @@ def predict(record: StepsRecord, dataset: Dataset, rate: float) -> dict[str, flo
     return {name: figures[name] for name in LIMITS}
 
 
+def measure(url: str, dataset: Dataset, rate: float) -> dict[str, float]:
+    """Return what a server does at a rate."""
+    load = ServeOptions(
+        base_url=url,
+        model="demo",
+        ignore_eos=True,
+        num_warmups=3,
+        dataset=dataset,
+        arrivals=Arrivals(request_rate=rate),
+    )
+    return run_serve(load).to_dict()
+
+
 def run(record: StepsRecord, url: str, dataset: Dataset, rate: float) -> tuple[dict[str, float], bool]:
     """Print what is measured and simulated at a rate; return what was measured, and whether all is within the limits."""
-    real = run_serve(
-        ServeOptions(
-            base_url=url,
-            model="demo",
-            ignore_eos=True,
-            num_warmups=3,
-            dataset=dataset,
-            arrivals=Arrivals(request_rate=rate),
-        )
-    ).to_dict()
-    predicted, is_near = predict(record, dataset, rate), True
+    real, predicted, is_near = measure(url, dataset, rate), predict(record, dataset, rate), True
     for name, limit in LIMITS.items():
         ratio = predicted[name] / real[name]
         is_near &= abs(ratio - 1) <= limit

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 actions, state = decide(snapshot, objectives, limits, state)
                 if not args.apply:
                     state = dataclasses.replace(state, flip=None)  # nobody changes the role
-                targets.note(snapshot, actions, state)
+                targets.note(snapshot, state)
                 if server is not None:
                     server.show(targets)
                 line = _line(snapshot, actions, state)

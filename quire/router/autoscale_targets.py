@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.router.autoscale import ROLES, Action, Drain, Role, Scale, Snapshot, State
+from quire.router.autoscale import ROLES, Drain, Role, Scale, Snapshot, State
 
 PATH = "/replicas"
 
@@ -21,8 +20,8 @@ class Targets:
         self.by_role: dict[Role, int] = {}
         self._was_flipping = False
 
-    def note(self, snapshot: Snapshot, actions: Sequence[Action], state: State) -> None:
-        """Take in what was decided on a snapshot, and the state after it. A role without replicas keeps its number."""
+    def note(self, snapshot: Snapshot, state: State) -> None:
+        """Take in a snapshot, and the state after the decision on it. A role without replicas keeps its number."""
         for role in ROLES:
             names = {one.name for one in snapshot.replicas if one.role == role and one.state != "draining"}
             under_way = state.roles[role].action if role in state.roles else None

@@ -352,7 +352,7 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
 
     def release() -> None:
         release_threads()
-        _close(group_files)
+        close_files(group_files)
 
     try:
         num_pages = num_host_pages(config, report)
@@ -362,22 +362,23 @@ def build_leader(config: EngineConfig, report: ModelReport) -> tuple[LeaderExecu
         options = launch_options(config, pass_fds=(*files, *group_files), subgroups=subgroups)
         workers = start_workers(config, rank_config.to_json(), options)
     except BaseException:
-        _close(files)
+        close_files(files)
         release()
         raise
     try:
         executor, report = _build_rank_0(config, report, rank_config, workers)
     except BaseException:
         workers.kill()
-        _close(files)
+        close_files(files)
         release()
         raise
-    _close(files[1:])  # every rank has mapped them
+    close_files(files[1:])  # every rank has mapped them
     executor.release = release
     return executor, report
 
 
-def _close(files: Sequence[int]) -> None:
+def close_files(files: Sequence[int]) -> None:
+    """Close file descriptors."""
     for file in files:
         os.close(file)
 

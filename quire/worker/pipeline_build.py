@@ -27,7 +27,7 @@ from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
 from quire.worker.expert_parallel import find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
-from quire.worker.parallel_build import divide_threads, threads_of_host, threads_release
+from quire.worker.parallel_build import close_files, divide_threads, threads_of_host, threads_release
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
 from quire.worker.pipeline_executor import PipelineExecutor
 from quire.worker.pipeline_join import StageMeans, meet_stages
@@ -49,20 +49,17 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
     Raises what any stage fails with.
     """
     num_files = config.pipeline_parallel_size if config.tensor_parallel_size > 1 else 0
-    rows_files = [os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files)]
+    rows_files = tuple(os.memfd_create("quire-rows", os.MFD_CLOEXEC) for _ in range(num_files))
     num_pages = num_host_pages(config, report)
-    page_file = slots_file(num_pages, report.memory.kv.bytes_per_block) if num_pages > 0 else -1
+    page_files = (slots_file(num_pages, report.memory.kv.bytes_per_block),) if num_pages > 0 else ()
     release_threads = threads_release()
 
     def release() -> None:
         release_threads()
-        for rows_file in rows_files:
-            os.close(rows_file)
-        if page_file >= 0:
-            os.close(page_file)
+        close_files((*rows_files, *page_files))
 
     try:
-        stage_config = replace(_stage_config(config, report, tuple(rows_files)), num_host_pages=num_pages, slots_file=page_file)
+        stage_config = _stage_config(config, report, rows_files, page_files)
         executor, report = _start_stages(config, report, stage_config)
     except BaseException:
         release()
@@ -71,7 +68,9 @@ def build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[PipelineE
     return executor, report
 
 
-def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[int, ...]) -> StageConfig:
+def _stage_config(
+    config: EngineConfig, report: ModelReport, rows_files: tuple[int, ...], page_files: tuple[int, ...]
+) -> StageConfig:
     spec, memory = report.spec, report.memory
     stages, kept_layers = stages_of(config, report), kept_layers_of(config, report)
     drafts = config.speculative_config
@@ -101,6 +100,8 @@ def _stage_config(config: EngineConfig, report: ModelReport, rows_files: tuple[i
             feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
         kept_layers=kept_layers,
+        num_host_pages=num_host_pages(config, report),
+        slots_file=page_files[0] if page_files else -1,
         expert_ranks=placement_lists(find_placements(config, spec)),
         first_rank=1 if group is None else 0,
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),

@@ -17,8 +17,6 @@ pytest.importorskip("uvicorn", reason="needs quire[server]")
 pytest.importorskip("quire.kernels.cpu._native")
 
 from quire.bench.delivery import measure_delivery
-from quire.bench.serving.arrivals import Arrivals
-from quire.bench.serving.serve import ServeOptions, run_serve
 from quire.bench.serving.workload import Dataset
 from quire.bench.steps import StepsTrial, measure_steps
 
@@ -64,16 +62,8 @@ def test_latencies_and_throughput_of_a_server_are_predicted_from_its_steps():
         record = replace(record, delivery=measure_delivery(url, record))
         for rate in RATES:
             dataset = Dataset(name="trace", path=TRACE, num_prompts=round(rate * RUN_S), seed=3, **script.SCALES)
-            load = ServeOptions(
-                base_url=url,
-                model="demo",
-                ignore_eos=True,
-                num_warmups=3,
-                dataset=dataset,
-                arrivals=Arrivals(request_rate=rate),
-            )
             for _ in range(2):  # others may have the machine for a while: what is wrong is so each time
-                real, predicted = run_serve(load).to_dict(), script.predict(record, dataset, rate)
+                real, predicted = script.measure(url, dataset, rate), script.predict(record, dataset, rate)
                 ratios = {name: predicted[name] / max(real[name], 1e-3) for name in ALLOWED}
                 print(rate, {name: (round(real[name], 2), round(ratio, 2)) for name, ratio in ratios.items()})
                 bad = {name: ratio for name, ratio in ratios.items() if not ALLOWED[name][0] <= ratio <= ALLOWED[name][1]}

@@ -1,10 +1,8 @@
 """What is measured at a server, with a server that answers as a known machine would."""
 
 import json
-import threading
 from contextlib import contextmanager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +14,7 @@ from quire.bench.steps import StepsTrial, measure_steps
 from quire.cli.main import main
 from quire.planner.record import StepsRecord
 from quire.planner.step_time import StepWork
+from tests.http_server import QuietHandler, http_server
 from tests.unit.bench.test_steps import config_of
 
 STEP_S, SEQUENCE_S = 0.003, 0.001
@@ -25,25 +24,15 @@ STEP_S, SEQUENCE_S = 0.003, 0.001
 def answering(answers):
     """Yield the URL of a server that gives these answers, and 404 elsewhere."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self):
             answer = answers.get(self.path)
             self.send_response(404 if answer is None else 200)
             self.end_headers()
             self.wfile.write(answer.encode() if isinstance(answer, str) else json.dumps(answer).encode())
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(Handler) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,8 @@
 """What the autoscaler reads from Prometheus, and `quire autoscale` from the command line."""
 
 import json
-import threading
 import urllib.parse
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -12,6 +10,7 @@ from quire.base.errors import ConfigError
 from quire.cli.main import main
 from quire.router.autoscale import Demand, Replica
 from quire.router.autoscale_source import PrometheusSource, SourceError
+from tests.http_server import QuietHandler, http_server
 
 SERIES = {
     'engine_state{state="ready"}': [({"instance": "a:1"}, "1"), ({"instance": "b:1", "role": "prefill"}, "0")],
@@ -29,7 +28,7 @@ SERIES = {
 
 @contextmanager
 def prometheus(series=SERIES, status=200, body=None):
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self):
             query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)["query"][0]
             found = next((series[name] for name in series if name in query), [])
@@ -39,18 +38,8 @@ def prometheus(series=SERIES, status=200, body=None):
             self.end_headers()
             self.wfile.write(json.dumps(answer).encode() if body is None else body)
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with http_server(Handler) as url:
+        yield url
 
 
 def test_snapshot_has_replicas_and_the_demand_of_each_role():

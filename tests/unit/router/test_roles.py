@@ -180,10 +180,10 @@ def test_targets_follow_actions_under_way_and_are_told_to_keda():
         assert ask()[0] == 503
         for action, number in ((None, 3), (Scale("serve", 5), 5), (Drain(("a",)), 2)):
             state = State(roles={"serve": RoleState(action=action)})
-            targets.note(Snapshot(0.0, replicas, {}), (), state)
+            targets.note(Snapshot(0.0, replicas, {}), state)
             server.show(targets)
             assert ask() == (200, {"serve": number})
-        targets.note(Snapshot(0.0, (), {}), (), State())
+        targets.note(Snapshot(0.0, (), {}), State())
         assert targets.by_role == {"serve": 2}
         assert ask("/")[0] == 404
         server.show_error("no answer")
