@@ -53,7 +53,7 @@ MODELS = {
 """Of a section: whether the model is the small one, its weights, and whether it is deterministic."""
 
 _SMOKE_LIMIT_S = 600
-_TESTS_AT_ONCE = 8
+_TESTS_AT_ONCE = 16
 """Files; each has a core to compile on, and a context on the device."""
 
 _SECONDS_TO_STOP = 12

@@ -94,7 +94,10 @@ def multiply_few_launch(
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
-    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
+    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and the
+    # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
+    is_fused = x.dtype != torch.float32
+    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:

@@ -342,7 +342,7 @@ class GpuStepExecutor:
 
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
-        num_short = max(most for _, most in self.tile_kinds)
+        num_short = max((most for _, most in self.tile_kinds), default=1)  # a model of recurrent layers alone has none
         step = full_step(num_tokens, num_sequences, context_len, self.padding_slot, num_short, self._sizes.max_num_drafts)
         step = with_adapters(step, self._adapters is not None)
         self._staging.wait()

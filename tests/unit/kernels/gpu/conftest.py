@@ -73,12 +73,18 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for."""
-    if ALL_COMBINATIONS:
-        return
-    redundant = set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
-    items[:] = [item for item in items if item not in redundant]
-    config.hook.pytest_deselected(items=list(redundant))
+    """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for.
+
+    QUIRE_TEST_PART=i/n takes each n-th test from the i-th on: bench/gpu_tests.py runs long files in several processes.
+    """
+    left_out = set()
+    if not ALL_COMBINATIONS:
+        left_out |= set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
+    if part := os.environ.get("QUIRE_TEST_PART"):
+        first, count = map(int, part.split("/"))
+        left_out |= {item for index, item in enumerate(items) if index % count != first}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def fail_where_skipped(report):
