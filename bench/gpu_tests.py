@@ -50,7 +50,7 @@ _SECONDS_TO_SUM_UP = 5
 
 
 def files_for_a_gpu() -> list[str]:
-    """Return the names of the files that a GPU runs, what is worth most first; of long ones "FILE IofN": part of their tests."""
+    """Return the names of the files that a GPU runs, what is worth most first; of long ones "FILE IofN": a part of it."""
     found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - _WITHOUT_A_GPU
     names = [*(name for name in _FIRST if name in found), *sorted(found - set(_FIRST))]
     counts = {name: _PARTS.get(name, 1) for name in names}
