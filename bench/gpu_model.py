@@ -182,12 +182,27 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         )
         share = shape.prompt_flops(length) / seconds / place.flops_per_s
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
+    yield from _engine_decode_rows(place, shape, llm, until_s)
     yield from _mixed_rows(place, shape, llm, recorders, until_s)
     llm.close()
     if time.perf_counter() < until_s:
         llm = LLM(str(folder), async_scheduling=False, **options)
         yield from _mixed_rows(place, shape, llm, recorders, until_s)
         llm.close()
+
+
+def _engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterator[Row]:
+    """Yield how fast the public engine decodes, greedily: batch x (n - 1) / (T(n) - T(1)), the best of two."""
+    context, num_tokens = (20, 5) if place.is_tiny else (928, 65)  # 960 on average
+    for batch in (2,) if place.is_tiny else (1, 8, 64):
+        if time.perf_counter() > until_s:
+            return
+        prompts = _prompts(batch, (context, context), shape, batch)
+        _generate(llm, prompts, [num_tokens] * batch, 0.0)
+        pairs = [[_generate(llm, prompts, [n] * batch, 0.0) for n in (1, num_tokens)] for _ in range(2)]
+        seconds = min(last - first for first, last in pairs)
+        row: Row = {"section": "engine decode", "model": shape.name, "batch": batch, "context": context + num_tokens // 2}
+        yield {**row, "tokens_per_s": batch * (num_tokens - 1) / seconds}
 
 
 def start_options(place: Place) -> dict[str, Any]:
@@ -242,9 +257,9 @@ def _prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> lis
     return [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for length in _lengths(count, sizes, seed)]
 
 
-def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
+def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6) -> float:
     """Return the seconds that prompts take to get so many tokens each."""
-    params = [SamplingParams(temperature=0.6, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
