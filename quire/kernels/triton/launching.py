@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.bound import BoundLauncher
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -53,11 +54,12 @@ class Launch:
         if 0 in self.grid:
             return
         noted = _NOTED.get()
-        if noted is None:
-            settle_key(self.kernel)
+        if noted is not None:
+            noted.append(self)
+        elif INTERPRETED.value:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
         else:
-            noted.append(self)
+            BOUND.run(self)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -70,25 +72,8 @@ class Launch:
         return {**told, "launch_pdl": True} if self.is_pdl else told
 
 
-_SETTLED: set[int] = set()
-
-
-def settle_key(kernel: triton.JITFunction) -> None:
-    """Make Triton hash a kernel after everything that it calls; call before it is launched or compiled.
-
-    Triton 3.6 omits the constants of a function that is not hashed yet from the cache key of its caller. The key of the
-    compiled code would then depend on which kernel was launched first, and could differ from that of the precompiled code.
-    """
-    if INTERPRETED.value or id(kernel) in _SETTLED:
-        return
-    _SETTLED.add(id(kernel))
-    scope = kernel.fn.__globals__
-    for name in kernel.fn.__code__.co_names:
-        called = scope.get(name)
-        if isinstance(called, triton.JITFunction):
-            settle_key(called)
-    _ = kernel.cache_key
-
+BOUND = BoundLauncher()
+"""Of all launches of the process."""
 
 _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)
 

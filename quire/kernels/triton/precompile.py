@@ -11,7 +11,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from quire.kernels.triton.launching import Launch, settle_key
+from quire.kernels.triton.bound import settle_key
+from quire.kernels.triton.launching import Launch
 
 _ALIGNMENT = 16
 _WIDE = 1 << 31
