@@ -13,12 +13,11 @@ from operator import attrgetter, itemgetter
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
-import torch
 import triton
 from torch import Tensor
 
 from quire.base.logging import get_logger
-from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.settled_key import settle_key
 
 logger = get_logger(__name__)
 
@@ -169,13 +168,13 @@ class BoundLauncher:
 
     What it cannot launch by itself goes the way of Triton: other kinds of arguments or of kernels, or another ABI.
     driver  None: that of the system, looked for at the first launch
-    before_first  is called before Triton compiles the code of a launch, or finds it in its cache
+    before_first  what is called, from any thread, before Triton compiles the code of a launch, or finds it in its cache
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
         self._driver, self._is_usable = driver, True
         self._kinds: dict[tuple[object, ...], _Kind | None] = {}
-        self.before_first: Callable[[Launchable], None] | None = None
+        self.before_first: list[Callable[[Launchable], None]] = []
 
     def run(self, launch: Launchable) -> None:
         """Launch on the current stream of the current device."""
@@ -210,8 +209,8 @@ class BoundLauncher:
 
     def _bind(self, launch: Launchable, kind: _Kind, device: int) -> _Code | None:
         """Return the code of a launch on a device; None: it is launched by Triton."""
-        if self.before_first is not None:
-            self.before_first(launch)
+        for prepare in tuple(self.before_first):
+            prepare(launch)
         try:
             if self._driver is None:
                 self._driver = cuda_driver()
@@ -229,26 +228,6 @@ def compiled_of(launch: Launchable) -> Any:
     return launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.constants, **launch.options)
 
 
-_SETTLED: set[int] = set()
-
-
-def settle_key(kernel: triton.JITFunction) -> None:
-    """Make Triton hash a kernel after everything that it calls; call before it is launched or compiled.
-
-    Triton 3.6 omits the constants of a function that is not hashed yet from the cache key of its caller. The key of the
-    compiled code would then depend on which kernel was launched first, and could differ from that of the precompiled code.
-    """
-    if INTERPRETED.value or id(kernel) in _SETTLED:
-        return
-    _SETTLED.add(id(kernel))
-    scope = kernel.fn.__globals__
-    for name in kernel.fn.__code__.co_names:
-        called = scope.get(name)
-        if isinstance(called, triton.JITFunction):
-            settle_key(called)
-    _ = kernel.cache_key
-
-
 _dtype_of = attrgetter("dtype")
 
 
@@ -260,9 +239,7 @@ def _kind_of(launch: Launchable) -> _Kind | None:
     if len(tensors) + len(numbers) + sum(value is None for value in arguments.values()) < len(arguments):
         return None
     is_plain = {param.name: bool(param.do_not_specialize) for param in launch.kernel.params}
-    specialized = tuple(
-        index for index, name in enumerate(numbers) if isinstance(arguments[name], int) and not is_plain[name]
-    )
+    specialized = tuple(index for index, name in enumerate(numbers) if isinstance(arguments[name], int) and not is_plain[name])
     return _Kind(_getter(tensors), _getter(numbers), specialized, {}, (*tensors, *numbers))
 
 
@@ -273,9 +250,7 @@ def _getter(names: tuple[str, ...]) -> Callable[[Values], Any]:
     return itemgetter(*names) if names else lambda values: ()
 
 
-def _classes(
-    addresses: Sequence[int], numbers: Sequence[int | float], specialized: tuple[int, ...]
-) -> tuple[object, ...]:
+def _classes(addresses: Sequence[int], numbers: Sequence[int | float], specialized: tuple[int, ...]) -> tuple[object, ...]:
     """Return what else of the values code is compiled for, at least as finely as Triton tells them apart."""
     bits = 0
     for address in addresses:

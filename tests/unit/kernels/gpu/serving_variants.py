@@ -23,7 +23,9 @@ from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton import attention, launching
 from quire.kernels.triton.last_token_buffer import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
-from quire.kernels.triton.precompile import compile_variant, variant_of
+from quire.kernels.triton.precompile import variant_of
+from quire.kernels.triton.settled_key import settle_key
+from quire.kernels.triton.variant import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -215,14 +217,14 @@ def quantized_models(folder):
 def compile_some(variants):
     """Compile some variants, and print by what they are found when they are launched."""
     chosen = [variant for variant in variants if variant.kernel in ("scan_rows", "plan_chunks", "attend_chunks")]
-    failed = compile_all([chosen[0]._replace(kernel="missing"), *chosen], 90, has_launchers=False)
+    failed = compile_all([chosen[0]._replace(kernel="missing"), *chosen], 90)
     num_cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin")))
-    hashes = [compile_variant(variant, 90, has_launchers=False) for variant in chosen]
+    hashes = [compile_variant(variant, 90) for variant in chosen]
     last, ids, rows = (
         torch.zeros(count, dtype=dtype) for count, dtype in ((40, torch.int64), (5, torch.int64), (5, torch.int32))
     )
     launch = keep_ids_launch(last, ids, rows)
-    hashes.append(compile_variant(variant_of(launch), 90, has_launchers=False))
+    hashes.append(compile_variant(variant_of(launch), 90))
     launched = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **launch.options)
     print(json.dumps({"hashes": hashes, "launched": launched.hash, "failed": failed, "num_cubins": num_cubins}))
 
@@ -235,7 +237,7 @@ def print_keys(order):
     functions = {name: part for name, part in parts if isinstance(part, triton.JITFunction)}
     keys = {}
     for name in sorted(functions, reverse=order == "backward"):
-        launching.settle_key(functions[name])
+        settle_key(functions[name])
         keys[name] = functions[name].cache_key
     print(json.dumps(keys))
 
