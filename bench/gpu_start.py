@@ -55,7 +55,7 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     import_s       of Python, torch, Triton and the engine
     device_s       until the device has taken its first tensor
     weights_s      of weights to the device, compiling going on beside it
-    compile_s      that kernels were then still waited for
+    compile_s      that launches waited for their kernels, the first token's too
     rest_s         of the engine's other parts: reading its config, the memory plan with its largest step, the first recording
     first_token_s  of a prompt of three tokens
     """
@@ -67,7 +67,7 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
 
     spent: dict[str, float] = {"weights_s": 0.0, "compile_s": 0.0}
     build.DeviceDecoder = _timed(build.DeviceDecoder, spent, "weights_s")
-    Precompilation.wait = _timed(Precompilation.wait, spent, "compile_s")
+    Precompilation.wait_for = _timed(Precompilation.wait_for, spent, "compile_s")
     times = [since_s, time.time()]
     if torch.cuda.is_available():
         torch.zeros(1, device="cuda")

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -53,8 +52,6 @@ from quire.model.mixers import mix
 from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
-
-logger = get_logger(__name__)
 
 
 class DeviceDecoder:

@@ -1,7 +1,7 @@
 """The compile server: a process that compiles kernels into Triton's cache, each in a forked child.
 
 `python -m quire.kernels.triton.compile_server FD ARCH` talks over the socket FD. It imports no torch, which would take seconds,
-and hashes Triton once for all children.
+and what Triton does once, such as hashing itself, it has done before children begin.
 """
 
 from __future__ import annotations
@@ -16,29 +16,37 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
 
-from triton.runtime import cache as triton_cache
+import triton
 
-from quire.kernels.triton.variant import Variant, compile_variant
+from quire.kernels.triton.variant import Pointer, Variant, compile_variant
 
 _NICE = 5
 """Below the process that waits: it needs its cores for itself."""
 
+_SMALL = Variant(
+    "quire.kernels.triton.activation_kernels",
+    "_activate",
+    (
+        ("gate_ptr", Pointer("float32", 0)),
+        ("up_ptr", None),
+        ("out_ptr", Pointer("float32", 0)),
+        ("gate_stride", 16),
+        ("up_stride", 16),
+    ),
+    (("WIDTH", 16), ("BLOCK", 16), ("KIND", 0)),
+    (("num_warps", 1),),
+)
+"""Compiled first, so that children find the compiler initialised."""
+
 _FORK = multiprocessing.get_context("fork")
-
-
-class Compiled(NamedTuple):
-    """What a server says of a variant: its number, in the order in which they were sent, and what was wrong, if anything."""
-
-    index: int
-    error: str | None
 
 
 class CompileServer:
     """Compiles variants in the order in which they come; the connection ends when no more are wanted.
 
-    Lists of variants, and numbers of those that are to be compiled next, arrive; a Compiled is sent for each variant.
+    Lists of variants, and numbers of those that are to be compiled next, arrive; for each variant its
+    number is sent, and what was wrong, None if nothing.
     """
 
     def __init__(self, connection: Connection, arch: int, num_processes: int) -> None:
@@ -95,7 +103,7 @@ class CompileServer:
             error = f"{kernel}: the process that compiled it ended with {process.exitcode}"
         process.join()
         receiver.close()
-        self._connection.send(Compiled(index, error))
+        self._connection.send((index, error))
 
 
 def _compile(sender: Connection, variant: Variant, arch: int) -> None:
@@ -119,7 +127,9 @@ def main() -> None:
     connection, arch = Connection(int(sys.argv[1])), int(sys.argv[2])
     os.nice(_NICE)
     _FORK.Process(target=_build_driver_library).start()
-    triton_cache.triton_key()  # hashes 400 MB, once for all children
+    with triton.knobs.compilation.scope():
+        triton.knobs.compilation.always_compile = True  # also if it is in the cache
+        compile_variant(_SMALL, arch)
     try:
         CompileServer(connection, arch, os.cpu_count() or 1).serve()
     except (BrokenPipeError, ConnectionResetError):

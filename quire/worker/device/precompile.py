@@ -24,7 +24,6 @@ from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.bound import Launchable
-from quire.kernels.triton.compile_server import Compiled
 from quire.kernels.triton.launching import BOUND
 from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.tile_table import TileTable, using
@@ -152,11 +151,11 @@ class Precompilation:
             self._left = set(range(len(variants)))
             self._indices = {variant: index for index, variant in enumerate(variants)}
             self._changed.notify_all()
-        for done in self._server.compile(variants):
-            if done.error is not None:
-                self._errors.append(done.error)
+        for index, error in self._server.compile(variants):
+            if error is not None:
+                self._errors.append(error)
             with self._changed:
-                self._left.discard(done.index)
+                self._left.discard(index)
                 self._changed.notify_all()
 
 
@@ -174,8 +173,8 @@ class _Server:
         self._process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL)
         theirs.close()
 
-    def compile(self, variants: Sequence[Variant]) -> Iterator[Compiled]:
-        """Send variants, and yield what becomes of each. Raises WorkerError if the server ends before."""
+    def compile(self, variants: Sequence[Variant]) -> Iterator[tuple[int, str | None]]:
+        """Send variants, and yield the index of each when it is compiled, with what was wrong. Raises WorkerError if the server ends before."""
         try:
             self.connection.send(variants)
             for _ in variants:
@@ -193,7 +192,7 @@ def compile_all(variants: Sequence[Variant], arch: int) -> list[str]:
     """Compile variants with a compile server, and return what is wrong with those that cannot be, the kernel's name first."""
     server = _Server(arch)
     try:
-        return [done.error for done in server.compile(variants) if done.error is not None]
+        return [error for _, error in server.compile(variants) if error is not None]
     finally:
         server.close()
 
