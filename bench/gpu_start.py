@@ -55,7 +55,7 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     import_s       of Python, torch, Triton and the engine
     device_s       until the device has taken its first tensor
     weights_s      of weights to the device, compiling going on beside it
-    compile_s      that launches waited for their kernels, the first token's too
+    compile_s      that launches then still waited for their kernels
     rest_s         of the engine's other parts: reading its config, the memory plan with its largest step, the first recording
     first_token_s  of a prompt of three tokens
     """
@@ -75,12 +75,13 @@ def stages_of_start(since_s: float, folder: str, options: dict[str, object]) -> 
     times.append(time.time())
     llm = LLM(folder, **options)
     times.append(time.time())
+    spent_before = dict(spent)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     llm.generate([[1, 2, 3]], params, use_tqdm=False)
     times.append(time.time())
     llm.close()
     imported, device, loaded, first_token = (after - before for before, after in itertools.pairwise(times))
-    found = {"import_s": imported, "device_s": device, **spent, "rest_s": loaded - sum(spent.values())}
+    found = {"import_s": imported, "device_s": device, **spent_before, "rest_s": loaded - sum(spent_before.values())}
     return {**found, "first_token_s": first_token, "total_s": times[-1] - times[0]}
 
 

@@ -125,9 +125,11 @@ class Precompilation:
 
     def _run(self) -> None:
         """Find the variants, have them compiled, and note that they are."""
-        start = time.perf_counter()
+        start, found_s = time.perf_counter(), 0.0
         try:
-            self._compile(self._order.variants())
+            variants = self._order.variants()
+            found_s = time.perf_counter() - start
+            self._compile(variants)
         except Exception as error:  # noqa: BLE001 - without a server, or variants, kernels are compiled when they are launched
             self._errors.append(f"{type(error).__name__}: {error}")
         BOUND.before_first.remove(self.wait_for)
@@ -174,7 +176,10 @@ class _Server:
         theirs.close()
 
     def compile(self, variants: Sequence[Variant]) -> Iterator[tuple[int, str | None]]:
-        """Send variants, and yield the index of each when it is compiled, with what was wrong. Raises WorkerError if the server ends before."""
+        """Send variants, and yield the index of each that is done, with what was wrong.
+
+        Raises WorkerError if the server ends before.
+        """
         try:
             self.connection.send(variants)
             for _ in variants:
