@@ -143,10 +143,8 @@ class Precompilation:
             logger.warning("kernels are compiled when they are launched first, not ahead: %s", what)
             return
         self._mark.put("", _DONE, binary=False)
-        took_s = time.perf_counter() - start
-        logger.info(
-            "%d kernels were compiled in %.1f s, of which %.1f s were waited for", len(self._indices), took_s, self._waited_s
-        )
+        told = len(self._indices), found_s, time.perf_counter() - start, self._waited_s
+        logger.info("%d kernels were found in %.1f s and compiled in %.1f s, of which %.1f s were waited for", *told)
 
     def _compile(self, variants: Sequence[Variant]) -> None:
         with self._changed:
