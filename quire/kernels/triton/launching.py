@@ -97,13 +97,23 @@ def run_all(launches: Iterable[Launch]) -> None:
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless a tensor has this shape (None: any size), one of the dtypes, and contiguous rows."""
-    fits = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype not in dtypes or (tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+    sizes = tensor.shape
+    if tensor.dtype not in dtypes or not (sizes == shape or _fits(sizes, shape)) or not _has_whole_rows(tensor):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvariantError(
             f"{name} must be [{wanted}] of {' or '.join(map(str, dtypes))} with the last dimension in one piece, got "
             f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
         )
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(sizes) == len(shape) and sizes == tuple(
+        [size if wanted is None else wanted for size, wanted in zip(sizes, shape, strict=True)]
+    )
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
 
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
