@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import UnsupportedError
 from quire.contracts.model_spec import Activation
 from quire.kernels.triton.activation_kernels import _activate
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.sizes import ceil_divide
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATION_KINDS: dict[Activation, int] = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}
@@ -44,4 +44,4 @@ def activate_launch(out: Tensor, gate: Tensor, up: Tensor | None, activation: Ac
         "up_stride": 0 if up is None else up.stride(0),
     }
     constants = {"WIDTH": width, "BLOCK": _BLOCK, "KIND": ACTIVATION_KINDS[activation]}
-    return Launch(_activate, (num_rows, triton.cdiv(width, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)
+    return Launch(_activate, (num_rows, ceil_divide(width, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.adding_kernels import _add_parts
 from quire.kernels.triton.launching import Launch, check_contiguous
+from quire.kernels.triton.sizes import ceil_divide
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _BLOCK = 1024
@@ -41,4 +41,4 @@ def add_parts_launch(out: Tensor, parts: Tensor, residual_scale: float | None = 
         "num_tokens": num_tokens,
         "residual_scale": 0.0 if residual_scale is None else float(residual_scale),
     }
-    return Launch(_add_parts, (num_tokens, triton.cdiv(width, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)
+    return Launch(_add_parts, (num_tokens, ceil_divide(width, _BLOCK)), arguments, constants, num_warps=4, num_stages=1)

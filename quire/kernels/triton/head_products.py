@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.head_products_kernels import _multiply_heads
 from quire.kernels.triton.launching import Launch, check_tensor
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TOKENS, _OUTPUTS, _INPUTS = 16, 64, 64
@@ -51,5 +50,5 @@ def multiply_heads_launch(out: Tensor, x: Tensor, weights: Tensor) -> Launch:
         "BLOCK_N": min(_OUTPUTS, power_of_two(num_outputs, 16)),
         "BLOCK_K": min(_INPUTS, power_of_two(num_inputs, 16)),
     }
-    grid = triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_outputs, constants["BLOCK_N"]), num_heads
+    grid = ceil_divide(num_tokens, _TOKENS), ceil_divide(num_outputs, constants["BLOCK_N"]), num_heads
     return Launch(_multiply_heads, grid, arguments, constants, num_warps=4, num_stages=2)

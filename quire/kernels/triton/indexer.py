@@ -9,14 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, IndexerSpec
 from quire.kernels.triton.attention import IS_FUSED, KvCache, attend
 from quire.kernels.triton.indexer_kernels import _score_keys
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
 
 _SCORES_AT_ONCE = 1 << 26
@@ -132,5 +131,5 @@ def score_keys_launch(
         "SCALE": dim**-0.5,
         "COMPUTE": ELEMENT_TYPES[index.heads.dtype],
     }
-    grid = (len(out), triton.cdiv(out.shape[1], _KEYS))
+    grid = (len(out), ceil_divide(out.shape[1], _KEYS))
     return Launch(_score_keys, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=IS_FUSED)

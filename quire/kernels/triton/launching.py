@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -25,8 +25,7 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel and its launch parameters.
 
     kernel     a function decorated with triton.jit

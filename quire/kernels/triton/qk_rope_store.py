@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
@@ -15,7 +14,7 @@ from quire.kernels.triton.attention import IS_FUSED, KvCache, check_cache
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.qk_rope_store_kernels import _place_heads
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FEW_TOKENS = 64
@@ -127,7 +126,7 @@ def place_heads_launch(
     }
     # Where keys and values are one tensor (latent attention), the groups of values would store what those of keys do.
     num_stored = 0 if slots is None else 1 if cache.v is cache.k else 2
-    num_groups = triton.cdiv(num_heads, block_h) + num_stored * triton.cdiv(num_kv_heads, block_h)
+    num_groups = ceil_divide(num_heads, block_h) + num_stored * ceil_divide(num_kv_heads, block_h)
     num_warps = 1 if block_h == 1 else 4
     # The same option as in fused attention, so that the stored values are the same, integers in particular.
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)

@@ -8,14 +8,13 @@ its part of the row from which the sequence starts before it writes any.
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.reference.recurrent import Recurrence
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
 from quire.kernels.triton.recurrent_kernels import _causal_conv, _recur
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.step import DeviceStateRows
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -65,7 +64,7 @@ def causal_conv_launch(
         "x_stride": x.stride(0),
     }
     constants = {"CHANNELS": num_channels, "TAPS": num_taps, "BLOCK": _CHANNELS}
-    grid = (len(query_starts) - 1, triton.cdiv(num_channels, _CHANNELS))
+    grid = (len(query_starts) - 1, ceil_divide(num_channels, _CHANNELS))
     return Launch(_causal_conv, grid, arguments, constants, num_warps=_CHANNELS // 32, num_stages=1, is_fused=False)
 
 
@@ -122,5 +121,5 @@ def recur_launch(out: Tensor, inputs: Recurrence, pool: Tensor, query_starts: Te
         "BLOCK_V": block_v,
         "KIND": kind,
     }
-    grid = (len(query_starts) - 1, num_heads, triton.cdiv(v_dim, block_v))
+    grid = (len(query_starts) - 1, num_heads, ceil_divide(v_dim, block_v))
     return Launch(_recur, grid, arguments, constants, num_warps=4, num_stages=1)
