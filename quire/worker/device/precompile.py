@@ -107,6 +107,8 @@ class Precompilation:
 
     def wait_for(self, launch: Launchable) -> None:
         """Wait until the code of a launch is compiled, if it will be."""
+        if self._thread is None:
+            return
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._indices is not None)
