@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +23,6 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.precompile import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
@@ -41,6 +37,7 @@ from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import StepSizes
+from quire.worker.device.precompile import compile_all
 from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]
@@ -382,19 +379,15 @@ def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: 
     stepper.close()
 
 
-def _compile_ahead(
-    spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSizes, arch: int = 90, has_launchers: bool = True
-) -> Row:
-    """Compile what steps of a model launch, in processes that know nothing of the GPU: to be called before anything is there.
+def _compile_ahead(spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSizes, arch: int = 90) -> Row:
+    """Compile what steps of a model launch, in processes that know nothing of the GPU.
 
     One after the other, as they are launched first, kernels would take most of a section's time.
     """
     started = time.perf_counter()
     model = ServedModel(spec, _random_parameters(spec, torch.device("meta"), options.weights), None, options.is_in_order)
     variants = serving_variants(model, kv, sizes)
-    with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("fork")) as pool:
-        compiled = [pool.submit(compile_variant, variant, arch, has_launchers) for variant in variants]
-    errors = [repr(error) for error in (future.exception() for future in compiled) if error is not None]
+    errors = compile_all(variants, arch)
     row: Row = {"variants": len(variants), "seconds": time.perf_counter() - started}
     return row | {"num_failed": len(errors), "error": errors[0]} if errors else row
 

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.lora_kernels import expand_rows, shrink_rows
 from quire.kernels.triton.moe import SortedPairs, sort_launches
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_ROWS, _SHRINK_COLUMNS, _EXPAND_OUTPUTS, _MOST_RANKS, _LEAST_RANKS = 16, 128, 64, 64, 16
@@ -80,7 +79,7 @@ def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups) -> Laun
         "BLOCK_N": block,
         "BLOCK_K": min(_SHRINK_COLUMNS, power_of_two(num_columns, 16)),
     }
-    return Launch(shrink_rows, (triton.cdiv(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
+    return Launch(shrink_rows, (ceil_divide(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
 
 
 def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch:
@@ -101,7 +100,7 @@ def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch
         "BLOCK_N": _EXPAND_OUTPUTS,
         "BLOCK_R": power_of_two(rank, _LEAST_RANKS),
     }
-    return Launch(expand_rows, (triton.cdiv(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
+    return Launch(expand_rows, (ceil_divide(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
 
 
 def _tile_arguments(groups: RowGroups) -> dict[str, Tensor | None]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
@@ -24,7 +23,7 @@ from quire.kernels.triton.moe_kernels import (
     sum_pairs,
 )
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.tiles import ExpertTile, expert_tile, swapped_expert_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -235,7 +234,7 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
 
 def _sum_launch(parts: Tensor, out: Tensor, top_k: int) -> Launch:
     sizes = {"WIDTH": out.shape[1], "TOP_K": top_k, "BLOCK": _BLOCK}
-    grid = (len(out), triton.cdiv(out.shape[1], _BLOCK))
+    grid = (len(out), ceil_divide(out.shape[1], _BLOCK))
     return Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)
 
 
@@ -323,7 +322,7 @@ def _product(
         "BLOCK_N": tile.rows,
         **_weight_constants(weight, tile),
     }
-    grid = (triton.cdiv(num_rows, tile.rows), pairs.num_tiles)
+    grid = (ceil_divide(num_rows, tile.rows), pairs.num_tiles)
     kernel = multiply_packed_experts if isinstance(weight, DeviceQuantizedWeight) else multiply_experts
     return Launch(kernel, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
 

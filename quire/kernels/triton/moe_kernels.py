@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation_kernels import activated
 from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, rounded
 from quire.kernels.triton.linear_kernels import add_run
 

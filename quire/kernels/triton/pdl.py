@@ -7,22 +7,31 @@ one is done. Neither call exists in the interpreter or on devices before compute
 
 from __future__ import annotations
 
-import torch
+from functools import cache
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED
 
-_CAPABILITY = 9
+if TYPE_CHECKING:
+    import torch
+
+_ARCH = 90
 
 
+@cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a device supports dependent launches; code for "meta" tensors is compiled for capability 9.0."""
+    """Return whether the current device, which is this one, supports dependent launches; "meta" stands for capability 9.0."""
     if INTERPRETED.value or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return False
     if device.type == "meta":
         return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _CAPABILITY
+    if device.type != "cuda":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= _ARCH
 
 
 @triton.jit

@@ -158,6 +158,7 @@ def build_rank(
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
+        logger.info(decoder.fusion)
         told = report.memory.kv
         kv = KvSpec.on_device(decoder.spec, told.block_size, told.dtype, told.window_tokens is not None)
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
@@ -170,9 +171,9 @@ def build_rank(
         parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
         stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)
-        if compilation is not None:
-            compilation.wait()
         if group is not None:
+            if compilation is not None:
+                compilation.wait()
             group.wait()  # for what rank 0 has compiled
         own = _Measured(stepper, sizes, drafter, ranks)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)

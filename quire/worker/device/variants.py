@@ -13,9 +13,10 @@ import torch
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.launching import noted_launches, run_all
-from quire.kernels.triton.precompile import Variant, variant_of
+from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
+from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_ranks import DeviceRanks
