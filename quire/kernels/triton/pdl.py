@@ -12,17 +12,14 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED
-
-_CAPABILITY = 9
+from quire.kernels.triton.device_traits import device_traits
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a device supports dependent launches; code for "meta" tensors is compiled for capability 9.0."""
+    """Return whether a device supports dependent launches; "meta" stands for the GPU in use, see device_traits.py."""
     if INTERPRETED.value or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return False
-    if device.type == "meta":
-        return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _CAPABILITY
+    return device.type in ("cuda", "meta") and device_traits().has_dependent_launch
 
 
 @triton.jit

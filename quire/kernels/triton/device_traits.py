@@ -1,0 +1,92 @@
+"""DeviceTraits: what kernels and their tiles depend on of the GPU that they run on, or are compiled for. It needs no Triton.
+
+Code that differs between GPUs asks `device_traits()`, and nothing else: code for tensors on "meta" is then compiled for the
+same GPU, and tests can compile, or run, what another GPU gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTraits:
+    """A kind of NVIDIA GPU.
+
+    capability           compute capability, such as (9, 0)
+    shared_bytes         shared memory that one program may take
+    num_multiprocessors  programs run on these at the same time
+    """
+
+    capability: tuple[int, int]
+    shared_bytes: int
+    num_multiprocessors: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceTraits:
+        """Return those of a CUDA device."""
+        properties = torch.cuda.get_device_properties(device)
+        capability = torch.cuda.get_device_capability(device)
+        return cls(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+    @property
+    def arch(self) -> int:
+        """The compute capability as compilers have it, such as 90."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def name(self) -> str:
+        """The compute capability as text, such as "9.0"."""
+        return f"{self.capability[0]}.{self.capability[1]}"
+
+    @property
+    def is_hopper(self) -> bool:
+        """Whether matrix products are those of groups of four warps (wgmma), which Triton compiles for 9.x alone."""
+        return self.capability[0] == 9
+
+    @property
+    def has_dependent_launch(self) -> bool:
+        """Whether a launch may begin before the previous one ends, see pdl.py; so are bulk copies and prefetches."""
+        return self.capability >= (9, 0)
+
+    @property
+    def has_float8(self) -> bool:
+        """Whether Triton converts float8_e4m3fn, and matrix units multiply it."""
+        return self.capability >= (8, 9)
+
+
+HOPPER = DeviceTraits((9, 0), 227 << 10, 132)
+"""H100 and H200 (SXM), for which code is compiled where there is no GPU."""
+
+
+class _Active:
+    """The traits in use: one per process, whose kernels run on one kind of device; set before any launch."""
+
+    traits: DeviceTraits | None = None
+
+
+def device_traits() -> DeviceTraits:
+    """Return the traits in use: until others are chosen those of torch's current CUDA device, without one those of HOPPER."""
+    if _Active.traits is None:
+        has_gpu = torch.cuda.is_available()
+        _Active.traits = DeviceTraits.of(torch.device("cuda", torch.cuda.current_device())) if has_gpu else HOPPER
+    return _Active.traits
+
+
+def choose_traits(traits: DeviceTraits) -> None:
+    """Use these traits for all further launches of this process."""
+    _Active.traits = traits
+
+
+@contextmanager
+def using_traits(traits: DeviceTraits) -> Iterator[None]:
+    """Use other traits within the context."""
+    before, _Active.traits = _Active.traits, traits
+    try:
+        yield
+    finally:
+        _Active.traits = before
