@@ -44,8 +44,16 @@ class DeviceTraits:
         return f"{self.capability[0]}.{self.capability[1]}"
 
     @property
+    def matrix_instruction(self) -> str:
+        """What Triton compiles matrix products to: "wgmma", of four warps, on 9.x; "tcgen05" on 10.x; else "mma", of one warp.
+
+        With mma the operands lie in registers, so that tiles must be smaller.
+        """
+        return {9: "wgmma", 10: "tcgen05"}.get(self.capability[0], "mma")
+
+    @property
     def is_hopper(self) -> bool:
-        """Whether matrix products are those of groups of four warps (wgmma), which Triton compiles for 9.x alone."""
+        """Whether it is an H100, an H200 or another GPU of compute capability 9.x."""
         return self.capability[0] == 9
 
     @property
