@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.base.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceTraits:
@@ -32,6 +34,19 @@ class DeviceTraits:
         properties = torch.cuda.get_device_properties(device)
         capability = torch.cuda.get_device_capability(device)
         return cls(capability, properties.shared_memory_per_block_optin, properties.multi_processor_count)
+
+    @classmethod
+    def of_arch(cls, arch: int) -> DeviceTraits:
+        """Return those of a GPU that is not here, by its compute capability as compilers have it, such as 90.
+
+        Raises ConfigError for one that is not known.
+        """
+        capability = divmod(arch, 10)
+        if capability not in _KNOWN:
+            known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN)
+            raise ConfigError(f"code is compiled for compute capabilities {known}, got {arch / 10}")
+        shared_kib, num_multiprocessors = _KNOWN[capability]
+        return cls(capability, shared_kib << 10, num_multiprocessors)
 
     @property
     def arch(self) -> int:
@@ -67,7 +82,20 @@ class DeviceTraits:
         return self.capability >= (8, 9)
 
 
-HOPPER = DeviceTraits((9, 0), 227 << 10, 132)
+_KNOWN = {
+    (8, 0): (163, 108),  # A100
+    (8, 6): (99, 82),  # RTX 3090; A10 has 72 multiprocessors
+    (8, 7): (163, 16),  # Jetson Orin
+    (8, 9): (99, 128),  # RTX 4090; L4 has 58
+    (9, 0): (227, 132),  # H100 and H200, SXM
+    (10, 0): (227, 148),  # B200
+    (10, 3): (227, 148),  # B300
+    (12, 0): (99, 170),  # RTX 5090
+    (12, 1): (99, 48),  # GB10
+}
+"""KiB of shared memory for a program, and multiprocessors, of GPUs by compute capability (CUDA programming guide)."""
+
+HOPPER = DeviceTraits.of_arch(90)
 """H100 and H200 (SXM), for which code is compiled where there is no GPU."""
 
 

@@ -19,7 +19,6 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import ModelReport, format_bytes
 from quire.contracts.speculative import SpeculativeConfig
-from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.tile_table import active_table
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
@@ -41,7 +40,7 @@ from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import GraphRecorder, StepGraphs
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import most_step_tokens
-from quire.worker.device.precompile import Order, Precompilation
+from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.variants import ServedHead
 
 logger = get_logger(__name__)
@@ -152,7 +151,7 @@ class _DraftModel(_Stepping):
         kv = KvSpec.on_device(spec, report.memory.kv.block_size, spec.dtype)
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
-        order = Order(folder, spec, drafting.quantization, False, kv, sizes, device_traits(), active_table())
+        order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
         compilation = _compile(device, order, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
@@ -195,7 +194,7 @@ class _Head(_Stepping):
     def _compile_head(self, served: ServedHead) -> Precompilation | None:
         config, report, _, sizes, _ = self._target
         chosen = report.folder, report.spec, config.quantization, config.deterministic
-        order = Order(*chosen, report.memory.kv, sizes, device_traits(), active_table(), head=served)
+        order = Order(*chosen, report.memory.kv, sizes, 0, active_table(), head=served)
         return _compile(self._target.decoder.device, order, open_parameters(report.folder, report.spec))
 
     def run_full(self) -> None:
@@ -263,8 +262,8 @@ def _draft_sizes(sizes: StepSizes, max_model_len: int, most_known: int) -> StepS
 def _compile(
     device: torch.device, order: Order, parameters: Mapping[str, Parameter | StoredParameter]
 ) -> Precompilation | None:
-    """Begin to compile what drafting launches, while weights are loaded."""
-    return Precompilation(order, parameters) if device.type == "cuda" else None
+    """Begin to compile what drafting launches, while weights are loaded; the order's arch is that of the device."""
+    return Precompilation(order._replace(arch=arch_of(device)), parameters) if device.type == "cuda" else None
 
 
 def _on_device(head: ParallelHead, device: torch.device) -> ParallelHead:

@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 import triton
 from triton.runtime.cache import get_cache_manager
 
@@ -26,7 +27,7 @@ from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.device_traits import DeviceTraits, using_traits
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.precompile import Variant, compile_variant
 from quire.kernels.triton.tile_table import TileTable, using
 from quire.model.checkpoint import open_parameters
@@ -47,7 +48,7 @@ class Order(NamedTuple):
     folder         where the checkpoint is
     quantization   a name of DEVICE_POLICIES, or None
     is_in_order    see DeviceDecoder
-    traits         of the GPU that runs it
+    arch           compute capability, e.g. 90
     table          of tiles, with which kernels are launched
     has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
     head           what is compiled instead of the model: a head beside it
@@ -61,7 +62,7 @@ class Order(NamedTuple):
     is_in_order: bool
     kv: KvSpec
     sizes: StepSizes
-    traits: DeviceTraits
+    arch: int
     table: TileTable
     has_launchers: bool = True
     head: ServedHead | None = None
@@ -75,7 +76,7 @@ class Order(NamedTuple):
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""
-        with using(self.table), using_traits(self.traits):
+        with using(self.table):
             model = self.model(open_parameters(self.folder, self.spec))
             return serving_variants(model, self.kv, self.sizes) if self.head is None else head_variants(model, self.head)
 
@@ -125,6 +126,12 @@ class Precompilation:
         return True
 
 
+def arch_of(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device as orders have it."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
 def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> str:
     """Return what changes with what is to be compiled, the sources of the kernels, of what launches them, and Triton."""
     package = Path(quire.__file__).parent
@@ -153,8 +160,9 @@ def _error_of(variant: Variant, arch: int, has_launchers: bool) -> str | None:
 def main() -> None:
     """Compile the order that stands in the standard input. Exits with 1 where a variant cannot be, after all others are."""
     order: Order = pickle.load(sys.stdin.buffer)
+    choose_traits(DeviceTraits.of_arch(order.arch))
     variants = order.variants()
-    failed = compile_all(variants, order.traits.arch, order.has_launchers)
+    failed = compile_all(variants, order.arch, order.has_launchers)
     if failed:
         sys.exit(f"{len(failed)} of {len(variants)} variants cannot be compiled, the first is {failed[0]}")
 

@@ -75,6 +75,7 @@ def test_engines_of_tests_compile_nothing_ahead_and_share_what_they_compile(monk
     device, started = torch.device("cuda"), []
     for module in (build, drafters):
         monkeypatch.setattr(module, "Precompilation", lambda *_: started.append(_))
+        monkeypatch.setattr(module, "arch_of", lambda device: 90)
     if not HAS_GPU:  # else it is so already
         drafters._compile(device, drafters.Order(*[None] * 10), {})
         assert len(started) == 1

@@ -13,7 +13,6 @@ import torch
 import quire
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
-from quire.kernels.triton.device_traits import HOPPER
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -140,7 +139,7 @@ def test_layers_that_are_stored_or_will_be_quantised_in_other_ways_are_of_other_
 
 def order_of(path, spec, table):
     kv, sizes = KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16)
-    return Order(path, spec, None, False, kv, sizes, HOPPER, table, has_launchers=False)
+    return Order(path, spec, None, False, kv, sizes, 90, table, has_launchers=False)
 
 
 def test_what_is_compiled_ahead_has_the_tiles_of_the_table_that_kernels_are_launched_with(tmp_path, monkeypatch):
