@@ -12,7 +12,6 @@ from tqdm import tqdm
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.quantized_weights import (
     FLOAT4_LEVELS,
     DeviceQuantizedWeight,
@@ -140,7 +139,6 @@ class _Loader:
         self._cut_by_outputs: dict[str, list[str]] = {}
         self._widened: dict[str, list[str]] = {}
         self._orders: dict[bytes, Tensor] = {}
-        self._takes_float8 = device_traits().has_float8
 
     def load(self, offload: OffloadedWeights | None) -> DeviceWeights:
         found = DeviceWeights()
@@ -346,8 +344,6 @@ class _Loader:
         if name in _ENDS and isinstance(weight, QuantizedWeight) and weight.columns is not None:
             return self._say("the columns of an embedding or a head must be in order", name)
         if isinstance(weight, Float8Weight):
-            if not self._takes_float8:
-                return self._say("float8 needs a GPU of compute capability 8.9 or later", name)
             codes, scale = (self._copies.upload(part).contiguous() for part in (weight.codes, weight.scale))
             return pack_float8(codes, scale, weight.block)
         offset = None if weight.offset is None else self._copies.upload(weight.offset)

@@ -165,8 +165,11 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
 
     traits  of the GPU; None: Triton's interpreter runs its kernels
     """
-    if traits is not None and not traits.has_float8:
-        _refuse_float8(config, traits)
+    if traits is not None and not traits.has_float8 and config.kv_cache_dtype == "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or later, and this one has {traits.name}; "
+            "choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'"
+        )
     missing: list[str] = []
     if config.kv_cache_dtype_skip_layers is not None:
         missing.append("kv_cache_dtype_skip_layers (leave it out)")
@@ -176,19 +179,6 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
         missing.append(f"deterministic with attention_backend {config.attention_backend!r} (choose 'triton')")
     if missing:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")
-
-
-def _refuse_float8(config: EngineConfig, traits: DeviceTraits) -> None:
-    """Raise ConfigError for options that ask for float8, on a GPU that does not have it."""
-    asked = {
-        "kv_cache_dtype": (config.kv_cache_dtype, "'auto', 'int8', 'k8v4' or 'turboquant_4bit'"),
-        "quantization": (config.quantization, "'int8' or 'int4'"),
-    }
-    for name, (value, allowed) in asked.items():
-        if value == "fp8":
-            raise ConfigError(
-                f"{name} 'fp8' needs a GPU of compute capability 8.9 or later, and this one has {traits.name}; choose {allowed}"
-            )
 
 
 def check_rank_devices(config: EngineConfig, device: str) -> None:
