@@ -1,6 +1,7 @@
 """Launches in the shapes of real models, compiled without a GPU: `python -m ...shipped_launches ARCH NAME...` prints JSON.
 
-ARCH is the compute capability of the GPU that they would run on, such as 90. In a process of its own: where kernels are interpreted none can be compiled.
+ARCH is the compute capability of the GPU that they would run on, such as 90. In a process of its own: where kernels are
+interpreted none can be compiled.
 """
 
 import json

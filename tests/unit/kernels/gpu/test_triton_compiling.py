@@ -1,4 +1,4 @@
-"""What the kernels become on sm_90: registers, spills, shared memory, and the instructions that were meant. And on other GPUs."""
+"""What the kernels become on sm_90: registers, spills, shared memory, the instructions that were meant; and on other GPUs."""
 
 import ast
 import json
@@ -224,7 +224,7 @@ ONLY_FROM_8_9 = [
 
 
 def names_for(arch):
-    """Return the launches that are compiled for one of OTHER_ARCHS: with QUIRE_TEST_COMBINATIONS=all every one that is there."""
+    """Return the launches that are compiled for one of OTHER_ARCHS; with QUIRE_TEST_COMBINATIONS=all every one."""
     chosen = []
     for index, name in enumerate(LIMITS):
         there = OTHER_ARCHS[2:] if name in ONLY_FROM_8_9 else OTHER_ARCHS
