@@ -49,7 +49,7 @@ def multiply_launches(
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,
-        "codes_ptr": weight.codes,
+        "codes_ptr": weight.readable_codes,
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "bias_ptr": None if splits.are_shared else bias,
@@ -139,7 +139,7 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
         check_contiguous("ids", ids, (None,), torch.int64)
     arguments = {
         "ids_ptr": ids,
-        "codes_ptr": weight.codes,
+        "codes_ptr": weight.readable_codes,
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "out_ptr": out,

@@ -330,7 +330,7 @@ def _product(
 def _weight_arguments(weight: ExpertWeights) -> dict[str, Tensor | None]:
     if isinstance(weight, Tensor):
         return {"weight_ptr": weight}
-    return {"codes_ptr": weight.codes, "scales_ptr": weight.scales, "offsets_ptr": weight.offsets}
+    return {"codes_ptr": weight.readable_codes, "scales_ptr": weight.scales, "offsets_ptr": weight.offsets}
 
 
 def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, object]:

@@ -7,31 +7,23 @@ one is done. Neither call exists in the interpreter or on devices before compute
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import device_traits
 
 if TYPE_CHECKING:
     import torch
 
-_ARCH = 90
 
-
-@cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether the current device, which is this one, supports dependent launches; "meta" stands for capability 9.0."""
+    """Return whether a device supports dependent launches; "meta" stands for the GPU in use, see device_traits.py."""
     if INTERPRETED.value or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return False
-    if device.type == "meta":
-        return True
-    if device.type != "cuda":
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch >= _ARCH
+    return device.type in ("cuda", "meta") and device_traits().has_dependent_launch
 
 
 @triton.jit

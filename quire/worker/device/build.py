@@ -17,6 +17,7 @@ from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.contracts.step import StepPlan
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
@@ -211,8 +212,15 @@ def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
+        traits = DeviceTraits.of(device)
+        choose_traits(traits)
+        choose_table(torch.cuda.get_device_name(device), traits.name, config.tile_table)
+        if not traits.is_hopper:
+            logger.warning(
+                "quire has not been run on a GPU of compute capability %s yet: its kernels are compiled for it and were tested "
+                "on other GPUs and in Triton's interpreter; see docs/guides/gpu.md",
+                traits.name,
+            )
     elif config.tile_table is not None:
         raise ConfigError("tile_table is for a GPU; leave it out")
 

@@ -1,7 +1,8 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported.
 
 QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
-QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which takes hours in the interpreter.
+QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which takes hours in the interpreter. QUIRE_TEST_ARCH=86
+launches kernels as on GPUs of compute capability 8.6: with their tiles, without what they lack.
 """
 
 import functools
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from tests.covering import redundant_slow_combinations
 
 HAS_GPU = torch.cuda.is_available()
@@ -24,6 +26,8 @@ needs_llguidance = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
 )
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
+if "QUIRE_TEST_ARCH" in os.environ:
+    choose_traits(DeviceTraits.of_arch(int(os.environ["QUIRE_TEST_ARCH"])))
 ALL_COMBINATIONS = os.environ.get("QUIRE_TEST_COMBINATIONS") == "all"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""

@@ -1,6 +1,7 @@
-"""Launches in the shapes of real models, compiled for sm_90 without a GPU: `python -m ...shipped_launches NAME...` prints JSON.
+"""Launches in the shapes of real models, compiled without a GPU: `python -m ...shipped_launches ARCH NAME...` prints JSON.
 
-In a process of its own: where kernels are interpreted none can be compiled.
+ARCH is the compute capability of the GPU that they would run on, such as 90. In a process of its own: where kernels are
+interpreted none can be compiled.
 """
 
 import json
@@ -16,6 +17,7 @@ from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
@@ -429,9 +431,9 @@ _MATRIX, _COPIES, _LOCAL = ("HGMMA", "QGMMA", "IGMMA", "HMMA"), "LDGSTS", ("LDL"
 _DEPENDENT = ("PREEXIT", "ACQBULK", "UBLKPF", "ATOMG")
 
 
-def describe(name):
+def describe(name, arch):
     """Return what a launch compiles to, as JSON may hold it."""
-    compiled = compile_launch(LAUNCHES[name]())
+    compiled = compile_launch(LAUNCHES[name](), arch)
     counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", "SHFL", *_LOCAL, *_DEPENDENT)}
     return {
         "registers": compiled.num_registers,
@@ -445,5 +447,7 @@ def describe(name):
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or LAUNCHES:
-        print(json.dumps({"name": chosen, **describe(chosen)}), flush=True)
+    target = DeviceTraits.of_arch(int(sys.argv[1]))
+    choose_traits(target)
+    for chosen in sys.argv[2:] or LAUNCHES:
+        print(json.dumps({"name": chosen, **describe(chosen, target.arch)}), flush=True)

@@ -1,4 +1,4 @@
-"""What the kernels become on sm_90: registers, spills, shared memory, and the instructions that were meant."""
+"""What the kernels become on sm_90: registers, spills, shared memory, the instructions that were meant; and on other GPUs."""
 
 import ast
 import json
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.kernels.gpu.conftest import reason_not_to_interpret
+from quire.kernels.triton.device_traits import DeviceTraits
+from tests.unit.kernels.gpu.conftest import ALL_COMBINATIONS, reason_not_to_interpret
 
 ROOT = Path(__file__).resolve().parents[4]
 MAX_SHARED_BYTES = 227 * 1024
@@ -208,6 +209,34 @@ UNFUSED = [
 ]
 
 
+# Other GPUs have other matrix instructions, less shared memory, and no dependent launch before 9.0. Of all launches each is
+# compiled for one of them, and these, whose tiles are the largest or differ, for each; 8.6 differs from 8.9 in float8 alone.
+OTHER_ARCHS = (80, 86, 89, 120)
+DIFFERING = [
+    *("prefill", "prefill-int8", "prefill-d256-window", "prefill-d256-in-order", "moe-gate-up-256", "moe-clamped-4096"),
+    *("moe-fp8-4096", "linear-fp8-64", "linear-4-offset-64", "widen-fp8-rows"),
+]
+MOST_STACK_BYTES = 16
+"""The assembler may keep what a loop does not need in memory, to have twice as many programs at a time."""
+
+
+def archs_of(name):
+    """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
+    of_weights = name.startswith(("linear", "widen", "moe"))
+    return OTHER_ARCHS[2:] if ("fp8" in name or name.startswith("float8")) and not of_weights else OTHER_ARCHS
+
+
+def names_for(arch):
+    """Return the launches that are compiled for one of OTHER_ARCHS; with QUIRE_TEST_COMBINATIONS=all every one."""
+    chosen = []
+    for index, name in enumerate(LIMITS):
+        archs = archs_of(name)
+        is_chosen = archs[index % len(archs)] == arch or (name in DIFFERING and (arch != 86 or "fp8" in name))
+        if arch in archs and (ALL_COMBINATIONS or is_chosen):
+            chosen.append(name)
+    return chosen
+
+
 def group_of(name):
     return next((group for group in LARGE_GROUPS if name.startswith(group)), "others")
 
@@ -238,7 +267,7 @@ def exceeded(found):
 
 
 def check_limits(names):
-    found = compiled("shipped_launches", *names)
+    found = compiled("shipped_launches", "90", *names)
     assert [kernel["name"] for kernel in found] == names
     assert [line for kernel in found for line in exceeded(kernel)] == []
 
@@ -252,6 +281,19 @@ def test_launches_compile_within_their_limits():
 def test_all_launches_compile_within_their_limits(group):
     names = [name for name in LIMITS if group_of(name) == group and name not in FAST]
     check_limits(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", OTHER_ARCHS)
+def test_all_launches_compile_for_other_gpus(arch):
+    most_shared = DeviceTraits.of_arch(arch).shared_bytes
+    names = names_for(arch)
+    found = compiled("shipped_launches", str(arch), *names)
+    assert [kernel["name"] for kernel in found] == names
+    assert [kernel for kernel in found if kernel["shared"] > most_shared or kernel["stack"] > MOST_STACK_BYTES] == []
+    ahead = [kernel["name"] for kernel in found if kernel.get("PREEXIT") or kernel.get("ACQBULK") or kernel.get("UBLKPF")]
+    assert ahead == [name for name in names if name in FUSED_LIMITS and arch >= 90]
+    assert [kernel["name"] for kernel in found if "wide_copies" in LIMITS[kernel["name"]][1] and not kernel["LDGSTS"]] == []
 
 
 def test_every_launch_has_limits():
