@@ -14,7 +14,7 @@ from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import AdapterReader
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.test_lora import F32_TOLERANCE, KINDS, PROMPTS, adapted_decoder, engine, generate, is_equal, logits_of_batch
-from tests.lora_adapter import write_adapter, write_merged, write_pairs
+from tests.lora_adapter import write_adapter, write_merged, write_stacks
 
 pytestmark = pytest.mark.golden
 
@@ -54,34 +54,12 @@ def test_single_experts_and_routers_are_adapted(checkpoint, tmp_path, case, kind
     check(folder, reference_model(merged), adapter, kind)
 
 
-def write_stacks(folder, base):
-    """Write an adapter of all stacks of experts as PEFT writes `target_parameters`; return name of a stack -> its delta."""
-    hidden = read_model_spec(base).hidden_size
-    generator = torch.Generator().manual_seed(5)
-    pairs, deltas = {}, {}
-    for name, tensor in load_file(base / "model.safetensors").items():
-        module, _, kind = name.rpartition(".")
-        if tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
-            continue
-        outputs, inputs = tensor.shape[1:] if kind == "gate_up_proj" else tensor.shape[:0:-1]
-        is_transposed = outputs == hidden != inputs
-        rows, columns = tensor.shape[:0:-1] if is_transposed else tensor.shape[1:]
-        a = 0.2 * torch.randn(len(tensor) * RANK, columns, generator=generator)
-        b = 0.2 * torch.randn(rows, RANK * len(tensor), generator=generator)
-        split = a.view(len(tensor), RANK, columns), b.view(rows, RANK, len(tensor))
-        delta = 2 * torch.einsum("eri,ore->eoi", *split)
-        deltas[name] = delta.transpose(1, 2) if is_transposed else delta
-        pairs[f"{module}.base_layer" if kind == "gate_up_proj" else module] = (a, b)
-    write_pairs(folder, pairs, alpha=2 * RANK, rank=RANK)
-    return deltas
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in STACKED)])
 def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     folder = checkpoint(case, "v5")
-    deltas = write_stacks(tmp_path / "a", folder)
+    deltas = write_stacks(tmp_path / "a", folder, RANK)
     merged = write_merged(folder, tmp_path / "merged", {})
     tensors = load_file(folder / "model.safetensors")
     changed = {name: (tensors[name] + delta).contiguous() for name, delta in deltas.items()}

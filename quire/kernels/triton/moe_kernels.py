@@ -115,6 +115,7 @@ def multiply_experts(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -139,6 +140,7 @@ def multiply_experts(
     otherwise  weight [experts, NUM_ROWS, NUM_COLUMNS]: activation(product) times the pair's weight, f32, where these are given
     TOP_K      pairs that share a row of x
     bias       [experts, rows of the weight], or None
+    added      [pairs, rows of the weight], what LoRA adapters add to the products, or None
     pairs_ptr  None: tile i consists of pair i, and tile_experts holds the experts of the pairs
     """
     tile = tl.program_id(1)
@@ -171,6 +173,7 @@ def multiply_experts(
         acc = tl.trans(acc)
         up = tl.trans(up)
     acc, up = _with_biases(acc, up, bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
+    acc, up = _with_added(acc, up, added_ptr, pairs, rows, NUM_ROWS, IS_GATED)
     _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
 
 
@@ -191,6 +194,27 @@ def _with_biases(
         acc += tl.load(bias_ptr, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
         if IS_GATED:
             up += tl.load(bias_ptr + NUM_ROWS, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
+    return acc, up
+
+
+@triton.jit
+def _with_added(
+    acc: tl.tensor,
+    up: tl.tensor,
+    added_ptr: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the products [pairs, rows] with what adapters add, if there are any."""
+    if added_ptr is not None:
+        FACTOR: tl.constexpr = 2 if IS_GATED else 1
+        mask = (pairs >= 0)[:, None] & (rows < NUM_ROWS)[None, :]
+        places = pairs.to(tl.int64)[:, None] * (FACTOR * NUM_ROWS) + rows[None, :]
+        acc += tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up += tl.load(added_ptr + NUM_ROWS + places, mask=mask, other=0.0).to(tl.float32)
     return acc, up
 
 
@@ -240,6 +264,7 @@ def multiply_packed_experts(
     scales_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -307,6 +332,7 @@ def multiply_packed_experts(
                 is_code, is_row, IS_PACKED, BASE, DTYPE,
             )  # fmt: skip
     acc, up = _with_biases(tl.trans(acc), tl.trans(up), bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
+    acc, up = _with_added(acc, up, added_ptr, pairs, rows, NUM_ROWS, IS_GATED)
     _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
 
 
