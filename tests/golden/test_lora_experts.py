@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LoRARequest
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import AdapterReader
 from tests.golden.make_checkpoints import reference_model
@@ -109,8 +109,19 @@ def test_adapters_of_experts_that_exceed_the_memory_plan_are_refused(checkpoint,
     llm = engine(folder, max_loras=3, max_lora_rank=8)
     loras = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two", "three"), start=1)]
     assert llm.llm_engine.add_lora(loras[0])
-    with pytest.raises(RequestError, match=r"for experts, takes .* are taken: raise max_loras, which is 3 \(--max-loras\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"for experts, takes .* are taken: set enable_lora_experts .* or raise max_loras, which is 3 \(--max-loras\)",
+    ):
         _ = [llm.llm_engine.add_lora(lora) for lora in loras[1:]]
     assert llm.llm_engine.remove_lora(1)
     assert llm.llm_engine.add_lora(loras[2])
     llm.close()
+    llm = engine(folder, max_loras=3, max_lora_rank=8, enable_lora_experts=True)
+    assert all(llm.llm_engine.add_lora(lora) for lora in loras)
+    llm.close()
+
+
+def test_memory_for_experts_is_refused_where_there_are_none(checkpoint):
+    with pytest.raises(ConfigError, match=r"enable_lora_experts is True, but the model \('qwen3'\) has no experts"):
+        engine(checkpoint("qwen3", "v5"), enable_lora_experts=True)

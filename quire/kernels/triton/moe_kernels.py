@@ -111,6 +111,35 @@ def _product(
 
 
 @triton.jit
+def _first_sums(
+    added_ptr: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return what the sums of a tile [pairs, rows] begin with, swapped [rows, pairs]: what adapters add, otherwise zeros.
+
+    At the end of a product no registers would be left for it.
+    """
+    acc = tl.zeros([BLOCK_N if IS_SWAPPED else BLOCK_M, BLOCK_M if IS_SWAPPED else BLOCK_N], tl.float32)
+    up = acc
+    if added_ptr is not None:
+        FACTOR: tl.constexpr = 2 if IS_GATED else 1
+        pairs = pairs[None, :] if IS_SWAPPED else pairs[:, None]
+        rows = rows[:, None] if IS_SWAPPED else rows[None, :]
+        mask = (pairs >= 0) & (rows < NUM_ROWS)
+        places = pairs.to(tl.int64) * (FACTOR * NUM_ROWS) + rows
+        acc = tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up = tl.load(added_ptr + NUM_ROWS + places, mask=mask, other=0.0).to(tl.float32)
+    return acc, up
+
+
+@triton.jit
 def multiply_experts(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -157,8 +186,7 @@ def multiply_experts(
     places = rows[:, None] * NUM_COLUMNS + columns[None, :]
     FACTOR: tl.constexpr = 2 if IS_GATED else 1
     weight_ptr += expert * (FACTOR * NUM_ROWS * NUM_COLUMNS)
-    acc = tl.zeros([BLOCK_N if IS_SWAPPED else BLOCK_M, BLOCK_M if IS_SWAPPED else BLOCK_N], tl.float32)
-    up = acc
+    acc, up = _first_sums(added_ptr, pairs, rows, BLOCK_M, BLOCK_N, NUM_ROWS, IS_SWAPPED, IS_GATED)
     for first in tl.range(0, NUM_COLUMNS, BLOCK_K):
         mask = None
         is_there = is_pair[:, None]
@@ -173,7 +201,6 @@ def multiply_experts(
         acc = tl.trans(acc)
         up = tl.trans(up)
     acc, up = _with_biases(acc, up, bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
-    acc, up = _with_added(acc, up, added_ptr, pairs, rows, NUM_ROWS, IS_GATED)
     _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
 
 
@@ -194,27 +221,6 @@ def _with_biases(
         acc += tl.load(bias_ptr, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
         if IS_GATED:
             up += tl.load(bias_ptr + NUM_ROWS, mask=rows < NUM_ROWS, other=0.0).to(tl.float32)[None, :]
-    return acc, up
-
-
-@triton.jit
-def _with_added(
-    acc: tl.tensor,
-    up: tl.tensor,
-    added_ptr: tl.tensor,
-    pairs: tl.tensor,
-    rows: tl.tensor,
-    NUM_ROWS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the products [pairs, rows] with what adapters add, if there are any."""
-    if added_ptr is not None:
-        FACTOR: tl.constexpr = 2 if IS_GATED else 1
-        mask = (pairs >= 0)[:, None] & (rows < NUM_ROWS)[None, :]
-        places = pairs.to(tl.int64)[:, None] * (FACTOR * NUM_ROWS) + rows[None, :]
-        acc += tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
-        if IS_GATED:
-            up += tl.load(added_ptr + NUM_ROWS + places, mask=mask, other=0.0).to(tl.float32)
     return acc, up
 
 
@@ -307,8 +313,7 @@ def multiply_packed_experts(
     first_row = expert * (FACTOR * NUM_ROWS)
     x_places = x_rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
     places = (first_row + rows)[:, None] * ROW_BYTES + columns[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = acc
+    acc, up = _first_sums(added_ptr, pairs, rows, BLOCK_M, BLOCK_N, NUM_ROWS, True, IS_GATED)
     for step in tl.range(0, (NUM_COLUMNS + BLOCK_K - 1) // BLOCK_K):
         first = step * BLOCK_K
         is_column = first + columns < NUM_COLUMNS
@@ -332,7 +337,6 @@ def multiply_packed_experts(
                 is_code, is_row, IS_PACKED, BASE, DTYPE,
             )  # fmt: skip
     acc, up = _with_biases(tl.trans(acc), tl.trans(up), bias_ptr, expert, rows, NUM_ROWS, IS_GATED)
-    acc, up = _with_added(acc, up, added_ptr, pairs, rows, NUM_ROWS, IS_GATED)
     _store_products(acc, up, shares_ptr, out_ptr, pairs, rows, NUM_ROWS, IS_GATED, ACTIVATION, LIMIT, SLOPE)
 
 
