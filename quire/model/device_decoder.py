@@ -528,9 +528,12 @@ class DeviceLayer:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
-            logits = self._router(routed.float() if spec.is_router_f32 else routed)
+            routed = routed.float() if spec.is_router_f32 else routed
+            logits, lora = self._router(routed), step.lora
+            logits = logits if lora is None else lora.add_to(logits, routed, f"{self._prefix}router")
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
-            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"))
+            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
+            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)

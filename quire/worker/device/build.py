@@ -98,7 +98,7 @@ def build_device_runner(
         raise
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
-    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters)
+    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters), report
 
@@ -168,7 +168,7 @@ def build_rank(
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
         adapters = None
         if config.enable_lora:
-            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device)
+            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device, config.enable_lora_experts)
         parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
         stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)

@@ -25,8 +25,9 @@ from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
-from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.launching import Launch, noted_launches
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
+from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
@@ -144,6 +145,36 @@ def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     weights = meta(num_experts, 2 * inner, width), meta(num_experts, width, inner)
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+
+
+def adapted_expert_launch(index, num_tokens, dtype, inner=768, width=2048):
+    """Experts whose products get what adapters add; torch.uint8: of 4-bit integers."""
+    spec, num_pairs = MoeSpec(128, 8, MlpSpec(inner, "silu")), 8 * num_tokens
+    weights = [meta(128, 2 * inner, width), meta(128, width, inner)]
+    if dtype == torch.uint8:
+        weights = [quantized_weight(dtype, shape=(128 * each.shape[1], each.shape[2])) for each in weights]
+    added = {"gate_up": meta(num_pairs, 2 * inner), "down": meta(num_pairs, width)}
+    extra = ExpertExtras(adapters=lambda experts: lambda name, x, num_slots: added[name])
+    with noted_launches():  # of the routes
+        launches = expert_launches(
+            meta(num_tokens, width), meta(num_tokens, width), meta(num_tokens, 128), spec, *weights, extra=extra
+        )
+    return launches[index]
+
+
+def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
+    """Of q, k and v, or of the gate and up of 128 experts."""
+    numbers, flags = meta(num_tokens, dtype=I32), meta(num_adapters, dtype=I32)
+    outputs, count, num_slots = ((768, 768), 128, 8) if has_experts else ((4096, 512, 512), 1, 1)
+    with noted_launches() as launches:
+        groups = group_rows(numbers, num_adapters)
+        if has_experts:
+            launches.clear()
+            groups = group_pairs(numbers, flags, meta(num_tokens * num_slots, dtype=I32), count)
+        y, a = meta(num_tokens * num_slots, sum(outputs)), meta(num_adapters * count, len(outputs) * rank, 2048)
+        b = [meta(num_adapters * count, rows, rank) for rows in outputs]
+        add_low_rank(y, meta(num_tokens, 2048), a, b, groups, num_slots)
+    return launches[index]
 
 
 def clamped_expert_launch(index, num_tokens, is_packed):
@@ -371,6 +402,18 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-clamped-4-4096": lambda: clamped_expert_launch(3, 4096, True),
     "moe-clamped-4-down-4096": lambda: clamped_expert_launch(4, 4096, True),
     "moe-sum": lambda: expert_launch(5, 64),
+    "moe-adapted-64": lambda: adapted_expert_launch(2, 64, BF16),
+    "moe-adapted-down-64": lambda: adapted_expert_launch(3, 64, BF16),
+    "moe-adapted-4096": lambda: adapted_expert_launch(2, 4096, BF16),
+    "moe-adapted-4-64": lambda: adapted_expert_launch(2, 64, torch.uint8),
+    "lora-shrink": lambda: lora_launch(2, 16, False),
+    "lora-expand": lambda: lora_launch(3, 16, False),
+    "lora-shrink-64": lambda: lora_launch(2, 16, False, rank=64),
+    "lora-expand-64": lambda: lora_launch(3, 16, False, rank=64),
+    "lora-number-pairs": lambda: lora_launch(0, 16, True),
+    "lora-sort-pairs": lambda: lora_launch(2, 512, True),
+    "lora-shrink-experts": lambda: lora_launch(3, 512, True),
+    "lora-expand-experts": lambda: lora_launch(4, 512, True),
     "feedback-ids": lambda: feedback_launch(0),
     "feedback-tables": lambda: feedback_launch(1),
     "feedback-keep": lambda: feedback_launch(2),
