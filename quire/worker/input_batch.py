@@ -18,7 +18,7 @@ from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
 from quire.worker.pooling_head import PoolingHead
-from quire.worker.step_executor import Moves, StateChange, StepTokens, TableEntry, needs_host_sampling
+from quire.worker.step_executor import Moves, RowProcessor, StateChange, StepTokens, TableEntry, needs_host_sampling
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 NONE_UNASKED: Mapping[SequenceId, int] = {}
@@ -119,6 +119,7 @@ class InputBatch:
     has_sampler   whether the executor samples with noise, see StepExecutor
     has_rope_variants, has_states, first_window_block  see StepExecutor
     has_adapters  whether sequences may have LoRA adapters
+    row_processor  the executor, where it may sample rows with processors and log probabilities, see RowProcessor
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class InputBatch:
         self._tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self.pooling_head: PoolingHead | None = None
+        self.row_processor: RowProcessor | None = None
         self._sources: list[int] = []
         self._targets: list[int] = []
         self._move_starts: list[int] = []  # of each sequence's first one
@@ -207,7 +209,7 @@ class InputBatch:
         if start.sequence_id in self._rows:
             raise InvariantError(f"sequence {start.sequence_id} is started twice")
         sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
-        is_host_sampled = needs_host_sampling(sampling, self._has_sampler)
+        is_host_sampled = needs_host_sampling(sampling, self._has_sampler, self.row_processor)
         batch_slot = self._free_slots.pop()
         pooling = start.request.pooling
         row = Row(

@@ -31,6 +31,7 @@ from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, Pooled
 from quire.worker.lora import AdapterStore
 from quire.worker.pooling_head import PoolingHead
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
+from quire.worker.row_processing import set_processors, with_device_logprobs
 from quire.worker.sampled_results import (
     PromptLogprobs,
     apply_verified,
@@ -40,7 +41,7 @@ from quire.worker.sampled_results import (
     take_matches,
     take_sampled,
 )
-from quire.worker.step_executor import BlockScorer, PageMover, SlotSampling, StepExecutor
+from quire.worker.step_executor import BlockScorer, PageMover, RowProcessor, SlotSampling, StepExecutor
 
 _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
@@ -218,6 +219,7 @@ class StepDriver:
     adapters         the LoRA adapters of the executor's decoder; None: sequences have none
     block_scorer     the executor, where sequences may have a KV compression that needs scores
     rebalance        begins to move experts between ranks, see rebalance_experts; None: they do not move
+    row_processor    the executor, where it applies logits processors and finds log probabilities; None: the driver does
     """
 
     def __init__(
@@ -229,7 +231,9 @@ class StepDriver:
         adapters: AdapterStore | None = None,
         block_scorer: BlockScorer | None = None,
         rebalance: Callable[[], bool] | None = None,
+        row_processor: RowProcessor | None = None,
     ) -> None:
+        self._row_processor = row_processor
         self._page_mover, self._block_scorer, self._rebalance = page_mover, block_scorer, rebalance
         self._adapters = adapters
         self._executor, self._draft_executors = executor, draft_executors
@@ -244,6 +248,7 @@ class StepDriver:
             executor.first_window_block,
             adapters is not None,
         )
+        self._choose_row_processor()
         self._masks = GrammarMasks()
         self._no_masks = self._masks.start((), {}, 0)
         self._ready_s = 0.0  # when the tokens of the last step had been read
@@ -278,7 +283,12 @@ class StepDriver:
         self._speculator.leave()
         speculator.drafts_forced = self._speculator.drafts_forced
         self._speculator = speculator
+        self._choose_row_processor()
         self._executor.keep_inputs(speculator.aux_hidden_state_layers)
+
+    def _choose_row_processor(self) -> None:
+        """Have the executor process rows, unless these may have drafts, behind which tokens depend on what is accepted."""
+        self._batch.row_processor = self._row_processor if self._speculator.proposer is None else None
 
     def use_pooling_head(self, head: PoolingHead | None) -> None:
         """See EngineRunner."""
@@ -302,6 +312,7 @@ class StepDriver:
         for start in plan.starts:
             row = batch.row(start.sequence_id)
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
+            set_processors(batch.row_processor, row)
         if self._page_mover is not None and (plan.page_saves or plan.page_loads):
             self._page_mover.move_pages(plan.page_saves, plan.page_loads)
         copies = batch.block_copies(plan)
@@ -350,7 +361,7 @@ class StepDriver:
 
     def _finish(self, running: RunningStep | EmptyStep) -> StepResult:
         """Wait for a step and turn what it computed into its result."""
-        plan, executor = running.plan, self._executor
+        plan, executor, batch = running.plan, self._executor, self._batch
         if isinstance(running, EmptyStep):
             return StepResult(plan.step_id, {}, {}, {}, {}, mask_ready=self._masks.take_ready(PENDING_WAIT_S))
         step, started = running.step, running.started
@@ -362,7 +373,7 @@ class StepDriver:
         prompts, logprobs = running.prompts, _NO_PROMPT_LOGPROBS
         if prompts is not None and prompts.has_logprobs:
             logprobs = prompt_logprobs(step, executor.vocab_size, partial(executor.logits_at, started))
-        rows = self._batch.leave_out(step, pending) if pending else step.ready
+        rows = batch.leave_out(step, pending) if pending else step.ready
         paths: Mapping[SequenceId, tuple[int, ...]] | None = None
         if step.drafts or token_ids is None or running.host_sampled:
             host_sampled = range(len(step.ready)) if token_ids is None else running.host_sampled
@@ -383,6 +394,8 @@ class StepDriver:
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         if self._block_scorer is not None and plan.scored_blocks:
             result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
+        if batch.row_processor is not None:
+            result = with_device_logprobs(result, batch.row_processor, started, step.ready, failures)
         ready = self._masks.take_ready()
         return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
 
@@ -543,7 +556,7 @@ class AsyncStepDriver(StepDriver):
 
     is_ahead   whether the caller launches the next step early where it may
     mark_step  returns a context in which a step is launched, for profilers
-    adapters   as in StepDriver
+    adapters, row_processor  as in StepDriver
     """
 
     def __init__(
@@ -554,8 +567,9 @@ class AsyncStepDriver(StepDriver):
         is_ahead: bool = True,
         mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
         adapters: AdapterStore | None = None,
+        row_processor: RowProcessor | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors, adapters=adapters)
+        super().__init__(executor, speculator, draft_executors, adapters=adapters, row_processor=row_processor)
         self._mark_step = mark_step
         self._is_ahead, self._num_in_flight = is_ahead, 0
 

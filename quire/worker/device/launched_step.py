@@ -12,9 +12,12 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
+from quire.kernels.triton.processors import NUM_BIASES
 from quire.worker.device.block_table_updates import change_parts
 from quire.worker.device.graphs import PromptGrid
+from quire.worker.device.host_step import SAMPLINGS, Sampling
 from quire.worker.device.mixed_step import MixedSizes, TileKind, padded_sizes
+from quire.worker.device.row_processors import MAX_WORDS, processor_parts
 from quire.worker.device.sampling_table import option_parts
 from quire.worker.device.staging import Part, Staged, staged_bytes
 
@@ -25,6 +28,7 @@ class StepSizes(NamedTuple):
     max_num_drafts  drafts of a step at most, behind which tokens are sampled
     has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
     has_trees       whether some of these are trees
+    has_processors  whether the device applies logits processors, and finds log probabilities
     """
 
     max_num_seqs: int
@@ -33,6 +37,7 @@ class StepSizes(NamedTuple):
     max_num_drafts: int = 0
     has_drafts: bool = False
     has_trees: bool = False
+    has_processors: bool = False
 
 
 class Launched(NamedTuple):
@@ -44,6 +49,8 @@ class Launched(NamedTuple):
     hidden       [T, hidden_size] after the final norm; of a CUDA graph until the next one runs; None: not kept
     readback     where the tokens arrive
     adapters     of the tokens, see HostStep
+    sampling     of the step
+    is_processed [num_sampled] whether the logits were changed; None: they were not
     """
 
     num_sampled: int = 0
@@ -52,6 +59,8 @@ class Launched(NamedTuple):
     hidden: Tensor | None = None
     readback: int = 0
     adapters: NDArray[np.int32] | None = None
+    sampling: Sampling = "plain"
+    is_processed: NDArray[np.bool_] | None = None
 
 
 class Kept(NamedTuple):
@@ -71,19 +80,9 @@ class Frame(NamedTuple):
 KEEP_NOTHING = Kept()
 
 
-def sampled_parts(num_sampled: int) -> list[Part]:
+def sampled_parts(num_sampled: int, sampling: Sampling) -> list[Part]:
     """Return the staged arrays of the tokens that get a next one."""
-    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled)]
-
-
-def status_offset(num_rows: int) -> int:
-    """Return where the statuses of a result begin, at a multiple of 16 bytes."""
-    return num_rows + num_rows % 2
-
-
-def result_size(num_rows: int) -> int:
-    """Return how many i64 the sampled tokens of a step take, with their statuses."""
-    return status_offset(num_rows) + -(-num_rows // 2)
+    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled, sampling)]
 
 
 def hidden_of(started: Launched) -> Tensor:
@@ -118,5 +117,6 @@ def most_staged_bytes(
     steps += [padded_sizes(key, num_seqs, tile_kinds, has_states, has_windows) for key in largest]
     of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)
     changes = change_parts(num_seqs * (table_width + 2), num_seqs, num_drafts, num_seqs, num_seqs, *of_windows)
-    behind = [*sampled_parts(num_seqs + num_drafts), *changes]
-    return max(staged_bytes([*own.parts, *behind]) for own in steps)
+    behind = [*sampled_parts(num_seqs + num_drafts, SAMPLINGS[0]), *changes]
+    processors = processor_parts(num_seqs, MAX_WORDS, num_seqs * NUM_BIASES) if sizes.has_processors else []
+    return max(staged_bytes(processors), *(staged_bytes([*own.parts, *behind]) for own in steps))

@@ -20,6 +20,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.device_sampler import SampledRows
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.graphs import StepGraphs
@@ -78,10 +79,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
         with self._scope():
             super().flush()
 
-    def read_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
+    def read_rows(self, launched: Launched) -> SampledRows:
         """See GpuStepExecutor."""
         with self._scope():
-            return super().read_sampled(launched)
+            return super().read_rows(launched)
 
     def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
         """See StepExecutor. Each rank has the hidden states of the last step that kept them."""

@@ -22,7 +22,8 @@ from quire.worker.device.mixed_step import StepShape
 
 class ChangeCounts(NamedTuple):
     """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
-    recurrent states to copy, and blocks to copy and tokens to move in the window group."""
+    recurrent states to copy, blocks to copy and tokens to move in the window group, and rows, words and biases of the tables of
+    logits processors."""
 
     num_entries: int = 0
     num_copies: int = 0
@@ -31,6 +32,9 @@ class ChangeCounts(NamedTuple):
     num_state_copies: int = 0
     num_window_copies: int = 0
     num_window_moves: int = 0
+    num_processor_rows: int = 0
+    num_processor_words: int = 0
+    num_processor_biases: int = 0
 
     @classmethod
     def of(cls, changes: BlockTableUpdates) -> ChangeCounts:

@@ -37,7 +37,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import SAMPLINGS, HostStep
+from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import compile_all
 from quire.worker.device.variants import (
@@ -124,7 +124,8 @@ def missing_of(decoder, kv, sizes, found):
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            step, sampling = random_step(rng, sizes), SAMPLINGS[int(rng.integers(2))]
+            samplings = steppers[0].samplings
+            step, sampling = random_step(rng, sizes), samplings[int(rng.integers(len(samplings)))]
             has_moves = sizes.has_trees and rng.random() < 0.3
             moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:

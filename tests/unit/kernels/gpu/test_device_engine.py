@@ -93,14 +93,15 @@ def test_only_the_rows_that_need_it_go_to_the_sampler_of_the_host(qwen, monkeypa
 
     def noted(logits, rows, draw):
         if draw is not None:  # else it is the CPU's
-            seen.append((len(logits), [row.needs_logprob for row in rows]))
+            seen.append((len(logits), [row.params.typical_p for row in rows]))
         return sample(logits, rows, draw)
 
     monkeypatch.setattr(step_driver, "sample", noted)
-    params = [greedy(4), greedy(4, logprobs=1), SamplingParams(seed=3, max_tokens=4, ignore_eos=True, detokenize=False)]
+    drawn = {"seed": 3, "max_tokens": 4, "ignore_eos": True, "detokenize": False}
+    params = [greedy(4, logprobs=1), SamplingParams(typical_p=0.8, **drawn), SamplingParams(repetition_penalty=1.2, **drawn)]
     expected, found, _ = both(qwen, PROMPTS, params, max_num_seqs=3)
     assert tokens(found) == tokens(expected)
-    assert seen == [(1, [True])] * 4
+    assert seen == [(1, [0.8])] * 4
 
 
 @pytest.mark.slow
