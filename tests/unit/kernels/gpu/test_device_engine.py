@@ -104,6 +104,24 @@ def test_only_the_rows_that_need_it_go_to_the_sampler_of_the_host(qwen, monkeypa
     assert seen == [(1, [0.8])] * 4
 
 
+PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.6, "frequency_penalty": 0.3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"seed": 3, "temperature": 0.9, "top_p": 0.9}], ids=["greedy", "drawn"])
+def test_penalised_tokens_are_the_cpus_alone_and_in_a_batch_with_chunks_and_preemptions(qwen, options):
+    options = {"temperature": 0.0, "min_tokens": 5, "stop_token_ids": list(range(0, 300, 3)), **options}
+    params = SamplingParams(max_tokens=9, logprobs=2, logit_bias={9: 1.5, 31: -2.0}, **PENALTIES, **options, ignore_eos=True)
+    expected, _ = outputs_of(qwen, PROMPTS, params, "cpu")
+    alone = [outputs_of(qwen, [prompt], params, DEVICE)[0][0] for prompt in PROMPTS]
+    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 6}
+    together, num_preemptions = outputs_of(qwen, PROMPTS, params, DEVICE, **crowded)
+    assert tokens(together) == tokens(alone) == tokens(expected)
+    assert num_preemptions > 0
+    for mine, its in zip(scored(together), scored(expected), strict=True):
+        torch.testing.assert_close(torch.tensor([value for _, value in mine]), torch.tensor([value for _, value in its]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "k8v4", "turboquant_4bit"])
 def test_most_tokens_are_those_of_whole_keys_and_values_when_these_are_quantised(qwen, kv_cache_dtype):

@@ -37,11 +37,15 @@ def both(folder, prompts, params, **options):
     return *found, scheduler.num_preemptions
 
 
-def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch):
+PROCESSED = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "logit_bias": {9: 1.0}, "min_tokens": 2}
+
+
+@pytest.mark.parametrize("options", [{}, PROCESSED], ids=["plain", "processed"])
+def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch, options):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     calls = []
     stepper = engine.runner.executor
-    launch, take = stepper.launch, stepper.read_sampled
+    launch, take = stepper.launch, stepper.take_sampled
 
     def note_launch(step, *rest):
         calls.append(("launch", step.given_ids.tolist()))
@@ -53,8 +57,8 @@ def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_be
         return found
 
     monkeypatch.setattr(stepper, "launch", note_launch)
-    monkeypatch.setattr(stepper, "read_sampled", note_read)
-    engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))
+    monkeypatch.setattr(stepper, "take_sampled", note_read)
+    engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **options, **COMMON))
     while engine.has_unfinished_requests():
         engine.step()
     engine.close()
@@ -79,8 +83,19 @@ def test_tokens_are_those_of_steps_one_by_one_when_ends_are_found_late(qwen):
 def test_tokens_are_those_of_steps_one_by_one_when_some_are_sampled_on_the_host(qwen):
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, **COMMON),
-        SamplingParams(temperature=1.0, max_tokens=3, logprobs=1, prompt_logprobs=1, **COMMON),
-        SamplingParams(temperature=0.8, max_tokens=4, repetition_penalty=1.3, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=3, typical_p=0.8, logprobs=1, prompt_logprobs=1, **COMMON),
+        SamplingParams(temperature=0.8, max_tokens=4, repetition_penalty=1.3, logprobs=3, **COMMON),
+    ]
+    one_by_one, ahead, _ = both(qwen, PROMPTS, params, max_num_seqs=2, max_num_batched_tokens=8)
+    assert ahead == one_by_one
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_steps_one_by_one_when_logits_are_processed(qwen):
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9, **PROCESSED, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=list(range(0, 300, 4)), logprobs=1, **COMMON),
+        SamplingParams(temperature=0.8, max_tokens=4, frequency_penalty=0.7, top_p=0.9, n=2, **COMMON),
     ]
     one_by_one, ahead, _ = both(qwen, PROMPTS, params, max_num_seqs=2, max_num_batched_tokens=8)
     assert ahead == one_by_one
