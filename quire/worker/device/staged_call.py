@@ -109,5 +109,7 @@ def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
         shape = StepShape(counts, lengths, bool(of_key[0]))
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
-    call = StagedCall(ChangeCounts(*message.arrays[1].tolist()), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
+    call = StagedCall(
+        ChangeCounts(*message.arrays[1].tolist()), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden)
+    )
     return call, message.arrays[0].view(np.uint8)
