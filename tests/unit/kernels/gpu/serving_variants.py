@@ -83,7 +83,7 @@ NARROW = [
     *(("qwen3_moe", method) for method in ("awq", "fp8", "--int4", "--fp8")),
 ]
 """Family and form; "--" is for weights that are quantised while they are loaded."""
-SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True)
+SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True, has_processors=True)
 SHORT = SIZES._replace(max_model_len=100)
 
 

@@ -88,7 +88,9 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
-        stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs(recorder))
+        stepper = GpuStepExecutor(
+            decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64, has_processors=True), StepGraphs(recorder)
+        )
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
         stepper.record_largest()
