@@ -34,6 +34,7 @@ class Row:
                      the first num_blocks entries are valid
     is_host_sampled  the driver samples its tokens, not the executor
     num_dropped_tokens  tokens that its KV compression has evicted: the place of a token in the cache is its position minus this
+    is_deferrable    the executor can sample them, though, once it gets a token mask: see RowProcessor.sample_deferred
     observed         position -> attention that the token there pays to each block; of a KV compression that observes it
     pooler           of a request that asks for a pooled hidden state: nothing is sampled then
     """
@@ -48,6 +49,7 @@ class Row:
     is_host_sampled: bool
     pooler: Pooler | None = None
     num_dropped_tokens: int = 0
+    is_deferrable: bool = False
     observed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
@@ -222,6 +224,7 @@ class InputBatch:
             sampling,
             is_host_sampled,
             None if pooling is None else Pooler(pooling, self.pooling_head),
+            is_deferrable=self.row_processor is not None and self.row_processor.takes_masked(sampling),
         )
         self._rows[start.sequence_id] = row
         if row.wants_prompt:

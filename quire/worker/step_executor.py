@@ -146,6 +146,21 @@ class RowProcessor(Protocol):
         """Return whether it can sample the tokens of a row."""
         ...
 
+    def takes_masked(self, row: SamplingRow) -> bool:
+        """Return whether it can sample the tokens of a row with a constraint by sample_deferred."""
+        ...
+
+    def defer_sampling(self) -> None:
+        """Have the next step that is started compute logits, and sample no row before sample_deferred."""
+        ...
+
+    def sample_deferred(self, started: Any, masks: Mapping[int, Tensor]) -> Any:
+        """Sample the rows of a deferred step, before another one is started; return its new handle.
+
+        masks  index in logit_rows -> [ceil(V / 32) or more] i32, a bit per token, the lowest first: 0 forbids it
+        """
+        ...
+
     def set_processors(self, batch_slot: int, row: SamplingRow) -> None:
         """Set the processors and log probabilities of a batch slot from the next step on, after set_sampling. The row has all
         known tokens."""

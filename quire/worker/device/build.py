@@ -30,6 +30,7 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
+from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
@@ -55,7 +56,6 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import launch_options
-from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 

@@ -58,7 +58,7 @@ class DeviceSampler:
         self, sizes: StepSizes, vocab_size: int, device: torch.device, wait: Callable[[torch.cuda.Event], None]
     ) -> None:
         num_slots = sizes.max_num_seqs + 1
-        self.samplings: tuple[Sampling, ...] = SAMPLINGS if sizes.has_processors else SAMPLINGS[1:]
+        self.samplings: tuple[Sampling, ...] = SAMPLINGS if sizes.has_processors else SAMPLINGS[1:3]
         self.table = SamplingTable(num_slots, vocab_size)
         self.last_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
@@ -97,20 +97,27 @@ class DeviceSampler:
         if self._tables is not None:
             update_tables(self._tables, arrays)
 
-    def sample(self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling) -> None:
-        """Launch what samples a token of each row of logits [R, V], and keeps it; arrays: those of sampled_parts."""
+    def sample(
+        self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling, token_masks: Tensor | None = None
+    ) -> None:
+        """Launch what samples a token of each row of logits [R, V], and keeps it.
+
+        arrays       those of sampled_parts
+        token_masks  see RowOptions; None: there are none
+        """
         count, tables = len(logits), self._tables
+        rows = row_options(arrays)._replace(token_masks=token_masks)
         statuses = self.result[status_offset(count) : logprob_offset(count)].view(torch.int32)[:count]
         choices = Choices(self.result[:count], statuses)
         if sampling != "full" or tables is None:
-            run_all(sample_launches(choices, logits, row_options(arrays), sampling != "plain"))
+            run_all(sample_launches(choices, logits, rows, sampling != "plain"))
         else:
             options = ProcessorOptions(
                 arrays["sampled_rows"], *(arrays[name] for name in ProcessorOptions._fields[1:-1]), arrays["sample_positions"]
             )
             processed = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
             process_launch(processed, logits, tables, options).run()
-            run_all(sample_launches(choices, processed, row_options(arrays), True))
+            run_all(sample_launches(choices, processed, rows, True))
             count_launch(tables, choices.tokens, options).run()
             first, last = logprob_offset(count), result_size(count, sampling)
             found = self.result[first:last].view(torch.int32).view(count, LOGPROB_WIDTH)

@@ -55,6 +55,7 @@ from quire.worker.device.launched_step import (
     Launched,
     StepSizes,
     hidden_of,
+    masked_parts,
     most_staged_bytes,
     sampled_parts,
     table_width,
@@ -73,7 +74,7 @@ from quire.worker.device.mixed_step import (
     token_parts,
 )
 from quire.worker.device.peaks import measure_device_peaks
-from quire.worker.device.row_processors import is_sampled_on_device
+from quire.worker.device.row_processors import is_masked_on_device, is_sampled_on_device
 from quire.worker.device.sampling_table import SamplingTable, draw_on_device
 from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
@@ -143,9 +144,12 @@ class GpuStepExecutor:
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
         self._staging = Staging(
-            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows), device, wait
+            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows, spec.vocab_size),
+            device,
+            wait,
         )
         self._frames: dict[GraphKey | PromptKey, Frame] = {}
+        self._defers = False  # whether the next step is not sampled
 
     @property
     def decoder(self) -> DeviceDecoder | DeviceHead:
@@ -245,7 +249,9 @@ class GpuStepExecutor:
         step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
-        return self.launch(step, self.sampling_table.sampling_of(step.sampled_rows), self._take_updates(), kept)
+        sampling = "deferred" if self._defers else self.sampling_table.sampling_of(step.sampled_rows)
+        self._defers = False
+        return self.launch(step, sampling, self._take_updates(), kept)
 
     def take_sampled(self, started: Launched) -> tuple[list[int], Mapping[int, str]]:
         """See StepExecutor."""
@@ -253,9 +259,40 @@ class GpuStepExecutor:
         if not any(found.statuses):
             return found.tokens, NO_FAILURES
         failed = [(index, SampleStatus(status)) for index, status in enumerate(found.statuses) if status != SampleStatus.FINE]
-        changed = started.is_processed
-        errors = [(index, error_of_status(status, changed is not None and bool(changed[index]))) for index, status in failed]
-        return found.tokens, {index: error or "no token could be sampled" for index, error in errors}
+        changed, errors = started.is_processed, dict[int, str]()
+        for index, status in failed:
+            error = error_of_status(status, changed is not None and bool(changed[index]), index in started.is_masked)
+            errors[index] = error or "no token could be sampled"
+        return found.tokens, errors
+
+    def takes_masked(self, row: SamplingRow) -> bool:
+        """See RowProcessor."""
+        return is_masked_on_device(row)
+
+    def defer_sampling(self) -> None:
+        """See RowProcessor."""
+        self._defers = True
+
+    def sample_deferred(self, started: Launched, masks: Mapping[int, Tensor]) -> Launched:
+        """See RowProcessor. Its launches are not part of a CUDA graph; the masks are sent in one transfer."""
+        if started.deferred is None or started.logits is None:
+            raise InvariantError("a step is sampled that was not deferred")
+        count, num_words = started.num_sampled, -(-self.vocab_size // 32)
+        self._staging.wait()
+        self._staging.holds = None
+        staged = self._staging.arrange(masked_parts(count, self.vocab_size))
+        host = staged.host
+        host["sampled_rows"][:], host["sample_positions"][:] = started.deferred
+        self.sampling_table.fill(host)
+        host["token_masks"].fill(-1)
+        words = host["token_masks"].reshape(count, num_words)
+        for index, mask in masks.items():
+            words[index] = mask[:num_words].numpy()
+        self._staging.send(staged.end)
+        token_masks = staged.device["token_masks"].view(count, num_words)
+        self._sampler.sample(started.logits, staged.device, "full", token_masks)
+        found = started._replace(num_rows=count, logits=None, deferred=None, is_masked=masks.keys())
+        return self._read_back(found, "full", started.deferred[0])
 
     def take_logprobs(self, started: Launched, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
         """See RowProcessor."""
@@ -442,7 +479,10 @@ class GpuStepExecutor:
         fill_places(host, step)
         call = StagedCall(ChangeCounts.of(changes), key, None, sampling, key.num_rows)
         self._call(call, frame.staged.end, changes)
-        launched = Launched(count, key.num_rows, self._logits[:count] if kept.logits else None)
+        keeps_logits = kept.logits or sampling == "deferred"
+        launched = Launched(count, key.num_rows, self._logits[:count] if keeps_logits else None)
+        if sampling == "deferred":
+            return launched._replace(deferred=(step.sampled_rows, step.sample_positions))
         return self._read_back(launched, sampling, step.sampled_rows)
 
     def _read_back(
@@ -472,7 +512,8 @@ class GpuStepExecutor:
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             logits = self._logits_of(hidden, step.lora, self._logits[:num_rows])
-            self._sampler.sample(logits, arrays, key.sampling)
+            if key.sampling != "deferred":
+                self._sampler.sample(logits, arrays, key.sampling)
 
         frame = self._frames[key] = Frame(staged, run)
         return frame
@@ -498,7 +539,10 @@ class GpuStepExecutor:
         kept_hidden = hidden[:num_tokens] if kept.hidden and hidden is not None else None
         if num_sampled == 0:
             return self._read_back(Launched(hidden=kept_hidden, adapters=step.adapters))
-        launched = Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden, adapters=step.adapters)
+        keeps_logits = kept.logits or sampling == "deferred"
+        launched = Launched(num_sampled, num_sampled, logits if keeps_logits else None, kept_hidden, adapters=step.adapters)
+        if sampling == "deferred":
+            return launched._replace(deferred=(step.sampled_rows, step.sample_positions))
         return self._read_back(launched, sampling, step.sampled_rows)
 
     def _call(
@@ -545,7 +589,8 @@ class GpuStepExecutor:
         numbers = staged.device.get("adapters")
         lora = None if numbers is None else self._adapted_rows(numbers.index_select(0, rows))
         logits = self._logits_of(hidden.index_select(0, rows), lora)
-        self._sampler.sample(logits, sampled.device, call.sampling)
+        if call.sampling != "deferred":
+            self._sampler.sample(logits, sampled.device, call.sampling)
         return logits, hidden
 
     def fill_staging(self, staged: NDArray[np.uint8]) -> None:

@@ -39,7 +39,7 @@ class GraphGrid:
     samplings  those of the steps, what takes most memory first
     """
 
-    def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:]) -> None:
+    def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3]) -> None:
         self._samplings = samplings
         most = min(max_num_seqs, _ROWS[-1])
         self._rows = [*(count for count in _ROWS if count < most), most]

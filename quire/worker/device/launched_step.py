@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -51,6 +51,8 @@ class Launched(NamedTuple):
     adapters     of the tokens, see HostStep
     sampling     of the step
     is_processed [num_sampled] whether the logits were changed; None: they were not
+    deferred     the batch slots and positions of tokens that are not sampled yet; None: there are none
+    is_masked    indices of rows that were sampled with a token mask
     """
 
     num_sampled: int = 0
@@ -61,6 +63,8 @@ class Launched(NamedTuple):
     adapters: NDArray[np.int32] | None = None
     sampling: Sampling = "plain"
     is_processed: NDArray[np.bool_] | None = None
+    deferred: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
+    is_masked: Collection[int] = ()
 
 
 class Kept(NamedTuple):
@@ -101,6 +105,11 @@ def table_width(max_model_len: int, kv: KvSpec) -> int:
     return max_blocks if kv.window_tokens is None else 2 * -(-max_blocks // 4) * 4
 
 
+def masked_parts(num_rows: int, vocab_size: int) -> list[Part]:
+    """Return the staged arrays of rows that are sampled after their step."""
+    return [*option_parts(num_rows, "full"), Part("token_masks", torch.int32, num_rows * -(-vocab_size // 32))]
+
+
 def most_staged_bytes(
     sizes: StepSizes,
     prompts: PromptGrid,
@@ -108,6 +117,7 @@ def most_staged_bytes(
     has_states: bool,
     table_width: int,
     has_windows: bool = False,
+    vocab_size: int = 0,
 ) -> int:
     """Return the bytes of all staged arrays of the largest step; table_width: entries of a block table, of both groups."""
     num_seqs, num_tokens, num_drafts = sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_num_drafts
@@ -118,5 +128,6 @@ def most_staged_bytes(
     of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)
     changes = change_parts(num_seqs * (table_width + 2), num_seqs, num_drafts, num_seqs, num_seqs, *of_windows)
     behind = [*sampled_parts(num_seqs + num_drafts, SAMPLINGS[0]), *changes]
-    processors = processor_parts(num_seqs, MAX_WORDS, num_seqs * NUM_BIASES) if sizes.has_processors else []
-    return max(staged_bytes(processors), *(staged_bytes([*own.parts, *behind]) for own in steps))
+    alone = [processor_parts(num_seqs, MAX_WORDS, num_seqs * NUM_BIASES), masked_parts(num_seqs, vocab_size)]
+    of_processors = max(map(staged_bytes, alone)) if sizes.has_processors else 0
+    return max(of_processors, *(staged_bytes([*own.parts, *behind]) for own in steps))

@@ -56,6 +56,16 @@ def is_sampled_on_device(row: SamplingRow) -> bool:
     return num_values < NUM_BIASES and 0 <= (row.params.logprobs or 0) <= MAX_TOP
 
 
+def is_masked_on_device(row: SamplingRow) -> bool:
+    """Return whether the device's sampler finds the tokens of a row with a constraint, once it gets the token masks.
+
+    What the output holds is not counted then, since drafts that the constraint forces are verified on the host.
+    """
+    if row.matcher is None or row.edits_logits or not (row.is_greedy or row.params.typical_p >= 1):
+        return False
+    return not row.needs_logprob or (not row.lists_allowed and 0 <= (row.params.logprobs or 0) <= MAX_TOP)
+
+
 class SlotProcessors(NamedTuple):
     """What the tables and columns of a batch slot hold for a sequence.
 

@@ -160,7 +160,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 
 @pytest.mark.slow
 @needs_llguidance
-@pytest.mark.parametrize(("regex", "drafts"), [("[0-9]{3}x", None), ("12[0-9]{2}34x", NGRAM)], ids=["plain", "drafted"])
+@pytest.mark.parametrize(("regex", "drafts"), [("[0-9]{3}xyz", None), ("12[0-9]{2}34x", NGRAM)], ids=["plain", "drafted"])
 def test_others_go_on_and_tokens_stay_the_same_when_a_mask_is_missing(qwen, regex, drafts):
     constrained = SamplingParams(
         temperature=1.0, seed=3, max_tokens=12, structured_outputs=StructuredOutputsParams(regex=regex)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from quire import LLM, EngineConfig, LLMEngine, SamplingParams
+from quire import LLM, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from quire.base.errors import DeviceLostError, InvariantError
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.worker.device import gpu_executor
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 
 DEVICE = "cuda" if HAS_GPU else "interpreter"
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
@@ -108,6 +108,53 @@ def test_tokens_are_those_of_steps_one_by_one_when_sequences_are_preempted(qwen)
     one_by_one, ahead, num_preemptions = both(qwen, PROMPTS, params, **options)
     assert ahead == one_by_one
     assert num_preemptions > 0
+
+
+CONSTRAINED = SamplingParams(
+    temperature=1.0, max_tokens=9, seed=5, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[0-9a-f]{4,8}")
+)
+
+
+def launches_ahead(monkeypatch):
+    """Return a list of how many tokens each step of any engine leaves to the device."""
+    found, launch = [], gpu_executor.GpuStepExecutor.launch
+
+    def note(stepper, step, *rest):
+        found.append(0 if step is None else int((step.given_ids < 0).sum()))
+        return launch(stepper, step, *rest)
+
+    monkeypatch.setattr(gpu_executor.GpuStepExecutor, "launch", note)
+    return found
+
+
+@needs_llguidance
+def test_a_step_is_launched_before_the_one_before_is_read_when_masks_depend_on_its_tokens(qwen, monkeypatch):
+    unknown = launches_ahead(monkeypatch)
+    one_by_one, ahead, _ = both(qwen, PROMPTS[:1], CONSTRAINED, skip_tokenizer_init=False)
+    assert ahead == one_by_one
+    assert sum(unknown) >= 3
+
+
+@pytest.mark.slow
+@needs_llguidance
+@pytest.mark.parametrize("is_crowded", [False, True], ids=["roomy", "crowded"])
+def test_tokens_are_those_of_steps_one_by_one_when_some_rows_have_constraints(qwen, monkeypatch, is_crowded):
+    unknown = launches_ahead(monkeypatch)
+    params = [
+        CONSTRAINED,
+        SamplingParams(temperature=0.0, max_tokens=9, logprobs=1, repetition_penalty=1.3, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=7, top_k=20, **COMMON),
+    ]
+    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 8}
+    options = {"skip_tokenizer_init": False, **(crowded if is_crowded else {})}
+    one_by_one, ahead, num_preemptions = both(qwen, PROMPTS, params, **options)
+    assert ahead == one_by_one
+    assert sum(unknown) >= 9
+    assert (num_preemptions > 0) == is_crowded
+    llm = LLM(str(qwen), device="cpu", **(OPTIONS | {"skip_tokenizer_init": False}))
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    llm.close()
+    assert [choice[0] for (choice,) in ahead] == [output.outputs[0].token_ids for output in expected]
 
 
 def test_logits_that_are_not_finite_end_one_request_when_its_next_step_is_on_its_way(qwen, monkeypatch):
