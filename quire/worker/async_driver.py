@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from quire.base.errors import InvariantError
 from quire.contracts.step import StepPlan, StepResult
 from quire.speculate.speculator import Speculator
+from quire.worker.grammar_masks import StepMasks
+from quire.worker.input_batch import StepInput
 from quire.worker.lora import AdapterStore
 from quire.worker.row_processing import masks_of, prefers_drafts
 from quire.worker.step_driver import ClosedWith, EmptyStep, RunningStep, StepDriver
@@ -60,8 +62,11 @@ class AsyncStepDriver(StepDriver):
         for before in self._in_flight:
             before.has_next = True
         self._in_flight.append(running)
-        self._fill_masks(running)
         return running
+
+    def _masks_of_start(self, step: StepInput) -> StepMasks:
+        """See StepDriver: masks depend on the tokens of a step in flight, and are filled once it is collected."""
+        return self._no_masks if self._in_flight else self._start_masks(step)
 
     def allows_next(self, running: RunningStep) -> bool:
         """See StepDriver: the masks are there, and no more is gained by drafts of what they force."""
@@ -70,11 +75,6 @@ class AsyncStepDriver(StepDriver):
         if running.pending is None:
             running.pending = running.masks.wait()
         return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
-
-    def _fill_masks(self, running: RunningStep | EmptyStep) -> None:
-        """Start filling the masks of a deferred step, unless tokens before it are in flight."""
-        if isinstance(running, RunningStep) and running.is_deferred and self._in_flight[0] is running:
-            running.masks = self._start_masks(running.step)
 
     def _sample_now(self, running: RunningStep | EmptyStep) -> None:
         """Sample the rows of a deferred step, of which it was waited for the masks."""
@@ -93,7 +93,8 @@ class AsyncStepDriver(StepDriver):
             self._sample_now(running)
             result = self._finish(running)
             for behind in self._in_flight:
-                self._fill_masks(behind)
+                if isinstance(behind, RunningStep):
+                    behind.masks = self._start_masks(behind.step)
         if self._in_flight:
             self._speculator.restart_clock()
         return result

@@ -13,8 +13,8 @@ from quire.worker.input_batch import Row, StepInput
 from quire.worker.step_executor import RowProcessor
 
 _FORCED_WORTH = 4
-"""Planning a step behind another, not beside it, is taken to cost a quarter of a decode step for each row; a forced token that is
-drafted saves one row of a step."""
+"""Planning a step behind another, not beside it, is taken to cost a quarter of a decode step for each row; a forced token that
+is drafted saves one row of a step."""
 
 
 def is_executors(row: Row) -> bool:

@@ -350,7 +350,7 @@ class StepDriver:
             processor.defer_sampling()
             host_sampled = ()
         keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.wants_logits)
-        masks = self._no_masks if is_deferred else self._start_masks(step)
+        masks = self._masks_of_start(step)
         observed: Sequence[ObservedRow] = ()
         if self._block_scorer is not None and batch.has_observers:
             observed = find_observed(step)
@@ -372,6 +372,10 @@ class StepDriver:
         )
         running.is_deferred = is_deferred
         return running
+
+    def _masks_of_start(self, step: StepInput) -> StepMasks:
+        """Return the masks of a step that starts, as far as they can be filled now."""
+        return self._start_masks(step)
 
     def _start_masks(self, step: StepInput) -> StepMasks:
         """Start filling the masks of a step whose rows have all tokens before it."""

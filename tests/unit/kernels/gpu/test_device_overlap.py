@@ -1,5 +1,7 @@
 """Steps of the device launched before the one before is read back: the tokens are those of steps one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -127,6 +129,7 @@ def launches_ahead(monkeypatch):
     return found
 
 
+@pytest.mark.slow
 @needs_llguidance
 def test_a_step_is_launched_before_the_one_before_is_read_when_masks_depend_on_its_tokens(qwen, monkeypatch):
     unknown = launches_ahead(monkeypatch)
@@ -144,15 +147,17 @@ def test_tokens_are_those_of_steps_one_by_one_when_some_rows_have_constraints(qw
         CONSTRAINED,
         SamplingParams(temperature=0.0, max_tokens=9, logprobs=1, repetition_penalty=1.3, **COMMON),
         SamplingParams(temperature=1.0, max_tokens=7, top_k=20, **COMMON),
+        replace(CONSTRAINED, repetition_penalty=1.3, logprobs=None),  # sampled on the host, beside steps in flight
     ]
+    prompts = [*PROMPTS, list(range(30, 43))]
     crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 8}
     options = {"skip_tokenizer_init": False, **(crowded if is_crowded else {})}
-    one_by_one, ahead, num_preemptions = both(qwen, PROMPTS, params, **options)
+    one_by_one, ahead, num_preemptions = both(qwen, prompts, params, **options)
     assert ahead == one_by_one
-    assert sum(unknown) >= 9
+    assert sum(unknown) >= 6
     assert (num_preemptions > 0) == is_crowded
     llm = LLM(str(qwen), device="cpu", **(OPTIONS | {"skip_tokenizer_init": False}))
-    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    expected = llm.generate(prompts, params, use_tqdm=False)
     llm.close()
     assert [choice[0] for (choice,) in ahead] == [output.outputs[0].token_ids for output in expected]
 
