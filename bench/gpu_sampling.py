@@ -1,4 +1,4 @@
-"""Decode steps through the public engine with every way of sampling, for bench/gpu.py: on the device, and from logits by the host."""
+"""Decode through the public engine with every way of sampling, for bench/gpu.py: on the device, and from logits by the host."""
 
 from __future__ import annotations
 
