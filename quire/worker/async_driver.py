@@ -88,13 +88,15 @@ class AsyncStepDriver(StepDriver):
         """Finish a step; see contracts.step.LaunchedStep."""
         self._in_flight = [step for step in self._in_flight if step is not running]
         with self._executor.step_scope():
-            if isinstance(running, RunningStep) and running.is_deferred and running.pending is None:
-                running.pending = running.masks.wait()
-            self._sample_now(running)
-            result = self._finish(running)
-            for behind in self._in_flight:
-                if isinstance(behind, RunningStep):
-                    behind.masks = self._start_masks(behind.step)
+            try:
+                if isinstance(running, RunningStep) and running.is_deferred and running.pending is None:
+                    running.pending = running.masks.wait()
+                self._sample_now(running)
+                result = self._finish(running)
+            finally:  # sequences that start in the step behind do not depend on this one
+                for behind in self._in_flight:
+                    if isinstance(behind, RunningStep):
+                        behind.masks = self._start_masks(behind.step)
         if self._in_flight:
             self._speculator.restart_clock()
         return result

@@ -70,6 +70,10 @@ def masks_of(ready: Sequence[Row]) -> dict[int, Tensor]:
 
 
 def prefers_drafts(step: StepInput) -> bool:
-    """Return whether the tokens that constraints force, drafted behind a step, save more than planning behind it costs."""
-    num_forced = sum(max(0, len(row.sampling.forced_tokens()) - 1) for row in step.ready if row.sampling.matcher is not None)
-    return num_forced * _FORCED_WORTH >= len(step.rows)
+    """Return whether the tokens that constraints force, drafted behind a step, may save more than planning behind it costs.
+
+    They may where most rows have constraints, since what is forced behind the next token is not known before that.
+    """
+    constrained = [row.sampling for row in step.ready if row.sampling.matcher is not None]
+    num_forced = sum(max(0, len(sampling.forced_tokens()) - 1) for sampling in constrained)
+    return 2 * len(constrained) > len(step.rows) or num_forced * _FORCED_WORTH >= len(step.rows)

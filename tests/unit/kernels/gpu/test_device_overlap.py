@@ -133,9 +133,25 @@ def launches_ahead(monkeypatch):
 @needs_llguidance
 def test_a_step_is_launched_before_the_one_before_is_read_when_masks_depend_on_its_tokens(qwen, monkeypatch):
     unknown = launches_ahead(monkeypatch)
-    one_by_one, ahead, _ = both(qwen, PROMPTS[:1], CONSTRAINED, skip_tokenizer_init=False)
+    free = SamplingParams(temperature=0.0, max_tokens=6, **COMMON)
+    one_by_one, ahead, _ = both(qwen, PROMPTS[:2], [CONSTRAINED, free], skip_tokenizer_init=False)
     assert ahead == one_by_one
-    assert sum(unknown) >= 3
+    assert sum(unknown) >= 6
+
+
+@pytest.mark.slow
+@needs_llguidance
+def test_what_a_constraint_forces_is_drafted_when_no_other_row_would_profit_from_steps_ahead(qwen, monkeypatch):
+    unknown = launches_ahead(monkeypatch)
+    engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS | {"skip_tokenizer_init": False}))
+    params = SamplingParams(max_tokens=9, seed=5, structured_outputs=StructuredOutputsParams(regex="[0-9]{2}xyz[0-9]"))
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    num_drafted = engine.stats.num_draft_tokens
+    engine.close()
+    assert num_drafted > 0
+    assert sum(unknown) == 0
 
 
 @pytest.mark.slow
