@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -12,18 +12,20 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.step import TokenLogprobs
+from quire.kernels.cpu.sampling import SampleStatus
 from quire.kernels.triton.last_token_buffer import keep_ids_launch
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.logprobs import LOGPROB_WIDTH, MAX_TOP, logprob_launches
 from quire.kernels.triton.processors import ProcessorOptions, ProcessorTables, count_launch, process_launch
 from quire.kernels.triton.sampling import Choices, sample_launches
 from quire.sampling.row_state import SamplingRow
+from quire.sampling.sampler import error_of_status
 from quire.worker.device.host_step import SAMPLINGS, Sampling
-from quire.worker.device.launched_step import StepSizes
+from quire.worker.device.launched_step import StepSizes, masked_parts
 from quire.worker.device.row_processors import ProcessorUpdates, SlotProcessors, update_tables
 from quire.worker.device.sampling_table import SamplingTable, row_options
-from quire.worker.device.staging import Readback
-from quire.worker.step_executor import SlotSampling
+from quire.worker.device.staging import Readback, Staging
+from quire.worker.step_executor import NO_FAILURES, SlotSampling
 
 
 class SampledRows(NamedTuple):
@@ -37,6 +39,17 @@ class SampledRows(NamedTuple):
     tokens: list[int]
     statuses: list[int]
     logprobs: NDArray[np.int32] | None = None
+
+    def failures(self, is_processed: NDArray[np.bool_] | None, is_masked: Collection[int]) -> Mapping[int, str]:
+        """Return by index why rows have no token; see Launched."""
+        if not any(self.statuses):
+            return NO_FAILURES
+        failed: dict[int, str] = {}
+        for index, status in enumerate(map(SampleStatus, self.statuses)):
+            if status is not SampleStatus.FINE:
+                is_edited = is_processed is not None and bool(is_processed[index])
+                failed[index] = error_of_status(status, is_edited, index in is_masked) or "no token could be sampled"
+        return failed
 
     def logprobs_of(self, index: int, num_top: int) -> TokenLogprobs:
         """Return the log probabilities of a row that has asked for them."""
@@ -123,6 +136,30 @@ class DeviceSampler:
             found = self.result[first:last].view(torch.int32).view(count, LOGPROB_WIDTH)
             run_all(logprob_launches(found, logits, choices.tokens, arrays["num_tops"]))
         keep_ids_launch(self.last_ids, choices.tokens, arrays["sampled_rows"]).run()
+
+    def sample_masked(
+        self,
+        staging: Staging,
+        logits: Tensor,
+        rows: tuple[NDArray[np.int32], NDArray[np.int64]],
+        masks: Mapping[int, Tensor],
+    ) -> None:
+        """Send the options and masks of rows of logits in one transfer, and sample all of them.
+
+        rows   batch slots and positions, see Launched.deferred
+        masks  see RowProcessor.sample_deferred
+        """
+        count, num_words = len(logits), -(-self._vocab_size // 32)
+        staged = staging.arrange(masked_parts(count, self._vocab_size))
+        host = staged.host
+        host["sampled_rows"][:], host["sample_positions"][:] = rows
+        self.table.fill(host)
+        host["token_masks"].fill(-1)
+        words = host["token_masks"].reshape(count, num_words)
+        for index, mask in masks.items():
+            words[index] = mask[:num_words].numpy()
+        staging.send(staged.end)
+        self.sample(logits, staged.device, "full", staged.device["token_masks"].view(count, num_words))
 
     def start_readback(self, num_rows: int, sampling: Sampling) -> int:
         """Begin to copy the results of a step of so many rows to the host; return where they arrive."""

@@ -19,7 +19,6 @@ from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.contracts.rank_stats import RankStats
 from quire.contracts.step import TokenLogprobs
-from quire.kernels.cpu.sampling import SampleStatus
 from quire.kernels.triton.attention import tile_queries
 from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
@@ -30,7 +29,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
 from quire.sampling.row_state import SamplingRow
-from quire.sampling.sampler import Draw, error_of_status
+from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
 from quire.worker.device.device_sampler import DeviceSampler, SampledRows
@@ -55,7 +54,6 @@ from quire.worker.device.launched_step import (
     Launched,
     StepSizes,
     hidden_of,
-    masked_parts,
     most_staged_bytes,
     sampled_parts,
     table_width,
@@ -80,7 +78,7 @@ from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
 from quire.worker.device.staging import NUM_READBACKS, Staged, Staging, waits_by
 from quire.worker.state_table import StateTable
-from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
 
 class GpuStepExecutor:
@@ -256,14 +254,7 @@ class GpuStepExecutor:
     def take_sampled(self, started: Launched) -> tuple[list[int], Mapping[int, str]]:
         """See StepExecutor."""
         found = self.read_rows(started)
-        if not any(found.statuses):
-            return found.tokens, NO_FAILURES
-        failed = [(index, SampleStatus(status)) for index, status in enumerate(found.statuses) if status != SampleStatus.FINE]
-        changed, errors = started.is_processed, dict[int, str]()
-        for index, status in failed:
-            error = error_of_status(status, changed is not None and bool(changed[index]), index in started.is_masked)
-            errors[index] = error or "no token could be sampled"
-        return found.tokens, errors
+        return found.tokens, found.failures(started.is_processed, started.is_masked)
 
     def takes_masked(self, row: SamplingRow) -> bool:
         """See RowProcessor."""
@@ -277,20 +268,10 @@ class GpuStepExecutor:
         """See RowProcessor. Its launches are not part of a CUDA graph; the masks are sent in one transfer."""
         if started.deferred is None or started.logits is None:
             raise InvariantError("a step is sampled that was not deferred")
-        count, num_words = started.num_sampled, -(-self.vocab_size // 32)
         self._staging.wait()
         self._staging.holds = None
-        staged = self._staging.arrange(masked_parts(count, self.vocab_size))
-        host = staged.host
-        host["sampled_rows"][:], host["sample_positions"][:] = started.deferred
-        self.sampling_table.fill(host)
-        host["token_masks"].fill(-1)
-        words = host["token_masks"].reshape(count, num_words)
-        for index, mask in masks.items():
-            words[index] = mask[:num_words].numpy()
-        self._staging.send(staged.end)
-        token_masks = staged.device["token_masks"].view(count, num_words)
-        self._sampler.sample(started.logits, staged.device, "full", token_masks)
+        self._sampler.sample_masked(self._staging, started.logits, started.deferred, masks)
+        count = started.num_sampled
         found = started._replace(num_rows=count, logits=None, deferred=None, is_masked=masks.keys())
         return self._read_back(found, "full", started.deferred[0])
 

@@ -166,7 +166,7 @@ def processor_parts(num_rows: int, num_words: int, num_biases: int) -> list[Part
     """Return the arrays of changes."""
     dtypes = (torch.int64, torch.int32, torch.int64, torch.int32, torch.int64, torch.float32)
     counts = (num_rows, num_rows, num_words, num_words, num_biases, num_biases)
-    return [Part(f"processor_{name}", *rest) for name, *rest in zip(_NAMES, dtypes, counts, strict=True)]
+    return [Part(f"processor_{name}", dtype, count) for name, dtype, count in zip(_NAMES, dtypes, counts, strict=True)]
 
 
 def update_tables(tables: ProcessorTables, arrays: Mapping[str, torch.Tensor]) -> None:

@@ -129,7 +129,9 @@ def missing_of(decoder, kv, sizes, found):
             has_moves = sizes.has_trees and rng.random() < 0.3
             moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:
-                stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                launched = stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                if launched.deferred is not None and launched.logits is not None:
+                    stepper.sample_deferred(launched, {})
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 
