@@ -39,6 +39,7 @@ SECTIONS = [
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
+    Section("sampling", 40),
     Section("ranks", 40),
     Section("profile", 40),
 ]
@@ -69,6 +70,7 @@ def section_rows(
     import gpu_model
     import gpu_profile
     import gpu_ranks
+    import gpu_sampling
     import gpu_start
     import torch
 
@@ -90,6 +92,8 @@ def section_rows(
         yield from gpu_profile.profile_rows(place, small, until_s)
     elif name == "ranks":
         yield from gpu_ranks.rank_rows(place, small, until_s)
+    elif name == "sampling":
+        yield from gpu_sampling.sampling_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":

@@ -168,7 +168,7 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         "enable_prefix_caching": False,
         "num_kv_blocks": 16 if place.is_tiny else None,
     }
-    recorders = _stamp_recordings()
+    recorders = stamp_recordings()
     llm = LLM(str(folder), **options)
     _generate(llm, [[1, 2, 3]], [1])
     for length in (20,) if place.is_tiny else (512, 2048, 8192):
@@ -208,7 +208,7 @@ def start_options(place: Place) -> dict[str, Any]:
     return options | {"max_num_seqs": 4, "max_model_len": 96, "num_kv_blocks": 16} if place.is_tiny else options
 
 
-def _stamp_recordings() -> list[DeviceRecorder]:
+def stamp_recordings() -> list[DeviceRecorder]:
     """Have engines that are made from now on stamp the steps that they record; returns where their recorders will be."""
     found: list[DeviceRecorder] = []
 

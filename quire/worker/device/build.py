@@ -31,6 +31,7 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
+from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
@@ -53,9 +54,9 @@ from quire.worker.device.memory import (
     plan_device_memory,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import launch_options
-from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 
@@ -100,7 +101,8 @@ def build_device_runner(
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
-    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters), report
+    processor = built.executor if sizes.has_processors else None
+    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor), report
 
 
 def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
@@ -241,6 +243,7 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
+        drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
     )
 
 

@@ -18,7 +18,9 @@ logger = get_logger(__name__)
 
 _HEADS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa")
 DEVICE_METHODS = ("ngram", "suffix", "lookahead", "draft_model", *_HEADS)
-"""Methods of speculative_config that there are on a GPU: all but "self"."""
+"""Methods of speculative_config that there are on a GPU: all but "self", see docs/design/gpu.md."""
+
+_WHY = {"self": "; a draft by half of the layers takes half a step, that of a head one layer"}
 
 # The smallest tiles take what 8.6, 8.9 and 12.0 have, of which some is the system's.
 _LEAST_CAPABILITY = (8, 0)
@@ -143,7 +145,7 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
     """Return what of a speculative_config is not there on a GPU."""
     there = ", ".join(DEVICE_METHODS)
     others = [method for method in config.methods if method not in DEVICE_METHODS]
-    missing = [f"speculative_config with method {method!r} (there are {there})" for method in others]
+    missing = [f"speculative_config with method {method!r} (there are {there}{_WHY.get(method, '')})" for method in others]
     if is_deterministic and not missing and drafts_trees(config):
         # A token of a tree stands elsewhere than in a row, where sums over its keys are cut otherwise.
         missing.append(

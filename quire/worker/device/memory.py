@@ -287,6 +287,8 @@ def estimate_memory(
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
     head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
     num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **shapes})
+    if config.speculative_config is None:
+        num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     return replace(plan, offloaded_bytes=num_offloaded_bytes)

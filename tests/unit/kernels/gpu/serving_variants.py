@@ -41,7 +41,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import SAMPLINGS, HostStep
+from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import Order, Precompilation, compile_all
 from quire.worker.device.variants import (
@@ -87,7 +87,7 @@ NARROW = [
     *(("qwen3_moe", method) for method in ("awq", "fp8", "--int4", "--fp8")),
 ]
 """Family and form; "--" is for weights that are quantised while they are loaded."""
-SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True)
+SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True, has_processors=True)
 SHORT = SIZES._replace(max_model_len=100)
 
 
@@ -128,11 +128,14 @@ def missing_of(decoder, kv, sizes, found):
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            step, sampling = random_step(rng, sizes), SAMPLINGS[int(rng.integers(2))]
+            samplings = steppers[0].samplings
+            step, sampling = random_step(rng, sizes), samplings[int(rng.integers(len(samplings)))]
             has_moves = sizes.has_trees and rng.random() < 0.3
             moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:
-                stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                launched = stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                if launched.deferred is not None and launched.logits is not None:
+                    stepper.sample_deferred(launched, {})
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 

@@ -27,9 +27,11 @@ from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch, noted_launches
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
+from quire.kernels.triton.logprobs import LOGPROB_WIDTH, logprob_launches
 from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.processors import NUM_BIASES, ProcessorOptions, ProcessorTables, count_launch, process_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.recurrent import causal_conv_launch, recur_launch
@@ -138,6 +140,19 @@ def sampler_launch(index, has_cuts, vocab_size=151936, has_masks=True):
     )
     choices = Choices(meta(64, dtype=I64), meta(64, dtype=I32))
     return sample_launches(choices, meta(64, vocab_size, dtype=F32), options, has_cuts)[index]
+
+
+def processor_launch(is_counting=False, vocab_size=151936):
+    tables = ProcessorTables(meta(257, vocab_size, dtype=I32), meta(257, NUM_BIASES, dtype=F32))
+    options = ProcessorOptions(*(meta(64, dtype=dtype) for dtype in (I32, I32, F32, F32, F32, F32, I64, I64)))
+    if is_counting:
+        return count_launch(tables, meta(64, dtype=I64), options)
+    return process_launch(meta(64, vocab_size, dtype=F32), meta(64, vocab_size), tables, options)
+
+
+def logprob_launch(index, vocab_size=151936):
+    out, ids, num_tops = meta(64, LOGPROB_WIDTH, dtype=I32), meta(64, dtype=I64), meta(64, dtype=I32)
+    return logprob_launches(out, meta(64, vocab_size), ids, num_tops)[index]
 
 
 def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
@@ -374,6 +389,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "heads-4-bit": lambda: heads_launch(8, PACKED),
     "heads-4-bit-1024": lambda: heads_launch(1024, PACKED),
     "heads-k8v4": lambda: heads_launch(8, (torch.int8, PACKED)),
+    "sample-process": processor_launch,
+    "sample-count": lambda: processor_launch(is_counting=True),
+    "logprobs-scan": lambda: logprob_launch(0),
+    "logprobs-gather": lambda: logprob_launch(1),
+    "logprobs-gather-262144": lambda: logprob_launch(1, 262144),
     "sample-scan": lambda: sampler_launch(0, has_cuts=False),
     "sample-scan-cut": lambda: sampler_launch(0, has_cuts=True),
     "sample-choose": lambda: sampler_launch(1, has_cuts=False),
