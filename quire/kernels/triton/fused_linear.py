@@ -21,7 +21,7 @@ from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import few_tile
 
-FEW_TOKENS = 8
+FEW_TOKENS = 16
 """Maximum number of tokens of such a step. Products use ordinary arithmetic, one token after the other, so with more tokens
 they take longer than reading the weights. Not measured yet."""
 
@@ -61,7 +61,7 @@ def multiply_few_launch(
     _check(out, x, weight, norm, epilogue)
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
-    tile = few_tile(num_rows, num_columns, x.dtype)
+    tile = few_tile(num_rows, num_columns, x.dtype, num_tokens == 1)
     is_pdl = has_dependent_launch(x.device)
     spec = None if norm is None else norm.spec
     arguments = {
@@ -77,10 +77,11 @@ def multiply_few_launch(
     constants = {
         "NUM_ROWS": num_rows,
         "NUM_COLUMNS": num_columns,
-        "TOKENS": power_of_two(num_tokens),
+        "TOKENS": 1 if num_tokens == 1 else power_of_two(num_tokens, 8),
         "BLOCK_N": tile.rows,
         "BLOCK_K": tile.columns,
-        "RUN": min(tile.columns, 16 // x.itemsize),
+        "SPLITS": tile.splits,
+        "EARLY": tile.early,
         "NUM_STAGES": tile.num_stages,
         "EPS": 0.0 if spec is None else spec.eps,
         "OFFSET": 0.0 if spec is None else float(spec.offset),
@@ -90,7 +91,7 @@ def multiply_few_launch(
         "HAS_RESIDUAL": epilogue.residual_scale is not None,
         "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
         "THREADS": 32 * tile.num_warps,
-        "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.columns),
+        "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.early * tile.columns),
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
@@ -98,7 +99,7 @@ def multiply_few_launch(
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
-    """Return the bytes of each row to prefetch after its first tile; 0 if rows are no multiples of 16 bytes."""
+    """Return the bytes of each row to prefetch after its first columns; 0 if rows are no multiples of 16 bytes."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.storage_offset() * weight.itemsize % 16:
         return 0

@@ -150,20 +150,36 @@ def float8_tile(num_tokens: int) -> LinearTile:
     return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
 
 
+_EARLY_NUMBERS = 64
+"""Registers of a thread for the weights that are loaded before the previous launch ends."""
+
+
 class FewTile(NamedTuple):
-    """rows of the weight, columns processed at once, for steps with few tokens."""
+    """Of steps with few tokens: rows of the weight, columns processed at once and the parts that different warps process, tiles
+    of columns that are loaded before the previous launch ends."""
 
     rows: int
     columns: int
+    splits: int
+    early: int
     num_warps: int
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
-    """Return the tile for a fused linear layer; only by the shape of the weight, which determines the order of sums.
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
+    """Return the tile for a fused linear layer, of one token or of several. The order of sums depends on it: it does not depend
+    on the number of tokens beyond that.
 
-    A warp reads 16 bytes of a row per thread. Programs have few rows, so that small weights also have programs for every
-    multiprocessor: splitting a sum over programs would cost a round trip to memory.
+    Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
+    would cost a round trip to memory.
     """
-    rows = 8 if num_rows >= 2048 else 4
-    return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)
+    if is_one:
+        rows, warps = 8 if num_rows >= 2048 else 4, 4
+        columns, splits = min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 1
+    else:
+        rows, warps = 16, 8
+        splits = warps if dtype != torch.float32 else 1
+        columns = min(2048 // dtype.itemsize, power_of_two(num_columns, 16 * splits)) if dtype != torch.float32 else 64
+    numbers = rows * columns * dtype.itemsize // (4 * 32 * warps)
+    early = min(-(-num_columns // columns), max(1, _EARLY_NUMBERS // max(1, numbers)))
+    return FewTile(rows, columns, splits, early, warps, 3)
