@@ -105,10 +105,17 @@ class ProjectedAttention:
             "OFFSET": 0.0 if norms is None else float(norms[0].spec.offset),
             "CASTS_LATE": norms is not None and norms[0].spec.late_cast,
             "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
+            "THREADS": 32 * tile.num_warps,
+            "CAN_FETCH": self._can_fetch(cache),
             "IS_PDL": is_pdl,
         }
         grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // CHUNK))))
         return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED, is_pdl)
+
+    def _can_fetch(self, cache: KvCache) -> bool:
+        """Return whether rows of a head can be prefetched: they begin at multiples of 16 bytes."""
+        rope_dim = 0 if self.rope is None else self.rope.spec.dim
+        return cache.k.shape[2] * self.spec.head_dim * cache.k.itemsize % 16 == 0 and rope_dim % 4 == 0
 
     def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> None:
         spec, num_sequences = self.spec, len(qkv)
