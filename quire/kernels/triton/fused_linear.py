@@ -22,8 +22,8 @@ from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import few_tile
 
 FEW_TOKENS = 16
-"""Maximum number of tokens of such a step. Products use ordinary arithmetic, one token after the other, so with more tokens
-they take longer than reading the weights. Not measured yet."""
+"""Maximum number of tokens of such a step: those of one matrix instruction. More would also have more of their inputs read by
+every program. An estimate by bytes and launches, not measured."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
@@ -48,7 +48,9 @@ class Epilogue(NamedTuple):
 def multiply_few_launch(
     out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None
 ) -> Launch:
-    """Return the launch that writes epilogue(norm(x) @ weight^T) to out; rows are independent, bit for bit.
+    """Return the launch that writes epilogue(norm(x) @ weight^T) to out.
+
+    The bits of a row do not depend on the rows beside it; one row alone may have other bits, as its sums have another order.
 
     out     [T, O] contiguous, [T, O / 2] if gated; not x
     x       [T, K] float with contiguous rows, 1 <= T <= FEW_TOKENS
@@ -95,7 +97,10 @@ def multiply_few_launch(
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
-    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
+    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and the
+    # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
+    is_fused = x.dtype != torch.float32
+    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:

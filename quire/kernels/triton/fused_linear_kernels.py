@@ -183,14 +183,14 @@ def multiply_few(
         rows_of_x = rows_of_x + (_load_columns(token_rows, is_token, columns, tile * BLOCK_K, NUM_COLUMNS),)
     factors = tl.zeros([TOKENS], tl.float32)
     if HAS_NORM:
-        squares = tl.zeros([SPLITS, TOKENS], tl.float32)
+        squares = tl.zeros([SPLITS, TOKENS, WIDTH], tl.float32)
         for tile in tl.static_range(EARLY):
             wide = rows_of_x[tile].to(tl.float32)
-            squares += tl.sum(wide * wide, 2)
+            squares += wide * wide
         for first in tl.static_range(FIRST_LATE, NUM_COLUMNS, BLOCK_K):
             wide = _load_columns(token_rows, is_token, columns, first, NUM_COLUMNS).to(tl.float32)
-            squares += tl.sum(wide * wide, 2)
-        factors = tl.rsqrt(tl.sum(squares, 0) / NUM_COLUMNS + EPS)
+            squares += wide * wide
+        factors = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_COLUMNS + EPS)
     acc = tl.zeros([SPLITS, BLOCK_N, WIDTH // _RUN if TOKENS == 1 else TOKENS], tl.float32)
     for tile in tl.static_range(EARLY):
         norm_weight = norm_weights[tile] if HAS_NORM else factors

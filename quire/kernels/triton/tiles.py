@@ -44,6 +44,11 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
+def few_chunk(num_kv_heads: int, head_dim: int) -> int:
+    """Return the cached tokens per chunk of fused attention, as CHUNK; the batch must not decide."""
+    return int(active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim})["chunk"])
+
+
 def most_chunks(num_kv_heads: int) -> int:
     """Return the maximum number of chunks of a context: enough for one sequence to fill the device."""
     return max(32, min(128, power_of_two(256 // num_kv_heads)))
@@ -150,13 +155,13 @@ def float8_tile(num_tokens: int) -> LinearTile:
     return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
 
 
-_EARLY_NUMBERS = 64
-"""Registers of a thread for the weights that are loaded before the previous launch ends."""
-
-
 class FewTile(NamedTuple):
-    """Of steps with few tokens: rows of the weight, columns processed at once and the parts that different warps process, tiles
-    of columns that are loaded before the previous launch ends."""
+    """Of products with few tokens.
+
+    rows     of the weight
+    columns  processed at once, in so many splits by different warps
+    early    tiles of columns that are loaded before the previous launch ends
+    """
 
     rows: int
     columns: int
@@ -167,19 +172,13 @@ class FewTile(NamedTuple):
 
 
 def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
-    """Return the tile for a fused linear layer, of one token or of several. The order of sums depends on it: it does not depend
-    on the number of tokens beyond that.
+    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since the
+    order of sums depends on the tile.
 
     Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
     would cost a round trip to memory.
     """
-    if is_one:
-        rows, warps = 8 if num_rows >= 2048 else 4, 4
-        columns, splits = min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 1
-    else:
-        rows, warps = 16, 8
-        splits = warps if dtype != torch.float32 else 1
-        columns = min(2048 // dtype.itemsize, power_of_two(num_columns, 16 * splits)) if dtype != torch.float32 else 64
-    numbers = rows * columns * dtype.itemsize // (4 * 32 * warps)
-    early = min(-(-num_columns // columns), max(1, _EARLY_NUMBERS // max(1, numbers)))
-    return FewTile(rows, columns, splits, early, warps, 3)
+    shape = {"dtype": _name(dtype), "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    tile = FewTile(**active_table().find("few", shape))
+    columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
+    return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))

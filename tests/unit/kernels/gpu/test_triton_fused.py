@@ -184,7 +184,7 @@ LARGE = ("seven", "wide")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SPECS])
 @pytest.mark.parametrize("norm", [None, RMS, GEMMA], ids=["plain", "rms", "gemma"])
 def test_attention_from_the_projections_on_is_that_of_separate_launches(name, norm, device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "CHUNK", 32)
+    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
     (out, mine), (expected, its), arrived = both_ways(SPECS[name], [1, 70, 0, 32, 33], device, norm)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
     assert not out[2].any()
@@ -200,7 +200,7 @@ def test_chunks_are_merged_and_counts_are_zeros_again_when_a_step_is_run_twice(d
 
 
 def test_chunks_grow_when_a_context_would_have_more_than_there_may_be(device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "CHUNK", 32)
+    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
     monkeypatch.setattr(fused_attention, "most_chunks", lambda num_kv_heads: 2)
     (out, _), (expected, _), _ = both_ways(SPECS["grouped"], [150, 40], device)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
@@ -208,7 +208,7 @@ def test_chunks_grow_when_a_context_would_have_more_than_there_may_be(device, mo
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
 def test_attention_in_bf16_stores_and_reads_caches_of_every_type(kv_dtype, device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "CHUNK", 64)
+    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 64)
     (out, mine), (expected, its), _ = both_ways(SPECS["grouped"], [130, 7], device, RMS, kv_dtype, torch.bfloat16)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
     for stored, other in zip(mine, its, strict=True):
@@ -216,7 +216,7 @@ def test_attention_in_bf16_stores_and_reads_caches_of_every_type(kv_dtype, devic
 
 
 def test_bits_of_a_sequence_do_not_change_with_its_neighbours(device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "CHUNK", 32)
+    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
     spec, lengths = SPECS["grouped"], [70, 1, 100]
     step, qkv, cache = attention_case(spec, lengths, torch.float32, torch.float32, device)
     positions = step.context_lens.long() - 1
