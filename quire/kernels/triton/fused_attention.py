@@ -55,12 +55,12 @@ class ProjectedAttention:
         spec, norms = self.spec, self.norms
         self._check(out, qkv, cache, step, positions)
         num_sequences, group = len(qkv), spec.num_heads // spec.num_kv_heads
-        num_parts, chunk = most_chunks(spec.num_kv_heads), few_chunk(spec.num_kv_heads, spec.head_dim)
+        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
+        num_parts, chunk = most_chunks(spec.num_kv_heads), max(few_chunk(spec.num_kv_heads, spec.head_dim), tile.keys)
         longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + chunk)
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)
         block_d = power_of_two(spec.head_dim, 16)
         block_g = power_of_two(group)
-        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
         is_quantised = cache.k_scales is not None
         compute = torch.float16 if is_quantised and qkv.dtype != torch.float32 else qkv.dtype
         is_pdl = has_dependent_launch(qkv.device)
@@ -94,7 +94,7 @@ class ProjectedAttention:
             "BLOCK_D": block_d,
             "BLOCK_G": block_g,
             "BLOCK_C": max(1, min(16, _MERGED_NUMBERS // (block_g * block_d))),
-            "CHUNK": max(chunk, tile.keys),
+            "CHUNK": chunk,
             "MOST_CHUNKS": num_parts,
             "WINDOW": spec.window or 0,
             "SOFTCAP": spec.softcap or 0.0,
