@@ -64,7 +64,7 @@ def group_pairs(adapters: Tensor, has_experts: Tensor, experts: Tensor, num_expe
         "num_pairs": len(experts),
     }
     constants = {"NUM_SLOTS": len(experts) // len(adapters), "NUM_EXPERTS": num_experts, "BLOCK": _PAIRS}
-    Launch(number_pairs, (triton.cdiv(len(experts), _PAIRS),), arguments, constants, 4, 1).run()
+    Launch(number_pairs, (-(-len(experts) // _PAIRS),), arguments, constants, 4, 1).run()
     return group_rows(groups, num_adapters * num_experts)
 
 

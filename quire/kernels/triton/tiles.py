@@ -45,6 +45,11 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
+def few_chunk(num_kv_heads: int, head_dim: int) -> int:
+    """Return the cached tokens per chunk of fused attention, as CHUNK; the batch must not decide."""
+    return int(active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim})["chunk"])
+
+
 def most_chunks(num_kv_heads: int) -> int:
     """Return the maximum number of chunks of a context: enough for one sequence to fill the device."""
     return max(32, min(128, power_of_two(256 // num_kv_heads)))
@@ -157,19 +162,29 @@ def float8_tile(num_tokens: int) -> LinearTile:
 
 
 class FewTile(NamedTuple):
-    """rows of the weight, columns processed at once, for steps with few tokens."""
+    """Of products with few tokens.
+
+    rows     of the weight
+    columns  processed at once, in so many splits by different warps
+    early    tiles of columns that are loaded before the previous launch ends
+    """
 
     rows: int
     columns: int
+    splits: int
+    early: int
     num_warps: int
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
-    """Return the tile for a fused linear layer; only by the shape of the weight, which determines the order of sums.
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
+    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since the
+    order of sums depends on the tile.
 
-    A warp reads 16 bytes of a row per thread. Programs have few rows, so that small weights also have programs for every
-    multiprocessor: splitting a sum over programs would cost a round trip to memory.
+    Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
+    would cost a round trip to memory.
     """
-    rows = 8 if num_rows >= 2048 else 4
-    return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)
+    shape = {"dtype": _name(dtype), "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    tile = FewTile(**active_table().find("few", shape))
+    columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
+    return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))

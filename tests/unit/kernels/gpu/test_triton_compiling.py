@@ -185,20 +185,30 @@ OTHER_LIMITS = {
     "float8-1024": (240, {"QGMMA": 4, "wide_copies": 8}),
     "float8-1024-token": (240, {"QGMMA": 4, "wide_copies": 8}),
 }
-# Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes.
-# Nothing is left to fetch where rows are as long as a tile.
+# Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes,
+# and of the step's inputs. Nothing is left to fetch where all columns are loaded early.
 _OVERLAPPED = {"PREEXIT": 1, "ACQBULK": 1}
 _FETCHING = _OVERLAPPED | {"UBLKPF": 1}
-_MERGING = _OVERLAPPED | {"ATOMG": 1, "HMMA": 32}
+_MERGING = _FETCHING | {"ATOMG": 1, "HMMA": 32, "UBLKPF": 5}
 FUSED_LIMITS = {
-    "few-qkv": (64, {**_OVERLAPPED, "wide_loads": 8}),
-    "few-gate-up": (64, {**_OVERLAPPED, "wide_loads": 8}),
-    "few-o": (64, {**_FETCHING, "wide_loads": 8}),
-    "few-down": (64, {**_FETCHING, "wide_loads": 4, "wide_copies": 8}),
-    "few-gate-up-large": (96, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
-    "few-gate-up-large-8": (255, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
-    "few-down-large-8": (216, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
-    "few-f32": (136, {**_FETCHING, "wide_loads": 8}),
+    "few-qkv": (64, {**_OVERLAPPED, "wide_loads": 9}),
+    "few-gate-up": (64, {**_OVERLAPPED, "wide_loads": 9}),
+    "few-o": (64, {**_OVERLAPPED, "wide_loads": 8}),
+    "few-down": (64, {**_OVERLAPPED, "wide_loads": 12}),
+    "few-gate-up-large": (96, {**_FETCHING, "wide_loads": 9, "wide_copies": 16}),
+    "few-down-large": (80, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
+    "few-f32": (104, {**_OVERLAPPED, "wide_loads": 18}),
+    "few-qkv-8": (64, {**_OVERLAPPED, "HMMA": 8, "wide_loads": 9}),
+    "few-gate-up-8": (64, {**_OVERLAPPED, "HMMA": 8, "wide_loads": 9}),
+    "few-down-8": (72, {**_OVERLAPPED, "HMMA": 24, "wide_loads": 24}),
+    "few-gate-up-16": (128, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 9}),
+    "few-down-16": (128, {**_OVERLAPPED, "HMMA": 48, "wide_loads": 24}),
+    "few-gate-up-large-8": (168, {**_FETCHING, "HMMA": 48, "wide_loads": 18, "wide_copies": 32}),
+    "few-gate-up-large-16": (168, {**_FETCHING, "HMMA": 96, "wide_loads": 18, "wide_copies": 32}),
+    "few-qkv-large-16": (168, {**_FETCHING, "HMMA": 48, "wide_loads": 18, "wide_copies": 32}),
+    "few-down-large-8": (88, {**_FETCHING, "HMMA": 24, "wide_loads": 16, "wide_copies": 32}),
+    "few-down-large-16": (112, {**_FETCHING, "HMMA": 48, "wide_loads": 16, "wide_copies": 32}),
+    "few-f32-16": (136, {**_FETCHING, "FFMA": 256, "wide_loads": 8}),
     "projected": (144, {**_MERGING, "wide_copies": 64}),
     "projected-small": (168, {**_MERGING, "wide_copies": 64}),
     "projected-fp8": (168, {**_MERGING, "wide_copies": 8}),
@@ -206,9 +216,28 @@ FUSED_LIMITS = {
     "projected-d256-window": (192, {**_MERGING, "wide_copies": 64}),
     "projected-page16": (168, {**_MERGING, "wide_copies": 64}),
     "projected-group16": (168, {**_MERGING, "wide_copies": 64}),
-    "projected-f32": (128, {**_OVERLAPPED, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
+    "projected-f32": (128, {**_FETCHING, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
 }
-EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
+EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")} | {
+    "few-qkv": 9,
+    "few-gate-up": 9,
+    "few-o": 8,
+    "few-down": 12,
+    "few-gate-up-large": 9,
+    "few-down-large": 8,
+    "few-f32": 18,
+    "few-qkv-8": 9,
+    "few-gate-up-8": 9,
+    "few-down-8": 24,
+    "few-gate-up-16": 9,
+    "few-down-16": 24,
+    "few-gate-up-large-8": 18,
+    "few-gate-up-large-16": 18,
+    "few-qkv-large-16": 18,
+    "few-down-large-8": 16,
+    "few-down-large-16": 16,
+    "few-f32-16": 8,
+}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
