@@ -6,15 +6,18 @@ from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.kernels.triton.launching import Launch
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, AdapterReader
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.experts import LowRankPair, expert_adapter_bytes
 from quire.model.parameters import parameter_shapes
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.host_step import SAMPLINGS
 from tests.lora_adapter import write_adapter, write_stacks
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, tokens
-from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper
+from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper, prompt
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -176,3 +179,23 @@ def test_steps_with_adapters_are_among_those_that_the_memory_plan_records(device
     stepper.record_samples()
     for kind in {type(key) for key in graphs.keys}:
         assert {key.has_adapters for key in graphs.keys if isinstance(key, kind)} == {False, True}
+
+
+def test_a_step_without_adapters_launches_what_it_launches_without_the_option(device, monkeypatch):
+    run, launches = Launch.run, []
+
+    def noting(launch):
+        given = [name for name, value in launch.arguments.items() if value is not None]
+        launches.append((launch.kernel, launch.grid, given, launch.constants))
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", noting)
+    stepper, _ = make_stepper(device, 2, adapters=DeviceAdapters(SPEC, 1, 4, device))
+    plain, _ = make_stepper(device, 2)
+    found = []
+    for each in (stepper, plain):
+        each.launch(prompt(0, [3, 5, 7]), SAMPLINGS[0], BlockTableUpdates([]))
+        found.append(list(launches))
+        launches.clear()
+    assert len(found[0]) > 5
+    assert found[0] == found[1]
