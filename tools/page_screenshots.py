@@ -72,7 +72,7 @@ def show_compare(browser: Browser, url: str) -> None:
 
 def show_batches(browser: Browser, url: str) -> None:
     """Show a batch that has ended and one that runs."""
-    browser.open(f"{url}/#batches", width=1180, height=420)
+    browser.open(f"{url}/#batches", width=1180, height=470)
     state = "return document.querySelector('#view-batches tbody tr')?.textContent ?? ''"
     for num_requests, max_tokens, wanted in ((3, 4, "completed"), (500, 900, "in progress")):
         browser.labelled("File").send_keys(batch_file(browser.folder, num_requests, max_tokens))
@@ -86,7 +86,7 @@ def show_batches(browser: Browser, url: str) -> None:
 def show_router(browser: Browser, url: str) -> None:
     """Show a router of the server."""
     with routing(url) as router_url:
-        browser.open(f"{router_url}/#router", width=1180, height=400)
+        browser.open(f"{router_url}/#router", width=1180, height=430)
         browser.labelled("Admin key").send_keys("admin\n")
         browser.until(
             lambda: "ready" in browser.run("return document.querySelector('#view-router').textContent"), "the backend"
