@@ -6,15 +6,18 @@ from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.kernels.triton.launching import Launch
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, AdapterReader
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.experts import LowRankPair, expert_adapter_bytes
 from quire.model.parameters import parameter_shapes
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.host_step import SAMPLINGS
 from tests.lora_adapter import write_adapter, write_stacks
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, tokens
-from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper
+from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, greedy, tokens
+from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper, prompt
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 
@@ -176,3 +179,48 @@ def test_steps_with_adapters_are_among_those_that_the_memory_plan_records(device
     stepper.record_samples()
     for kind in {type(key) for key in graphs.keys}:
         assert {key.has_adapters for key in graphs.keys if isinstance(key, kind)} == {False, True}
+
+
+def test_a_step_without_adapters_launches_what_it_launches_without_the_option(device, monkeypatch):
+    run, launches = Launch.run, []
+
+    def noting(launch):
+        given = [name for name, value in launch.arguments.items() if value is not None]
+        launches.append((launch.kernel, launch.grid, given, launch.constants))
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", noting)
+    stepper, _ = make_stepper(device, 2, adapters=DeviceAdapters(SPEC, 1, 4, device))
+    plain, _ = make_stepper(device, 2)
+    found = []
+    for each in (stepper, plain):
+        each.launch(prompt(0, [3, 5, 7]), SAMPLINGS[0], BlockTableUpdates([]))
+        found.append(list(launches))
+        launches.clear()
+    assert len(found[0]) > 5
+    assert found[0] == found[1]
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "in-order"])
+@pytest.mark.parametrize("case", ["deepseek-v3", "gemma4-moe", "qwen2-moe", "minimax-m2", "phimoe", "mixtral"])
+def test_experts_and_routers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
+    pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
+    from tests.golden.make_checkpoints import make_checkpoint
+    from tests.golden.test_lora_experts import expert_shapes
+
+    model = make_checkpoint(case, tmp_path / "model")
+    write_adapter(tmp_path / "one", expert_shapes(model), rank=3, seed=1)
+    loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
+    prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
+    found = []
+    for device, more in ((DEVICE, options), ("cpu", {})):
+        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 8}
+        llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=True, **OPTIONS, **sizes, **more)
+        found.append(llm.generate(prompts, params, use_tqdm=False, lora_request=loras))
+        llm.close()
+    assert tokens(found[0]) == tokens(found[1])
+    for ours, theirs in zip(*([output.outputs[0] for output in outputs] for outputs in found), strict=True):
+        for token, one, two in zip(ours.token_ids, ours.logprobs, theirs.logprobs, strict=True):
+            assert abs(one[token].logprob - two[token].logprob) < 1e-3
