@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.bound import BoundLauncher
+from quire.kernels.triton.bound import BoundLauncher, run_by_triton
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -56,7 +56,7 @@ class Launch(NamedTuple):
         if noted is not None:
             noted.append(self)
         elif INTERPRETED.value:
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            run_by_triton(self)
         else:
             BOUND.run(self)
 

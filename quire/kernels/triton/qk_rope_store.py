@@ -36,6 +36,8 @@ def rope_table(spec: RopeSpec, frequencies: Tensor, num_positions: int, dtype: t
 
     frequencies  [dim / 2] f32, from inverse_frequencies, on the device of the table
     """
+    if frequencies.is_meta:  # torch would import its compiler for these operations, which takes seconds
+        return Rope(spec, torch.empty(num_positions, 2 * len(frequencies), device=frequencies.device))
     positions = torch.arange(num_positions, device=frequencies.device)
     cos, sin = cos_sin(spec, frequencies, positions, dtype)
     return Rope(spec, torch.cat((cos, sin), -1)[:, 0].float().contiguous())

@@ -23,8 +23,7 @@ from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.bound import Launchable
-from quire.kernels.triton.launching import BOUND
+from quire.kernels.triton.launching import BOUND, Launch
 from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.tile_table import TileTable, using
 from quire.kernels.triton.variant import Variant
@@ -105,7 +104,7 @@ class Precompilation:
         """Whether there was anything to compile."""
         return self._thread is not None
 
-    def wait_for(self, launch: Launchable) -> None:
+    def wait_for(self, launch: Launch) -> None:
         """Wait until the code of a launch is compiled, if it will be."""
         if self._thread is None:
             return
