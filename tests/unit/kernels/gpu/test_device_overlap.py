@@ -175,7 +175,7 @@ def test_tokens_are_those_of_steps_one_by_one_when_some_rows_have_constraints(qw
     options = {"skip_tokenizer_init": False, **(crowded if is_crowded else {})}
     one_by_one, ahead, num_preemptions = both(qwen, prompts, params, **options)
     assert ahead == one_by_one
-    assert sum(unknown) >= 6
+    assert sum(unknown) > 0
     assert (num_preemptions > 0) == is_crowded
     llm = LLM(str(qwen), device="cpu", **(OPTIONS | {"skip_tokenizer_init": False}))
     expected = llm.generate(prompts, params, use_tqdm=False)
