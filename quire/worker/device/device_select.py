@@ -20,7 +20,7 @@ _HEADS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa")
 DEVICE_METHODS = ("ngram", "suffix", "lookahead", "draft_model", *_HEADS)
 """Methods of speculative_config that there are on a GPU: all but "self"."""
 
-# The smallest tiles take what 8.6, 8.9 and 12.0 have, of which some is the system's.
+# What 8.6, 8.9 and 12.0 have, for which the smallest tiles are made.
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_SHARED_KIB = 99
 
