@@ -262,7 +262,7 @@ DIFFERING = [
     *("prefill", "prefill-int8", "prefill-d256-window", "prefill-d256-in-order", "moe-gate-up-256", "moe-clamped-4096"),
     *("moe-fp8-4096", "linear-fp8-64", "linear-4-offset-64", "widen-fp8-rows"),
 ]
-MOST_STACK_BYTES = 16
+MOST_STACK_BYTES = 32
 """The assembler may keep what a loop does not need in memory, to have twice as many programs at a time."""
 
 
