@@ -19,6 +19,7 @@ from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import CompiledKernel, compile_launch
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
@@ -119,11 +120,10 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     if not torch.cuda.is_available():
         raise ConfigError(f"tiles are measured on a GPU, and torch {torch.__version__} finds none here; run this where one is")
     device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    base = choose_table(properties.name, f"{properties.major}.{properties.minor}")
-    base = TileTable(properties.name, f"{properties.major}.{properties.minor}", base.rules)
-    arch = properties.major * 10 + properties.minor
-    limits = Limits(properties.shared_memory_per_block_optin)
+    name, traits = torch.cuda.get_device_name(device), DeviceTraits.of(device)
+    choose_traits(traits)
+    base = TileTable(name, traits.name, choose_table(name, traits.name).rules)
+    limits = Limits(traits.shared_bytes)
     cases = [case for case in tuning_cases(device) if kernels is None or case.kernel in kernels]
     if not cases:
         known = ", ".join(dict.fromkeys(case.kernel for case in tuning_cases(device)))
@@ -134,11 +134,11 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
         absent = [name for name, value in launch.arguments.items() if value is None]
         key = repr((launch.kernel.fn.__name__, absent, launch.constants, launch.options))
         if key not in inspected:
-            inspected[key] = compile_launch(launch, arch)
+            inspected[key] = compile_launch(launch, traits.arch)
         return inspected[key]
 
     found = tune(cases, base, limits, _measure_on_gpu, inspect)
-    path = user_path(properties.name) if output is None else output
+    path = user_path(name) if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     return path
@@ -257,7 +257,9 @@ class _Shapes:
         def make() -> list[Launch]:
             launches = []
             for count in (1, 16):  # one choice for both, as it decides the order of sums
-                places = AttentionMetadata(torch.full((count,), length - 1), [*range(count + 1)], [length] * count, tables[:count])
+                places = AttentionMetadata(
+                    torch.full((count,), length - 1), [*range(count + 1)], [length] * count, tables[:count]
+                )
                 step = DeviceAttentionMetadata.of(places, self._device)
                 qkv = self._random(count, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
                 out = self._random(count, spec.num_heads * spec.head_dim)

@@ -13,7 +13,7 @@ import triton.language as tl
 from quire.kernels.triton.arithmetic import cast_to
 from quire.kernels.triton.attention_kernels import TINY, attend_keys
 from quire.kernels.triton.pdl import begin, fetch, wait
-from quire.kernels.triton.qk_rope_store import load_heads, store_heads
+from quire.kernels.triton.qk_rope_store_kernels import load_heads, store_heads
 
 
 @triton.jit

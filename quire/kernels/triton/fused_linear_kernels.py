@@ -15,9 +15,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation_kernels import activated
 from quire.kernels.triton.arithmetic import cast_to, dot, rounded
-from quire.kernels.triton.norm import scale_normalized
+from quire.kernels.triton.norm_kernels import scale_normalized
 from quire.kernels.triton.pdl import begin, fetch, wait
 
 _RUN = tl.constexpr(8)

@@ -1,7 +1,7 @@
 """Tile sizes of kernel launches, by shape, from the device's table (tile_table.py).
 
-The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions); not yet measured on a
-GPU.
+The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions), and for GPUs with other
+matrix instructions or less shared memory from its output for sm_80, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tile_table import active_table
 
@@ -64,6 +65,10 @@ def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     return {"head_dim": head_dim, "dtype": _name(dtype), "is_quantised": kv_dtype != dtype}
 
 
+def _is_mma() -> bool:
+    return device_traits().matrix_instruction == "mma"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -76,7 +81,8 @@ def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     if dtype == torch.float32:
         return AttentionTile(16, 32, 8, 1)
     if head_dim > 128:
-        return AttentionTile(64 if head_dim <= 256 else 32, 32, 8, 2)  # wider values of more rows do not fit in registers
+        # Wider values of more rows do not fit in registers; nor do the operands of mma.
+        return AttentionTile(32 if head_dim > 256 or _is_mma() else 64, 32, 8, 2)
     return AttentionTile(64, 64 if kv_dtype == dtype else 32, 8, 3)
 
 
@@ -105,7 +111,7 @@ def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) ->
         return ExpertTile(16, 64, 64, True, 4, 4)
     if num_pairs <= 32 * num_experts:
         return ExpertTile(32, 64, 64, True, 4, 4)
-    return ExpertTile(64, 64, 64, True, 4, 3)
+    return ExpertTile(32 if _is_mma() else 64, 64, 64, True, 4, 3)
 
 
 class LinearTile(NamedTuple):
