@@ -101,7 +101,7 @@ def section_rows(
     elif name == "kernels":
         yield from gpu_kernels.case_rows(name, gpu_kernels.Shapes(device, is_smoke).all(), is_smoke, peaks, until_s)
     elif name == "few":
-        yield from gpu_kernels.case_rows(name, gpu_few.few_cases(device, is_smoke), is_smoke, peaks, until_s)
+        yield from gpu_few.few_rows(device, is_smoke, peaks, until_s)
     else:
         is_small, weights, is_in_order = MODELS[name]
         options = gpu_model.Options(weights, is_in_order)

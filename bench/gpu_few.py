@@ -1,12 +1,16 @@
-"""The fused launches of small decode steps, for bench/gpu.py: each several times over as many weights or caches as do not fit the
-L2 cache, so that a launch begins while the previous one ends, as in a model."""
+"""The fused launches of small decode steps, for bench/gpu.py.
+
+Each is launched several times, over more weights or caches than fit the L2 cache, and begins while the previous one ends, as in
+a model.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import torch
-from gpu_kernels import BF16, Case
+from gpu_kernels import BF16, Case, case_rows
 from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec, NormSpec, RopeSpec
@@ -17,8 +21,10 @@ from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.norm import Norm
+from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.qk_rope_store import rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.worker.device.precompile import compile_all
 
 _RMS = NormSpec("rms", 1e-6)
 _PAGE = 64
@@ -33,6 +39,16 @@ _WEIGHTS = {
     "8B down": (4096, 12288),
 }
 """Rows and columns of the linear layers of Qwen3."""
+
+
+def few_rows(device: torch.device, is_smoke: bool, peaks: tuple[float, float], until_s: float) -> Iterator[dict[str, object]]:
+    """Yield the times of the cases; before that, the seconds that compiling their kernels takes, in several processes."""
+    if not is_smoke:
+        started = time.perf_counter()
+        launches = [launch for case in few_cases(torch.device("meta"), False) for launch in case.make()]
+        errors = compile_all(list(dict.fromkeys(map(variant_of, launches))), 90)
+        yield {"section": "few", "compiled_s": time.perf_counter() - started, "errors": errors}
+    yield from case_rows("few", few_cases(device, is_smoke), is_smoke, peaks, until_s)
 
 
 def few_cases(device: torch.device, is_tiny: bool) -> Iterator[Case]:

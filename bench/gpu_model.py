@@ -300,7 +300,9 @@ class RandomModel(NamedTuple):
 
 def decode_cases(place: Place) -> list[tuple[int, int]]:
     """Return how many sequences of how much context decode steps are timed with."""
-    return [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (4, 960), (16, 960), (64, 960), (64, 4000), (256, 960)]
+    if place.is_tiny:
+        return [(2, 40)]
+    return [(1, 960), (1, 4000), (8, 960), (4, 960), (16, 960), (64, 960), (64, 4000), (256, 960)]
 
 
 def make_model(

@@ -202,10 +202,7 @@ def multiply_few(
             late = _load_columns(norm_row, is_norm, columns, first, NUM_COLUMNS) if HAS_NORM else factors
             acc = _add_products(acc, weight, x, factors, late, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
 
-    if TOKENS == 1:
-        y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N])
-    else:
-        y = tl.trans(tl.sum(acc, 0))
+    y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N]) if TOKENS == 1 else tl.trans(tl.sum(acc, 0))
     _write(
         y, rows, first_row, is_row, bias_ptr, out_ptr, num_tokens, residual_scale,
         NUM_ROWS, TOKENS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,
