@@ -5,8 +5,8 @@ and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS 
 are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
 
 One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by matrix
-units, the rows of the weight being the long side. The order of a sum depends only on the weight's shape and on which of both it
-is; the tokens of a step do not affect each other.
+units, the rows of the weight being the long side. The order of a sum depends on the tile, which depends on the weight's shape
+and the padded number of tokens; the tokens of a step do not affect each other.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
