@@ -173,7 +173,7 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
     sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
-    cases += [shapes.few(*size, is_one) for size in sizes for is_one in (True, False)]
+    cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
     cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
@@ -222,9 +222,8 @@ class _Shapes:
     )  # fmt: skip
     """Rows and columns of the linear layers of Qwen3-0.6B and 8B, and whether they are of gate and up."""
 
-    def few(self, num_rows: int, num_columns: int, is_gated: bool, is_one: bool) -> TuningCase:
-        num_tokens = 1 if is_one else 16
-        when = {"dtype": "bfloat16", "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    def few(self, num_rows: int, num_columns: int, is_gated: bool, num_tokens: int) -> TuningCase:
+        when = {"dtype": "bfloat16", "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
         if self._is_tiny:
             num_rows, num_columns = 48, 96
         count = max(2, min(16, _CACHE_BYTES // (2 * num_rows * num_columns)))  # so that launches overlap as in a model
@@ -237,12 +236,14 @@ class _Shapes:
         def make() -> list[Launch]:
             return [multiply_few_launch(out, x, weight, norm if has_norm else None, epilogue) for weight in weights]
 
-        if is_one:
-            found = _grid(rows=(4, 8, 16), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(3,))
+        if num_tokens == 1:
+            found = _grid(rows=(4, 8), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(2, 3))
         else:
             found = _grid(rows=(16, 32), columns=(1024,), splits=(8,), early=(1, 3), num_warps=(8,), num_stages=(2,))
-            options = {"early": (1, 2), "num_warps": (4, 8), "num_stages": (3, 4)}
-            found += _grid(rows=(16, 32, 64), columns=(256,), splits=(4,), **options)
+            found += _grid(rows=(16, 32), columns=(1024,), splits=(4,), early=(1,), num_warps=(4,), num_stages=(2,))
+            found += _grid(rows=(32, 64), columns=(512,), splits=(4,), early=(1, 2), num_warps=(8,), num_stages=(2, 3))
+            found += _grid(rows=(16, 32), columns=(256,), splits=(4,), early=(1, 2), num_warps=(4,), num_stages=(4,))
+            found += _grid(rows=(64,), columns=(128,), splits=(2,), early=(1, 2), num_warps=(4,), num_stages=(4,))
         return TuningCase("few", when, make, found)
 
     def few_attention(self) -> TuningCase:
@@ -266,7 +267,7 @@ class _Shapes:
                 launches.append(attention.launch(out, qkv, cache, step, step.slots))
             return launches
 
-        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, _grid(chunk=(64, 128, 256)))
+        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, _grid(chunk=(64, 128, 256), num_stages=(2, 3)))
 
     def linear(self, most: int) -> TuningCase:
         codes = torch.randint(-8, 8, (self._rows, self._columns), dtype=torch.int8)

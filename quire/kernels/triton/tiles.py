@@ -45,9 +45,16 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
-def few_chunk(num_kv_heads: int, head_dim: int) -> int:
-    """Return the cached tokens per chunk of fused attention, as CHUNK; the batch must not decide."""
-    return int(active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim})["chunk"])
+class FewAttention(NamedTuple):
+    """chunk: cached tokens per chunk of fused attention, as CHUNK."""
+
+    chunk: int
+    num_stages: int
+
+
+def few_attention(num_kv_heads: int, head_dim: int) -> FewAttention:
+    """Return how fused attention divides its keys. The chunk affects the result: it does not depend on the batch."""
+    return FewAttention(**active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim}))
 
 
 def most_chunks(num_kv_heads: int) -> int:
@@ -177,14 +184,13 @@ class FewTile(NamedTuple):
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
-    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since the
-    order of sums depends on the tile.
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: int) -> FewTile:
+    """Return the tile for a fused linear layer, by the shape of the weight and the padded number of tokens: 1, 8 or 16.
 
     Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
     would cost a round trip to memory.
     """
-    shape = {"dtype": _name(dtype), "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
     tile = FewTile(**active_table().find("few", shape))
     columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
     return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))
