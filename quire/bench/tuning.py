@@ -267,7 +267,8 @@ class _Shapes:
                 launches.append(attention.launch(out, qkv, cache, step, step.slots))
             return launches
 
-        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, _grid(chunk=(64, 128, 256), num_stages=(2, 3)))
+        found = _grid(chunk=(64, 128, 256), num_stages=(2, 3))
+        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, found)
 
     def linear(self, most: int) -> TuningCase:
         codes = torch.randint(-8, 8, (self._rows, self._columns), dtype=torch.int8)

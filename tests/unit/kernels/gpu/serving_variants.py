@@ -45,7 +45,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
+from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import Order, Precompilation, compile_all
 from quire.worker.device.variants import (
