@@ -9,7 +9,8 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from functools import reduce
+from operator import attrgetter, itemgetter, or_
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -96,14 +97,19 @@ class _Code:
         self._config.num_attributes = int(metadata.launch_pdl)
         self._call = ctypes.addressof(self._config), self._function, None, ctypes.addressof(self._extra)
         self._order = _getter(order)
+        self._grid: tuple[int, ...] = ()
+        self._stream: int | None = None
 
     def launch(self, grid: tuple[int, ...], values: Sequence[int | float], stream: int) -> None:
         """Launch with these pointers and numbers. Raises RuntimeError with what the driver says."""
         config = self._config
         with self._lock:  # threads share the description
             self._pack(self._buffer, 0, *self._order(values), 0, 0)
-            config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
-            config.stream = stream
+            if grid != self._grid:
+                self._grid = grid
+                config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+            if stream != self._stream:
+                self._stream = config.stream = stream
             status = self._driver.cuLaunchKernelEx(*self._call)
             if status == _INVALID_CONTEXT:  # nothing has used the device in this thread yet
                 torch.cuda.set_device(self._device)
@@ -242,16 +248,14 @@ def _getter(keys: Sequence[Any]) -> Callable[[Any], Any]:
 
 def _classes(addresses: Sequence[int], numbers: Sequence[int | float], specialized: tuple[int, ...]) -> tuple[object, ...]:
     """Return what else of the values code is compiled for, at least as finely as Triton tells them apart."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    found: tuple[object, ...] = () if bits % _ALIGNMENT == 0 else tuple(address % _ALIGNMENT == 0 for address in addresses)
+    is_aligned = reduce(or_, addresses, 0) % _ALIGNMENT == 0
+    found: tuple[object, ...] = () if is_aligned else tuple([address % _ALIGNMENT == 0 for address in addresses])
     for index in specialized:
         number = numbers[index]
         found = (*found, 1 if number == 1 else number % _ALIGNMENT == 0 and _ALIGNMENT)
-    for index, number in enumerate(numbers):
-        if not -_WIDE <= number < _WIDE and isinstance(number, int):
-            found = (*found, index, number >= _UNSIGNED)
+    if numbers and (min(numbers) < -_WIDE or max(numbers) >= _WIDE):
+        wide = [(index, number >= _UNSIGNED) for index, number in enumerate(numbers) if not -_WIDE <= number < _WIDE]
+        found = (*found, *wide)
     return found
 
 

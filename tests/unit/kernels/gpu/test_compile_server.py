@@ -4,9 +4,9 @@ import os
 import subprocess
 import sys
 import time
+from multiprocessing import get_context
 from multiprocessing.connection import Pipe
 from pathlib import Path
-from threading import Thread
 
 from quire.kernels.triton import compile_server
 from quire.kernels.triton.compile_server import CompileServer
@@ -36,21 +36,23 @@ def test_what_is_wanted_is_compiled_next_and_failures_are_told(tmp_path, monkeyp
         if variant.kernel == "wrong":
             raise ValueError("no such type")
 
-    def order():
-        ours.send([Variant("quire.kernels.triton.sizes", name, (), (), ()) for name in ("first", "crash", "wrong", "wanted")])
-        ours.send(3)
-        ours.send(0)  # it is being compiled: nothing changes
-        (tmp_path / "go").touch()
-        found.extend(ours.recv() for _ in range(4))
+    def serve():
         ours.close()
+        CompileServer(theirs, 90, 1).serve()
 
     monkeypatch.setattr(compile_server, "compile_variant", compile_variant)
     ours, theirs = Pipe()
-    found = []
-    thread = Thread(target=order)
-    thread.start()
-    CompileServer(theirs, 90, 1).serve()
-    thread.join()
+    server = get_context("fork").Process(target=serve)
+    server.start()
+    theirs.close()
+    ours.send([Variant("quire.kernels.triton.sizes", name, (), (), ()) for name in ("first", "crash", "wrong", "wanted")])
+    ours.send(3)
+    ours.send(0)  # it is being compiled: nothing changes
+    (tmp_path / "go").touch()
+    found = [ours.recv() for _ in range(4)]
+    ours.close()
+    server.join(60)
+    assert server.exitcode == 0
     assert (tmp_path / "order").read_text().split("\n") == ["first 90", "wanted 90", "crash 90", "wrong 90", ""]
     errors = {1: "crash: the process that compiled it ended with 3", 2: "wrong: ValueError: no such type"}
     assert found == [(index, errors.get(index)) for index in (0, 3, 1, 2)]
