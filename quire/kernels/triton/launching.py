@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
@@ -22,6 +25,46 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.int8: tl.int8,
 }
+
+
+class HasAddress(Protocol):
+    """A tensor, or what stands for one where none is needed."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def data_ptr(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """An argument that a kernel gets as a TMA descriptor: a contiguous tensor, seen as a matrix that is copied box by box.
+
+    tensor       at an address that is a multiple of 16
+    shape        of the matrix, (rows, columns)
+    box          rows and columns of a box, in shared memory with a swizzle of 128 bytes, which is the length of its rows
+    """
+
+    tensor: HasAddress
+    shape: tuple[int, int]
+    box: tuple[int, int]
+
+    @property
+    def layout(self) -> NVMMASharedLayout:
+        """The layout of a box in shared memory."""
+        return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * self.tensor.dtype.itemsize)
+
+    def descriptor(self) -> TensorDescriptor:
+        """Return the descriptor, as Triton's launcher takes it."""
+        return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), self.layout)
+
+
+Argument = Tensor | Boxes | int | float | None
+
+
+def placed(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments as Triton takes them."""
+    return {name: value.descriptor() if isinstance(value, Boxes) else value for name, value in arguments.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +84,7 @@ class Launch:
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
-    arguments: Mapping[str, Tensor | int | float | None]
+    arguments: Mapping[str, Argument]
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
@@ -55,7 +98,7 @@ class Launch:
         noted = _NOTED.get()
         if noted is None:
             settle_key(self.kernel)
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            self.kernel[self.grid](**placed(self.arguments), **self.constants, **self.options)
         else:
             noted.append(self)
 

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from quire.kernels.triton.launching import Launch, settle_key
+from quire.kernels.triton.launching import Argument, Boxes, Launch, placed, settle_key
 
 _ALIGNMENT = 16
 _WIDE = 1 << 31
@@ -37,7 +37,7 @@ class Variant(NamedTuple):
 
     module: str
     kernel: str
-    arguments: tuple[tuple[str, Pointer | int | float | None], ...]
+    arguments: tuple[tuple[str, Pointer | Boxes | int | float | None], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, object], ...]
 
@@ -50,7 +50,9 @@ def variant_of(launch: Launch) -> Variant:
     return Variant(launch.kernel.fn.__module__, launch.kernel.fn.__name__, arguments, tuple(launch.constants.items()), options)
 
 
-def _stand_in(value: Tensor | int | float | None, is_plain: bool) -> Pointer | int | float | None:
+def _stand_in(value: Argument, is_plain: bool) -> Pointer | Boxes | int | float | None:
+    if isinstance(value, Boxes):
+        return Boxes(Pointer(value.tensor.dtype, 0), value.box, value.box)
     if isinstance(value, Tensor):
         is_aligned = value.storage_offset() * value.itemsize % _ALIGNMENT == 0
         return Pointer(value.dtype, 0 if is_aligned or is_plain else value.itemsize)
@@ -83,7 +85,7 @@ def compile_variant(variant: Variant, arch: int, has_launchers: bool) -> str:
     triton.runtime.driver.set_active(_AbsentDriver(arch))
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     settle_key(kernel)
-    compiled = kernel.warmup(grid=(1,), **dict(variant.arguments), **dict(variant.constants), **dict(variant.options))
+    compiled = kernel.warmup(grid=(1,), **placed(dict(variant.arguments)), **dict(variant.constants), **dict(variant.options))
     if has_launchers:
         from triton.backends.nvidia.driver import CudaLauncher  # looks for the driver's library
 
