@@ -30,6 +30,7 @@ SECTIONS = [
     Section("roofline", 20),
     Section("tests", 100),
     Section("decode-small", 40),
+    Section("few", 25),
     Section("engine", 80),
     Section("start", 45),
     Section("decode-large", 45),
@@ -39,6 +40,7 @@ SECTIONS = [
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
+    Section("sampling", 40),
     Section("ranks", 40),
     Section("profile", 40),
 ]
@@ -53,7 +55,7 @@ MODELS = {
 """Of a section: whether the model is the small one, its weights, and whether it is deterministic."""
 
 _SMOKE_LIMIT_S = 600
-_TESTS_AT_ONCE = 8
+_TESTS_AT_ONCE = 16
 """Files; each has a core to compile on, and a context on the device."""
 
 _SECONDS_TO_STOP = 12
@@ -64,11 +66,13 @@ def section_rows(
     name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float, logs: Path
 ) -> Iterator[Row]:
     """Yield the rows of a section, in its own process; whole outputs of tests are written to logs / "tests"."""
+    import gpu_few
     import gpu_kernels
     import gpu_launches
     import gpu_model
     import gpu_profile
     import gpu_ranks
+    import gpu_sampling
     import gpu_start
     import torch
 
@@ -90,10 +94,14 @@ def section_rows(
         yield from gpu_profile.profile_rows(place, small, until_s)
     elif name == "ranks":
         yield from gpu_ranks.rank_rows(place, small, until_s)
+    elif name == "sampling":
+        yield from gpu_sampling.sampling_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":
-        yield from gpu_kernels.case_rows(device, is_smoke, peaks, until_s)
+        yield from gpu_kernels.case_rows(name, gpu_kernels.Shapes(device, is_smoke).all(), is_smoke, peaks, until_s)
+    elif name == "few":
+        yield from gpu_few.few_rows(device, is_smoke, peaks, until_s)
     else:
         is_small, weights, is_in_order = MODELS[name]
         options = gpu_model.Options(weights, is_in_order)

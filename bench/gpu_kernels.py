@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -300,16 +300,18 @@ def measure_roofline(device: torch.device) -> dict[str, float]:
     }
 
 
-def case_rows(device: torch.device, is_smoke: bool, peaks: tuple[float, float], until_s: float) -> Iterator[dict[str, object]]:
-    """Yield the times of all kernels, with their share of the roofline; is_smoke: run each once, tiny."""
-    for case in Shapes(device, is_smoke).all():
+def case_rows(
+    section: str, cases: Iterable[Case], is_smoke: bool, peaks: tuple[float, float], until_s: float
+) -> Iterator[dict[str, object]]:
+    """Yield the times of kernels, with their share of the roofline; is_smoke: run each once, tiny."""
+    for case in cases:
         if time.perf_counter() > until_s:
             return
         if is_smoke:
             run_all(case.make())
-            yield {"section": "kernels", "name": case.name}
+            yield {"section": section, "name": case.name}
             continue
         median_us, spread_us = time_case(case)
         bound_us = max(case.num_bytes / peaks[0], case.num_flops / peaks[1]) * 1e6
-        yield {"section": "kernels", "name": case.name, "us": median_us, "spread_us": spread_us, "share": bound_us / median_us}
+        yield {"section": section, "name": case.name, "us": median_us, "spread_us": spread_us, "share": bound_us / median_us}
         torch.cuda.empty_cache()

@@ -21,7 +21,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.launching import Argument, Boxes, Launch
+from quire.kernels.triton.boxes import SWIZZLED, Boxes
+from quire.kernels.triton.launching import Argument, Launch
 
 _TYPE_NAMES = {
     torch.float32: "fp32",
@@ -94,7 +95,7 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
 def _type_name(value: Argument, is_plain: bool) -> str:
     if isinstance(value, Boxes):
         columns = f"{value.box[0]}, {value.box[1]}"
-        return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{value.layout!r}>"
+        return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{SWIZZLED!r}>"
     if isinstance(value, Tensor):
         return "*" + _TYPE_NAMES[value.dtype]
     if isinstance(value, float):

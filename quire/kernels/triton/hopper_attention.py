@@ -7,23 +7,20 @@ from torch import Tensor
 
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import INTERPRETED, LOG2_E
+from quire.kernels.triton.boxes import Boxes
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.hopper_attention_kernels import BOX, ROWS, attend_prompts
-from quire.kernels.triton.launching import Boxes, Launch
+from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.step import DeviceAttentionMetadata, Tiles
-from quire.kernels.triton.tiles import prompt_tile
+from quire.kernels.triton.tiles import SPLIT_PROGRAMS, prompt_tile
 
 _HEAD_DIMS = (64, 128)
-_CAPABILITY = 9
 _ALIGNED = 8  # elements of 16 bits
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Return whether code for Hopper runs on a device; code for "meta" tensors is compiled for capability 9.0."""
-    if INTERPRETED.value:
-        return False
-    if device.type == "meta":
-        return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _CAPABILITY
+def runs_on(device: torch.device) -> bool:
+    """Return whether the kernel runs on a device: a Hopper GPU; "meta" stands for the GPU in use, see device_traits.py."""
+    return not INTERPRETED.value and device.type in ("cuda", "meta") and device_traits().is_hopper
 
 
 def attend_prompts_launch(
@@ -40,11 +37,15 @@ def attend_prompts_launch(
     is_plain = spec.window is None and spec.softcap is None and spec.latent is None
     is_placed = q.stride(0) % _ALIGNED == 0 and k.shape[2] % BOX == 0 and tiles.num_queries * group <= ROWS
     is_known = q.dtype in (torch.bfloat16, torch.float16) and k.dtype == q.dtype and spec.head_dim in _HEAD_DIMS
-    if not (is_plain and is_placed and is_known and tiles.sequences is not None and is_hopper(q.device)):
+    if not (is_plain and is_placed and is_known and tiles.sequences is not None and runs_on(q.device)):
         return None
     tile = prompt_tile(spec.head_dim, q.dtype, k.dtype)
     if tile is None:
         return None
+    # Few programs begin with the longest of all heads, so that the last ones are short. Of many, those of one head run
+    # together, as they read the same keys.
+    num_programs = tiles.num_tiles * spec.num_kv_heads
+    has_few = num_programs < SPLIT_PROGRAMS
     arguments = {
         "q_ptr": q,
         "k_desc": _boxes(k),
@@ -58,6 +59,7 @@ def attend_prompts_launch(
         "scale": spec.scale * LOG2_E.value,
         "q_stride": q.stride(0),
         "table_stride": step.block_tables.stride(0),
+        "num_tiles": 0 if has_few else tiles.num_tiles,
     }
     constants = {
         "NUM_KV_HEADS": spec.num_kv_heads,
@@ -69,7 +71,7 @@ def attend_prompts_launch(
         "STAGES": tile.num_stages,
         "TAKES_TURNS": tile.takes_turns,
     }
-    return Launch(attend_prompts, (spec.num_kv_heads, tiles.num_tiles), arguments, constants, num_warps=4, num_stages=1)
+    return Launch(attend_prompts, (num_programs,), arguments, constants, num_warps=4, num_stages=1)
 
 
 def _boxes(cache: Tensor) -> Boxes:

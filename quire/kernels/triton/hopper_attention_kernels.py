@@ -327,7 +327,7 @@ def _attend_rows(
     gl.store(out_ptr + heads[:, None] * HEAD_DIM + dims[None, :], acc.to(DTYPE), mask=is_row[:, None])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_tiles"])
 def attend_prompts(
     q_ptr: gl.tensor,
     k_desc: tma.tensor_descriptor,
@@ -341,6 +341,7 @@ def attend_prompts(
     scale: gl.tensor,
     q_stride: gl.tensor,
     table_stride: gl.tensor,
+    num_tiles: gl.tensor,
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     QUERIES: gl.constexpr,
@@ -350,13 +351,16 @@ def attend_prompts(
     STAGES: gl.constexpr,
     TAKES_TURNS: gl.constexpr,
 ) -> None:
-    """Attend tile program_id(1) for the query heads of key-value head program_id(0), over all its keys.
+    """Attend a tile for the query heads of a key-value head, over all its keys.
 
     q, out, the lists of tiles and `scale` are as in attention_kernels.attend_runs; k_desc and v_desc have the caches
     [num_blocks, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM] as matrices of rows [HEAD_DIM] in boxes of [64, 64]
+    num_tiles  the programs of one head follow each other; 0: those of one tile do
     """
-    kv_head = gl.program_id(0)
-    tile = gl.program_id(1)
+    program = gl.program_id(0)
+    rows = gl.maximum(num_tiles, 1)
+    kv_head = gl.where(num_tiles > 0, program // rows, program % NUM_KV_HEADS)
+    tile = gl.where(num_tiles > 0, program % rows, program // NUM_KV_HEADS)
     sequence = gl.load(tile_sequences_ptr + tile)
     token = gl.load(query_starts_ptr + sequence) + gl.load(tile_offsets_ptr + tile)
     left = gl.load(query_starts_ptr + sequence + 1) - token

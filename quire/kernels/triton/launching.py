@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.bound import BoundLauncher, run_by_triton
+from quire.kernels.triton.boxes import Boxes
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -27,48 +26,10 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
 }
 
 
-class HasAddress(Protocol):
-    """A tensor, or what stands for one where none is needed."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def data_ptr(self) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Boxes:
-    """An argument that a kernel gets as a TMA descriptor: a contiguous tensor, seen as a matrix that is copied box by box.
-
-    tensor       at an address that is a multiple of 16
-    shape        of the matrix, (rows, columns)
-    box          rows and columns of a box, in shared memory with a swizzle of 128 bytes, which is the length of its rows
-    """
-
-    tensor: HasAddress
-    shape: tuple[int, int]
-    box: tuple[int, int]
-
-    @property
-    def layout(self) -> NVMMASharedLayout:
-        """The layout of a box in shared memory."""
-        return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * self.tensor.dtype.itemsize)
-
-    def descriptor(self) -> TensorDescriptor:
-        """Return the descriptor, as Triton's launcher takes it."""
-        return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), self.layout)
-
-
 Argument = Tensor | Boxes | int | float | None
 
 
-def placed(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return arguments as Triton takes them."""
-    return {name: value.descriptor() if isinstance(value, Boxes) else value for name, value in arguments.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel and its launch parameters.
 
     kernel     a function decorated with triton.jit
@@ -96,11 +57,12 @@ class Launch:
         if 0 in self.grid:
             return
         noted = _NOTED.get()
-        if noted is None:
-            settle_key(self.kernel)
-            self.kernel[self.grid](**placed(self.arguments), **self.constants, **self.options)
-        else:
+        if noted is not None:
             noted.append(self)
+        elif INTERPRETED.value:
+            run_by_triton(self)
+        else:
+            BOUND.run(self)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -113,25 +75,8 @@ class Launch:
         return {**told, "launch_pdl": True} if self.is_pdl else told
 
 
-_SETTLED: set[int] = set()
-
-
-def settle_key(kernel: triton.JITFunction) -> None:
-    """Make Triton hash a kernel after everything that it calls; call before it is launched or compiled.
-
-    Triton 3.6 omits the constants of a function that is not hashed yet from the cache key of its caller. The key of the
-    compiled code would then depend on which kernel was launched first, and could differ from that of the precompiled code.
-    """
-    if INTERPRETED.value or id(kernel) in _SETTLED:
-        return
-    _SETTLED.add(id(kernel))
-    scope = kernel.fn.__globals__
-    for name in kernel.fn.__code__.co_names:
-        called = scope.get(name)
-        if isinstance(called, triton.JITFunction):
-            settle_key(called)
-    _ = kernel.cache_key
-
+BOUND = BoundLauncher()
+"""Of all launches of the process."""
 
 _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)
 
@@ -155,13 +100,23 @@ def run_all(launches: Iterable[Launch]) -> None:
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless a tensor has this shape (None: any size), one of the dtypes, and contiguous rows."""
-    fits = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype not in dtypes or (tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+    sizes = tensor.shape
+    if tensor.dtype not in dtypes or not (sizes == shape or _fits(sizes, shape)) or not _has_whole_rows(tensor):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvariantError(
             f"{name} must be [{wanted}] of {' or '.join(map(str, dtypes))} with the last dimension in one piece, got "
             f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
         )
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(sizes) == len(shape) and sizes == tuple(
+        [size if wanted is None else wanted for size, wanted in zip(sizes, shape, strict=True)]
+    )
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
 
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:

@@ -99,7 +99,7 @@ class GluonEmulation:
 
     def __init__(self, module):
         self._own = threading.local()
-        self._program = (0, 0)
+        self._program = 0
         scope = {name: value.value if isinstance(value, constexpr) else value for name, value in vars(module).items()}
         scope |= {
             "gl": self._language(),
@@ -129,10 +129,8 @@ class GluonEmulation:
         for name in ("k_desc", "v_desc"):
             boxes = arguments[name]
             arguments[name] = types.SimpleNamespace(dtype=boxes.tensor.dtype, matrix=boxes.tensor.view(boxes.shape))
-        for x in range(launch.grid[0]):
-            for y in range(launch.grid[1]):
-                self._program = (x, y)
-                self._scope[launch.kernel.fn.__name__](**arguments, **launch.constants)
+        for self._program in range(*launch.grid):
+            self._scope[launch.kernel.fn.__name__](**arguments, **launch.constants)
 
     def _language(self):
         as_tensor = torch.as_tensor
@@ -142,13 +140,13 @@ class GluonEmulation:
             constexpr=object,
             float32=torch.float32,
             int64=torch.int64,
-            program_id=lambda axis: self._program[axis],
+            program_id=lambda axis: torch.tensor(self._program),
             load=lambda pointer: torch.take(*reversed(pointer.flat())),
             store=_store,
             arange=lambda first, end, layout: torch.arange(first, end),
             minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
             maximum=lambda a, b: torch.maximum(as_tensor(a), as_tensor(b)),
-            where=torch.where,
+            where=lambda mask, a, b: torch.where(as_tensor(mask), a, b),
             exp2=torch.exp2,
             max=lambda x, axis: x.amax(axis),
             sum=lambda x, axis: x.sum(axis),

@@ -7,7 +7,7 @@ from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import hopper_attention, hopper_attention_kernels
 from quire.kernels.triton.attention import KvCache, attend
-from quire.kernels.triton.hopper_attention import attend_prompts_launch, is_hopper
+from quire.kernels.triton.hopper_attention import attend_prompts_launch, runs_on
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
@@ -42,8 +42,8 @@ def launch_of(case, spec, device=CPU):
 def run(case, spec, device, **tile):
     """Return what the kernel writes: on the GPU if it is one for which it is, else in the emulation."""
     with using(table(**tile)):
-        launch, out = launch_of(case, spec, device if is_hopper(device) else CPU)
-    if is_hopper(device):
+        launch, out = launch_of(case, spec, device if runs_on(device) else CPU)
+    if runs_on(device):
         launch.run()
     else:
         GluonEmulation(hopper_attention_kernels).run(launch)
@@ -53,7 +53,7 @@ def run(case, spec, device, **tile):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """Launches are made as for a GPU."""
-    monkeypatch.setattr(hopper_attention, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper_attention, "runs_on", lambda device: True)
 
 
 @pytest.mark.covering
@@ -90,7 +90,8 @@ def test_bits_do_not_change_with_the_neighbours_or_the_cuts_of_a_prompt(on_hoppe
 
 def test_it_is_used_only_where_the_table_says_so_and_it_computes_such_attention(on_hopper):
     case = make_case([100], [100], spec_of((2, 1), 64), 64, BF16)
-    assert launch_of(case, spec_of((2, 1), 64))[0] is None  # as shipped
+    with using(table(is_specialized=False)):
+        assert launch_of(case, spec_of((2, 1), 64))[0] is None
     with using(table()):
         assert launch_of(case, spec_of((2, 1), 64))[0] is not None
         for option in ({"window": 32}, {"softcap": 20.0}):
@@ -106,5 +107,5 @@ def test_only_a_gpu_that_it_is_for_runs_it(device):
     step = DeviceAttentionMetadata.of(case.step, device)
     with using(table()), noted_launches() as launches:
         attend(case.q.to(device), KvCache(case.k_cache.to(device), case.v_cache.to(device)), step, spec)
-    expected = "attend_prompts" if is_hopper(device) else "attend_runs"
+    expected = "attend_prompts" if runs_on(device) else "attend_runs"
     assert [launch.kernel.fn.__name__ for launch in launches] == [expected]

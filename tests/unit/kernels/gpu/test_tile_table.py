@@ -42,7 +42,7 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
         for head_dim in (16, 64, 80, 128, 192, 256):
             for kv_dtype in (dtype, torch.int8, FP8):
                 assert tiles.long_attention_tile(head_dim, dtype, kv_dtype).keys >= 16
-                assert tiles.prompt_tile(head_dim, dtype, kv_dtype) is None
+                assert tiles.prompt_tile(head_dim, dtype, kv_dtype) == (128, 2, False)
                 for group in (1, 3, 7, 8, 32):
                     tile = tiles.short_attention_tile(head_dim, group, dtype, kv_dtype)
                     assert tiles.CHUNK % tile.keys == 0
@@ -138,14 +138,16 @@ def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():
 
 
 def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
-    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in ("linear", "float8", "experts")]
+    kernels = ("linear", "float8", "experts", "few", "attention-few")
+    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in kernels]
     base = read_tables(tile_table.SHIPPED)[0]
     times = iter(range(10**6, 0, -1))
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
-    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in ("linear", "float8", "experts")] == [3, 2, 4]
-    run_all(next(case for case in cases if case.kernel == "linear").make())
+    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 2, 4, 3, 1]
+    for kernel in ("linear", "few", "attention-few"):
+        run_all(next(case for case in cases if case.kernel == kernel).make())
 
 
 def test_a_kernel_is_compared_with_the_tiles_that_were_found_before_it():
