@@ -72,7 +72,8 @@ def tune(
 ) -> TileTable:
     """Return a table with the fastest tile for each case.
 
-    base     the table with the present tile of each case, and of kernels that are not tuned
+    base     the table with the present tile of each case, and of kernels that are not tuned; tiles that were found count for
+             the cases after theirs
     measure  returns the seconds that launches take
     inspect  compiles a launch: tiles over the limits are not run
     """
@@ -81,7 +82,7 @@ def tune(
         present = _present_tile(case, base)
         best, best_s, first_s = present, float("inf"), float("inf")
         for tile in [present, *(tile for tile in case.candidates if tile != present)]:
-            with using(TileTable(base.device, base.capability, {case.kernel: (TileRule({}, tile),)}).over(base)):
+            with using(_table(base, {case.kernel: [TileRule({}, tile)]}).over(_table(base, rules)).over(base)):
                 launches = case.make()
                 if not _is_within(launches, limits, inspect):
                     continue
@@ -95,6 +96,10 @@ def tune(
             continue
         logger.info("%s %s: %s, %.1f us, before %.1f us", case.kernel, dict(case.when), dict(best), best_s * 1e6, first_s * 1e6)
         rules.setdefault(case.kernel, []).append(TileRule(case.when, best))
+    return _table(base, rules)
+
+
+def _table(base: TileTable, rules: Mapping[str, Sequence[TileRule]]) -> TileTable:
     return TileTable(base.device, base.capability, {kernel: tuple(found) for kernel, found in rules.items()})
 
 
@@ -172,6 +177,7 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
         for head_dim in (64, 128, 256)
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
+    cases += [shapes.prompts(head_dim) for head_dim in (64, 128)]
     sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
     cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
@@ -215,6 +221,12 @@ class _Shapes:
                 kernel, {**when, "group": spec.num_heads // spec.num_kv_heads, "is_even_group": True}, make, found
             )
         return TuningCase(kernel, when, make, _grid(rows=(64, 128), keys=keys, num_warps=(4, 8), num_stages=stages))
+
+    def prompts(self, head_dim: int) -> TuningCase:
+        # After the tiles of the kernel that is used otherwise.
+        case = self.attention("attention-long", head_dim, torch.bfloat16)
+        found = _grid(is_specialized=(True,), keys=(64, 128), num_stages=(2, 3), takes_turns=(False, True))
+        return case._replace(kernel="attention-prompts", candidates=found)
 
     few_sizes = (
         (6144, 1024, True), (4096, 1024, False), (1024, 2048, False), (1024, 3072, False),

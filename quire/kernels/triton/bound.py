@@ -19,6 +19,7 @@ import triton
 from torch import Tensor
 
 from quire.base.logging import get_logger
+from quire.kernels.triton.boxes import placed
 from quire.kernels.triton.settled_key import settle_key
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ class BoundLauncher:
             kind = self._kinds[key]
         except KeyError:
             kind = self._kinds[key] = _kind_of(launch)
+            if kind is None:
+                self._prepare(launch)
         if kind is None:
             run_by_triton(launch)
             return
@@ -195,10 +198,13 @@ class BoundLauncher:
         else:
             code.launch(grid, values, stream)
 
-    def _run_first(self, launch: Launch, kind: _Kind, values: Sequence[int | float], device: int, stream: int) -> _Code | None:
-        """Launch what came first, and return its code; None: Triton has launched it, and is to."""
+    def _prepare(self, launch: Launch) -> None:
         for prepare in tuple(self.before_first):
             prepare(launch)
+
+    def _run_first(self, launch: Launch, kind: _Kind, values: Sequence[int | float], device: int, stream: int) -> _Code | None:
+        """Launch what came first, and return its code; None: Triton has launched it, and is to."""
+        self._prepare(launch)
         try:
             if self._driver is None:
                 self._driver = cuda_driver()
@@ -215,13 +221,13 @@ class BoundLauncher:
 def run_by_triton(launch: Launch) -> None:
     """Launch as Triton does."""
     settle_key(launch.kernel)
-    launch.kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
+    launch.kernel[launch.grid](**placed(launch.arguments), **launch.constants, **launch.options)
 
 
 def compiled_of(launch: Launch) -> Any:
     """Return the CompiledKernel that Triton would launch."""
     settle_key(launch.kernel)
-    return launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.constants, **launch.options)
+    return launch.kernel.warmup(grid=(1,), **placed(launch.arguments), **launch.constants, **launch.options)
 
 
 _dtype_of = attrgetter("dtype")

@@ -19,7 +19,10 @@ CHUNK = 256
 """Cached tokens per chunk of split attention; larger for long contexts, so that there are at most most_chunks. It affects the
 result, because sums are merged chunk by chunk."""
 
-SPLIT_PROGRAMS = 8 if INTERPRETED.value else 528
+MULTIPROCESSORS = 132
+"""Of an H200."""
+
+SPLIT_PROGRAMS = 8 if INTERPRETED.value else 4 * MULTIPROCESSORS
 """Programs of a split attention launch: as many as an H200 runs at a time, 4 on each of 132 multiprocessors."""
 
 LONG_CHUNK = 4096
@@ -65,6 +68,29 @@ def most_chunks(num_kv_heads: int) -> int:
 def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for runs of queries."""
     return AttentionTile(**active_table().find("attention-long", _attention_shape(head_dim, dtype, kv_dtype)))
+
+
+def is_filled(num_programs: int) -> bool:
+    """Return whether the device is filled by that many programs for whole runs of queries, so that their keys are not split.
+
+    Runs without a split cost at most 15 % of the time where their last programs leave multiprocessors idle. Merging costs more.
+    """
+    rounds = -(-num_programs // MULTIPROCESSORS)
+    return rounds >= 4 and rounds * MULTIPROCESSORS <= 1.15 * num_programs
+
+
+class PromptTile(NamedTuple):
+    """keys processed at once, and tiles of them that are loaded ahead; takes_turns: one warp group multiplies at a time."""
+
+    keys: int
+    num_stages: int
+    takes_turns: bool
+
+
+def prompt_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> PromptTile | None:
+    """Return the tile of attend_prompts, the kernel for Hopper; None: attend_runs is used."""
+    found = dict(active_table().find("attention-prompts", _attention_shape(head_dim, dtype, kv_dtype)))
+    return PromptTile(**found) if found.pop("is_specialized") else None
 
 
 def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int | str]:
