@@ -15,6 +15,8 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
+from quire.kernels.triton.linear_kernels import add_splits
+from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import float8_tile
@@ -96,12 +98,12 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     width = power_of_two(group_size)
     height = max(1, min(_COLUMNS_OF_PROGRAM // width, power_of_two(num_groups)))
     arguments = {"x_ptr": x, "codes_ptr": rows.codes, "scales_ptr": rows.scales, "x_stride": x.stride(0)}
-    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width}
+    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width, "IS_PDL": has_dependent_launch(x.device)}
     num_warps = min(16, max(1, width * height // 512))
-    return Launch(quantize_rows, (num_tokens, triton.cdiv(num_groups, height)), arguments, constants, num_warps, 1)
+    return Launch(quantize_rows, (num_tokens, triton.cdiv(num_groups, height)), arguments, constants, num_warps, 1, is_pdl=has_dependent_launch(x.device))
 
 
-def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
+def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, tile=None, splits=1, fetched=0) -> list[Launch]:
     """Return the launches of `multiply_float8`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]
@@ -112,14 +114,16 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
     if bias is not None:
         check_contiguous("bias", bias, (num_rows,), *_FLOATS)
     rows = _empty_rows(x, weight.group_size)
-    tile = float8_tile(num_tokens)
+    tile = tile or float8_tile(num_tokens)
+    num_steps = triton.cdiv(num_columns, weight.run)
+    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
     arguments = {
         "x_ptr": rows.codes,
         "x_scales_ptr": rows.scales,
         "codes_ptr": weight.codes,
         "scales_ptr": weight.scales,
-        "bias_ptr": bias,
-        "out_ptr": out,
+        "bias_ptr": bias if splits == 1 else None,
+        "out_ptr": parts,
         "num_tokens": num_tokens,
     }
     constants = {
@@ -131,10 +135,18 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
         "BLOCK_N": tile.rows,
         "BLOCK_K": weight.run,
         "GROUPED": _GROUPED,
+        "STEPS": triton.cdiv(num_steps, splits),
+        "IS_SPLIT": splits > 1,
+        "FETCHED_BYTES": fetched,
+        "THREADS": 32 * tile.num_warps,
+        "IS_PDL": has_dependent_launch(x.device),
     }
-    grid = (triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows),)
-    product = Launch(multiply_quantized, grid, arguments, constants, tile.num_warps, tile.num_stages)
-    return [quantize_launch(rows, x, weight.group_size), product]
+    grid = (triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows), splits)
+    product = Launch(multiply_quantized, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=has_dependent_launch(x.device))
+    found = [quantize_launch(rows, x, weight.group_size), product]
+    if splits > 1:
+        found.append(Launch(add_splits, (num_tokens, triton.cdiv(num_rows, 1024)), {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}, {"NUM_ROWS": num_rows, "NUM_SPLITS": splits, "BLOCK": 1024}, 4, 1))
+    return found
 
 
 def _empty_rows(x: Tensor, group_size: int) -> Float8Rows:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.kernels.triton.activation import activated
 from quire.kernels.triton.arithmetic import cast_to, dot, rounded
+from quire.kernels.triton.nibbles import split_codes, split_operands
 from quire.kernels.triton.norm import scale_normalized
 from quire.kernels.triton.pdl import begin, fetch, wait
 
@@ -25,18 +26,6 @@ def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: 
     if IS_GATED:
         rows = rows // 2 + rows % 2 * (NUM_ROWS // 2)
     return rows
-
-
-@triton.jit
-def _numbers(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
-    """Return the values of 4-bit codes, i32 below 16, as f32: code + BASE; BASE None: floats (e2m1), doubled."""
-    if BASE is None:
-        halves = ((nibbles & 7) << 9 | (nibbles & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
-        numbers = halves.to(tl.float32) * 32768.0
-    else:
-        # The bits of 2**23 + code: faster than a conversion of integers.
-        numbers = (nibbles | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - BASE)
-    return numbers
 
 
 @triton.jit
@@ -111,30 +100,33 @@ def _add_products(
     """Return sums, [BLOCK_N, BLOCK / 16] of each token, with the products of bytes [first, first + BLOCK) of codes added."""
     PIECES: tl.constexpr = BLOCK // _PIECE
     bytes = first + tl.arange(0, BLOCK)
+    columns = bytes
     if IS_PACKED:
         HALF: tl.constexpr = RUN // 2
         columns = bytes // HALF * RUN + bytes % HALF
-        words = codes.to(tl.int32)
-        low, high = _numbers(words & 15, BASE), _numbers(words >> 4, BASE)
+        low, high = split_codes(codes, BASE)
     else:
-        columns = bytes
         low = codes.to(tl.float32)
+    HAS_BASE: tl.constexpr = IS_PACKED and BASE is not None and BASE != 0
     found = ()
     for token in tl.static_range(TOKENS):
         x = _normed(
             x_ptr, norm_weight_ptr, x_stride, num_tokens, factors, columns, token, NUM_COLUMNS, OFFSET, CASTS_LATE
         )  # fmt: skip
-        products = low * x[None, :]
-        total = x
+        part = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, PIECES, _PIECE]), 2)
         if IS_PACKED:
             high_x = _normed(
                 x_ptr, norm_weight_ptr, x_stride, num_tokens, factors, columns + HALF, token, NUM_COLUMNS, OFFSET, CASTS_LATE
             )  # fmt: skip
-            products += high * high_x[None, :]
-            total += high_x
-        part = tl.sum(tl.reshape(products, [BLOCK_N, PIECES, _PIECE]), 2) * scales
+            part += tl.sum(tl.reshape(high * high_x[None, :], [BLOCK_N, PIECES, _PIECE]), 2)
+            x += high_x
+        if HAS_BASE or HAS_OFFSETS:
+            total = tl.sum(tl.reshape(x, [PIECES, _PIECE]), 1)[None, :]
+        if HAS_BASE:
+            part += BASE * total
+        part *= scales
         if HAS_OFFSETS:
-            part += offsets * tl.sum(tl.reshape(total, [PIECES, _PIECE]), 1)[None, :]
+            part += offsets * total
         found = found + (sums[token] + part,)
     return found
 
@@ -394,8 +386,7 @@ def multiply_several_codes(
         if IS_PACKED:
             high_x, more = _inputs(x_ptr, norm_weight_ptr, x_places, columns + WIDTH, is_token, NUM_COLUMNS, OFFSET)
             squares += more
-            words = codes.to(tl.int32)
-            low, high = cast_to(_numbers(words & 15, BASE), DTYPE), cast_to(_numbers(words >> 4, BASE), DTYPE)
+            low, high = split_operands(codes, BASE, DTYPE)
             part = dot(low, tl.permute(x, (0, 2, 1)), zeros)
             part = dot(high, tl.permute(high_x, (0, 2, 1)), part)
         else:

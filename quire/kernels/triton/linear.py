@@ -36,16 +36,18 @@ def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = Non
 
 
 def multiply_launches(
-    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None
+    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None, tile=None, num_splits=0,
 ) -> list[Launch]:
     """Return the launches of `multiply`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
     num_tokens = x.shape[0]
-    tile = linear_tile(num_tokens, x.dtype)
+    tile = tile or linear_tile(num_tokens, x.dtype)
     num_steps = -(-num_columns // weight.run)
     tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     splits = _split(whole_rows or num_rows, num_steps, tiles[0] * tiles[1])
+    if num_splits:
+        splits = _Splits(num_splits, num_splits > 1)
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to, dot
+from quire.kernels.triton.nibbles import split_operands
 
 
 @triton.jit
@@ -50,8 +51,7 @@ def add_run(
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
     if IS_PACKED:
-        low = cast_to(numbers_of(codes & 15, BASE), DTYPE)
-        high = cast_to(numbers_of(codes >> 4, BASE), DTYPE)
+        low, high = split_operands(codes, BASE, DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
         part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)

@@ -1,0 +1,86 @@
+"""Device code that converts packed 4-bit codes to floats."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quire.kernels.triton.arithmetic import INTERPRETED, cast_to
+
+_TO_F32 = tl.constexpr(
+    """{
+    .reg .b32 w, b;
+    shr.u32 w, $8, 16;
+    lop3.b32 b, $8, 0x0000000f, 0x4b000000, 0xea; fma.rn.f32 $0, b, 0f3f800000, 0fcb000000;
+    lop3.b32 b, $8, 0x00000f00, 0x4b000000, 0xea; fma.rn.f32 $1, b, 0f3b800000, 0fc7000000;
+    lop3.b32 b, w, 0x0000000f, 0x4b000000, 0xea; fma.rn.f32 $2, b, 0f3f800000, 0fcb000000;
+    lop3.b32 b, w, 0x00000f00, 0x4b000000, 0xea; fma.rn.f32 $3, b, 0f3b800000, 0fc7000000;
+    lop3.b32 b, $8, 0x000000f0, 0x4b000000, 0xea; fma.rn.f32 $4, b, 0f3d800000, 0fc9000000;
+    lop3.b32 b, $8, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $5, b, 0f39800000, 0fc5000000;
+    lop3.b32 b, w, 0x000000f0, 0x4b000000, 0xea; fma.rn.f32 $6, b, 0f3d800000, 0fc9000000;
+    lop3.b32 b, w, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $7, b, 0f39800000, 0fc5000000;
+    }"""
+)
+"""The bits of a code within those of 2**23 are 2**23 + code * 2**s: less 2**23 and divided by 2**s, the code."""
+
+_TO_BF16 = tl.constexpr(
+    """{
+    .reg .b32 t, u, v, w;
+    prmt.b32 t, $4, 0, 0x4140;
+    prmt.b32 u, $4, 0, 0x4342;
+    shr.u32 v, t, 4;
+    shr.u32 w, u, 4;
+    lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 u, u, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 v, v, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 w, w, 0x000f000f, 0x43004300, 0xea;
+    sub.rn.bf16x2 $0, t, $5;
+    sub.rn.bf16x2 $1, u, $5;
+    sub.rn.bf16x2 $2, v, $5;
+    sub.rn.bf16x2 $3, w, $5;
+    }"""
+)
+"""The bits of a code within those of 128 are 128 + code in bfloat16; $5 has what is subtracted, twice."""
+
+
+@triton.jit
+def _floats(nibbles: tl.tensor) -> tl.tensor:
+    """Return the values of 4-bit floats (e2m1), doubled, f32; nibbles i32 below 16."""
+    # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
+    halves = ((nibbles & 7) << 9 | (nibbles & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
+    return halves.to(tl.float32) * 32768.0
+
+
+@triton.jit
+def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
+    """Return the values, f32, of the low and the high bits of packed codes: 0 to 15, or for BASE None floats (e2m1), doubled."""
+    if BASE is not None and not INTERPRETED:
+        low, high = tl.inline_asm_elementwise(
+            _TO_F32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        wide = codes.to(tl.int32)
+        low, high = wide & 15, wide >> 4
+        if BASE is None:
+            low, high = _floats(low), _floats(high)
+        else:
+            low, high = low.to(tl.float32), high.to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def split_operands(codes: tl.tensor, BASE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
+    """Return the values of the low and the high bits of packed codes, code + BASE, or floats as split_codes; in DTYPE, exact."""
+    if BASE is not None and DTYPE == tl.bfloat16 and not INTERPRETED:
+        # 128 - BASE is exact in bfloat16, as are the bits of an f32 cut to 16.
+        less = tl.full([1], 128.0 - BASE, tl.float32).to(tl.int32, bitcast=True)
+        less = tl.broadcast_to(tl.reshape(less | (less >> 16), [1] * len(codes.shape)), codes.shape)
+        low, high = tl.inline_asm_elementwise(
+            _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )  # fmt: skip
+    else:
+        low, high = split_codes(codes, BASE)
+        if BASE is not None:
+            low, high = low + BASE, high + BASE
+        low, high = cast_to(low, DTYPE), cast_to(high, DTYPE)
+    return low, high
