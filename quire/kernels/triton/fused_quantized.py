@@ -60,7 +60,7 @@ def multiply_codes_launch(
         "IS_PACKED": weight.is_packed,
         "BASE": weight.base,
         "RUN": weight.run,
-        "TOKENS": (8 if num_tokens <= 8 else 16) if is_matrix else power_of_two(num_tokens),
+        "TOKENS": max(8, power_of_two(num_tokens)) if is_matrix else power_of_two(num_tokens),
         "BLOCK_N": tile.rows,
         **({"WARPS": tile.num_warps} if is_matrix else {"BLOCK": block}),
         "NUM_STAGES": tile.num_stages,
