@@ -125,7 +125,7 @@ class DeviceDecoder:
         self._features: Tensor | None = None
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
-        reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
+        reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         logger.info(
             "%d of %d layers are %s launches each in decode steps of up to %d sequences%s",
             len(self._layers) - reasons.total(),
@@ -367,9 +367,9 @@ class DeviceLayer:
             closing.add("shared.down")
         return self._ranks.row_parallel >= closing
 
-    def fuse(self, arrived: Tensor) -> str | None:
-        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in FusedLayer."""
-        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks)
+    def fuse(self, arrived: Tensor, dtype: torch.dtype) -> str | None:
+        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in ProjectedAttention."""
+        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks, dtype)
         if reason is None:
             norms = self.attn_in, self._mlp_in
             attention = ProjectedAttention(self._spec.attention, self._rope, self._qk_norms, arrived)

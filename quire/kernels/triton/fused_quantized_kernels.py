@@ -20,7 +20,7 @@ _PIECE = tl.constexpr(16)
 
 
 @triton.jit
-def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
+def _code_rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
     """Return the weight's rows; gate and up rows alternate, so that a program has both halves of its outputs."""
     rows = first + lanes
     if IS_GATED:
@@ -29,7 +29,7 @@ def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: 
 
 
 @triton.jit
-def _factors(
+def _norm_factors(
     x_ptr: tl.tensor,
     x_stride: tl.tensor,
     num_tokens: tl.tensor,
@@ -52,7 +52,7 @@ def _factors(
 
 
 @triton.jit
-def _normed(
+def _normalized_columns(
     x_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     x_stride: tl.tensor,
@@ -75,7 +75,7 @@ def _normed(
 
 
 @triton.jit
-def _add_products(
+def _add_code_products(
     sums: tl.tuple,
     factors: tl.tuple,
     codes: tl.tensor,
@@ -110,12 +110,12 @@ def _add_products(
     HAS_BASE: tl.constexpr = IS_PACKED and BASE is not None and BASE != 0
     found = ()
     for token in tl.static_range(TOKENS):
-        x = _normed(
+        x = _normalized_columns(
             x_ptr, norm_weight_ptr, x_stride, num_tokens, factors, columns, token, NUM_COLUMNS, OFFSET, CASTS_LATE
         )  # fmt: skip
         part = tl.sum(tl.reshape(low * x[None, :], [BLOCK_N, PIECES, _PIECE]), 2)
         if IS_PACKED:
-            high_x = _normed(
+            high_x = _normalized_columns(
                 x_ptr, norm_weight_ptr, x_stride, num_tokens, factors, columns + HALF, token, NUM_COLUMNS, OFFSET, CASTS_LATE
             )  # fmt: skip
             part += tl.sum(tl.reshape(high * high_x[None, :], [BLOCK_N, PIECES, _PIECE]), 2)
@@ -152,7 +152,7 @@ def _scales_of(
 
 
 @triton.jit
-def _finish(
+def _finish_token(
     y: tl.tensor,
     out_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -160,6 +160,7 @@ def _finish(
     rows: tl.tensor,
     is_row: tl.tensor,
     token: tl.tensor,
+    out_stride: tl.tensor,
     num_tokens: tl.tensor,
     residual_scale: tl.tensor,
     NUM_ROWS: tl.constexpr,
@@ -183,7 +184,7 @@ def _finish(
         if KIND >= 0:
             y = activated(y, KIND)
         outputs = rows
-    out = out_ptr + token * WIDTH + outputs
+    out = out_ptr + token * out_stride + outputs
     mask = outputs < tl.where(token < num_tokens, WIDTH, 0)
     if HAS_RESIDUAL:
         if IS_SCALED:
@@ -202,6 +203,7 @@ def multiply_few_codes(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
+    out_stride: tl.tensor,
     num_tokens: tl.tensor,
     residual_scale: tl.tensor,
     NUM_ROWS: tl.constexpr,
@@ -236,14 +238,14 @@ def multiply_few_codes(
     ROW_BYTES: tl.constexpr = NUM_COLUMNS // BYTE_COLUMNS
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    rows = _rows(first_row, lanes, NUM_ROWS, IS_GATED)
+    rows = _code_rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     bytes = tl.arange(0, BLOCK)
     places = codes_ptr + rows.to(tl.int64)[:, None] * ROW_BYTES + bytes[None, :]
     codes = tl.load(places, mask=is_row[:, None] & (bytes < ROW_BYTES)[None, :], other=0.0)
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = _rows(first_row, threads, NUM_ROWS, IS_GATED)
+        fetched = _code_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES + BLOCK, is_fetched, FETCHED_BYTES, IS_PDL)
     scales = _scales_of(scales_ptr, rows, is_row, 0, NUM_COLUMNS, GROUP, SCALE_ROWS, BYTE_COLUMNS, BLOCK)
@@ -254,11 +256,11 @@ def multiply_few_codes(
 
     factors = ()
     if norm_weight_ptr is not None:
-        factors = _factors(x_ptr, x_stride, num_tokens, NUM_COLUMNS, TOKENS, BLOCK, EPS)
+        factors = _norm_factors(x_ptr, x_stride, num_tokens, NUM_COLUMNS, TOKENS, BLOCK, EPS)
     sums = ()
     for _ in tl.static_range(TOKENS):
         sums = sums + (tl.zeros([BLOCK_N, BLOCK // _PIECE], tl.float32),)
-    sums = _add_products(
+    sums = _add_code_products(
         sums, factors, codes, scales, offsets, 0, x_ptr, norm_weight_ptr, x_stride, num_tokens, offsets_ptr is not None,
         NUM_COLUMNS, IS_PACKED, BASE, RUN, TOKENS, BLOCK_N, BLOCK, OFFSET, CASTS_LATE,
     )  # fmt: skip
@@ -269,34 +271,51 @@ def multiply_few_codes(
             offsets = scales
             if offsets_ptr is not None:
                 offsets = _scales_of(offsets_ptr, rows, is_row, first, NUM_COLUMNS, GROUP, 1, BYTE_COLUMNS, BLOCK)
-            sums = _add_products(
+            sums = _add_code_products(
                 sums, factors, codes, scales, offsets, first, x_ptr, norm_weight_ptr, x_stride, num_tokens,
                 offsets_ptr is not None, NUM_COLUMNS, IS_PACKED, BASE, RUN, TOKENS, BLOCK_N, BLOCK, OFFSET, CASTS_LATE,
             )  # fmt: skip
     for token in tl.static_range(TOKENS):
-        _finish(
-            tl.sum(sums[token], 1), out_ptr, bias_ptr, first_row, rows, is_row, token, num_tokens, residual_scale,
-            NUM_ROWS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,
+        _finish_token(
+            tl.sum(sums[token], 1), out_ptr, bias_ptr, first_row, rows, is_row, token, out_stride, num_tokens,
+            residual_scale, NUM_ROWS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,
         )  # fmt: skip
 
 
 @triton.jit
-def _operand(codes: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
-    return cast_to(codes.to(tl.float32), DTYPE)
+def _factor_of_each(
+    x_ptr: tl.tensor,
+    x_places: tl.tensor,
+    is_token: tl.tensor,
+    NUM_COLUMNS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+) -> tl.tensor:
+    """Return RMSNorm's factors [TOKENS]."""
+    squares = tl.zeros([TOKENS], tl.float32)
+    for first in tl.range(0, NUM_COLUMNS, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        mask = is_token[:, None] & (columns < NUM_COLUMNS)[None, :]
+        x = tl.load(x_ptr + x_places[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, 1)
+    return tl.rsqrt(squares / NUM_COLUMNS + EPS)
 
 
 @triton.jit
-def _inputs(
+def _input_operand(
     x_ptr: tl.tensor,
     norm_weight_ptr: tl.tensor,
     x_places: tl.tensor,
     columns: tl.tensor,
     is_token: tl.tensor,
+    factors: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
     OFFSET: tl.constexpr,
+    CASTS_LATE: tl.constexpr,
 ) -> tl.tuple:
-    """Return columns [WARPS, width] of the tokens' inputs as an operand [WARPS, TOKENS, width], without RMSNorm's factor, and
-    the sums [WARPS, TOKENS] of their squares."""
+    """Return columns [WARPS, width] of the tokens' inputs as an operand [WARPS, TOKENS, width], and the sums [WARPS, TOKENS] of
+    their squares. RMSNorm's factors [TOKENS] are applied in f16 only."""
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     mask = is_token[None, :, None] & (columns < NUM_COLUMNS)[:, None, :]
     x = tl.load(x_ptr + x_places[None, :, None] + columns[:, None, :], mask=mask, other=0.0)
@@ -304,8 +323,11 @@ def _inputs(
     if norm_weight_ptr is not None:
         wide = x.to(tl.float32)
         squares = tl.sum(wide * wide, 2)
-        norm_weight = tl.load(norm_weight_ptr + columns, mask=columns < NUM_COLUMNS, other=0.0).to(tl.float32) + OFFSET
-        x = cast_to(wide * norm_weight[:, None, :], DTYPE)
+        norm_weight = tl.load(norm_weight_ptr + columns, mask=columns < NUM_COLUMNS, other=0.0).to(tl.float32)[:, None, :]
+        if DTYPE == tl.float16:
+            x = cast_to(scale_normalized(wide * factors[None, :, None], norm_weight, OFFSET, CASTS_LATE, DTYPE), DTYPE)
+        else:
+            x = cast_to(wide * (norm_weight + OFFSET), DTYPE)
     return x, squares
 
 
@@ -319,6 +341,7 @@ def multiply_several_codes(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     x_stride: tl.tensor,
+    out_stride: tl.tensor,
     num_tokens: tl.tensor,
     residual_scale: tl.tensor,
     NUM_ROWS: tl.constexpr,
@@ -334,6 +357,7 @@ def multiply_several_codes(
     NUM_STAGES: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
+    CASTS_LATE: tl.constexpr,
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
@@ -344,7 +368,7 @@ def multiply_several_codes(
 ) -> None:
     """As multiply_few_codes, with matrix units: warp w sums runs w, w + WARPS, ... of columns, and the sums are added at the end.
 
-    RMSNorm's factor multiplies the sum, not the inputs.
+    RMSNorm's factor multiplies the sum, so that inputs are read once; in f16, whose range is small, the inputs.
 
     FETCHED_BYTES  prefetched bytes of each row
     """
@@ -356,11 +380,11 @@ def multiply_several_codes(
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    rows = _rows(first_row, lanes, NUM_ROWS, IS_GATED)
+    rows = _code_rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = _rows(first_row, threads, NUM_ROWS, IS_GATED)
+        fetched = _code_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
@@ -373,6 +397,9 @@ def multiply_several_codes(
     row_places = rows.to(tl.int64) * ROW_BYTES
     scale_places = rows // SCALE_ROWS * NUM_GROUPS
     offset_places = rows * NUM_GROUPS
+    factors = tl.zeros([TOKENS], tl.float32)
+    if norm_weight_ptr is not None and DTYPE == tl.float16:
+        factors = _factor_of_each(x_ptr, x_places, is_token, NUM_COLUMNS, TOKENS, RUN, EPS)
     acc = tl.zeros([WARPS, BLOCK_N, TOKENS], tl.float32)
     squares = tl.zeros([WARPS, TOKENS], tl.float32)
     for first in tl.range(0, ROW_BYTES, WARPS * WIDTH, num_stages=NUM_STAGES):
@@ -380,17 +407,19 @@ def multiply_several_codes(
         columns = first * BYTE_COLUMNS + warps[:, None] * RUN + inner[None, :]
         mask = is_row[None, :, None] & (bytes < ROW_BYTES)[:, None, :]
         codes = tl.load(codes_ptr + row_places[None, :, None] + bytes[:, None, :], mask=mask, other=0.0)
-        x, more = _inputs(x_ptr, norm_weight_ptr, x_places, columns, is_token, NUM_COLUMNS, OFFSET)
+        x, more = _input_operand(x_ptr, norm_weight_ptr, x_places, columns, is_token, factors, NUM_COLUMNS, OFFSET, CASTS_LATE)
         squares += more
         zeros = tl.zeros([WARPS, BLOCK_N, TOKENS], tl.float32)
         if IS_PACKED:
-            high_x, more = _inputs(x_ptr, norm_weight_ptr, x_places, columns + WIDTH, is_token, NUM_COLUMNS, OFFSET)
+            high_x, more = _input_operand(
+                x_ptr, norm_weight_ptr, x_places, columns + WIDTH, is_token, factors, NUM_COLUMNS, OFFSET, CASTS_LATE
+            )  # fmt: skip
             squares += more
             low, high = split_operands(codes, BASE, DTYPE)
             part = dot(low, tl.permute(x, (0, 2, 1)), zeros)
             part = dot(high, tl.permute(high_x, (0, 2, 1)), part)
         else:
-            part = dot(_operand(codes, DTYPE), tl.permute(x, (0, 2, 1)), zeros)
+            part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.permute(x, (0, 2, 1)), zeros)
         groups = (first * BYTE_COLUMNS + warps * RUN) // GROUP
         is_group = (groups < NUM_GROUPS)[:, None] & is_row[None, :]
         scales = tl.load(scales_ptr + scale_places[None, :] + groups[:, None], mask=is_group, other=0.0)
@@ -404,7 +433,7 @@ def multiply_several_codes(
             acc += total * offsets[:, :, None]
 
     y = tl.sum(acc, 0)
-    if norm_weight_ptr is not None:
+    if norm_weight_ptr is not None and DTYPE != tl.float16:
         y *= tl.rsqrt(tl.sum(squares, 0) / NUM_COLUMNS + EPS)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]
@@ -418,7 +447,7 @@ def multiply_several_codes(
         if KIND >= 0:
             y = activated(y, KIND)
         outputs = rows
-    out = out_ptr + tokens[:, None] * OUT_WIDTH + outputs[None, :]
+    out = out_ptr + tokens[:, None] * out_stride + outputs[None, :]
     mask = is_token[:, None] & (outputs < OUT_WIDTH)[None, :]
     if HAS_RESIDUAL:
         if IS_SCALED:

@@ -1,4 +1,9 @@
-"""Device code that converts packed 4-bit codes to floats."""
+"""Device code that converts packed 4-bit codes to floats.
+
+A conversion of integers takes the GPU several instructions a code, more than there is time for while the codes are read. Here the
+bits of a code are put into those of a float that is a power of two, which is then subtracted. The interpreter has no inline
+assembly and converts integers.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +26,36 @@ _TO_F32 = tl.constexpr(
     lop3.b32 b, w, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $7, b, 0f39800000, 0fc5000000;
     }"""
 )
-"""The bits of a code within those of 2**23 are 2**23 + code * 2**s: less 2**23 and divided by 2**s, the code."""
+"""Of four bytes ($8), the low bits of each ($0 to $3) and the high bits. 2**23 + code * 2**s, divided by 2**s, less 2**(23 - s)."""
 
-_TO_BF16 = tl.constexpr(
-    """{
+
+def _to_halves(one: str, kind: str) -> tl.constexpr:
+    """Return the assembly that converts four bytes ($4) to two registers of pairs each for the low and the high bits.
+
+    one   the 16 bits of the power of two; $5 has what is subtracted, twice
+    kind  of the pairs
+    """
+    convert = f"0x000f000f, 0x{one}{one}, 0xea"
+    return tl.constexpr(
+        f"""{{
     .reg .b32 t, u, v, w;
     prmt.b32 t, $4, 0, 0x4140;
     prmt.b32 u, $4, 0, 0x4342;
     shr.u32 v, t, 4;
     shr.u32 w, u, 4;
-    lop3.b32 t, t, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 u, u, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 v, v, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 w, w, 0x000f000f, 0x43004300, 0xea;
-    sub.rn.bf16x2 $0, t, $5;
-    sub.rn.bf16x2 $1, u, $5;
-    sub.rn.bf16x2 $2, v, $5;
-    sub.rn.bf16x2 $3, w, $5;
-    }"""
-)
-"""The bits of a code within those of 128 are 128 + code in bfloat16; $5 has what is subtracted, twice."""
+    lop3.b32 t, t, {convert};
+    lop3.b32 u, u, {convert};
+    lop3.b32 v, v, {convert};
+    lop3.b32 w, w, {convert};
+    sub.rn.{kind} $0, t, $5;
+    sub.rn.{kind} $1, u, $5;
+    sub.rn.{kind} $2, v, $5;
+    sub.rn.{kind} $3, w, $5;
+    }}"""
+    )
+
+
+_TO_BF16, _TO_F16 = _to_halves("4300", "bf16x2"), _to_halves("6400", "f16x2")
 
 
 @triton.jit
@@ -53,11 +68,11 @@ def _floats(nibbles: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
-    """Return the values, f32, of the low and the high bits of packed codes: 0 to 15, or for BASE None floats (e2m1), doubled."""
+    """Return the low and the high bits of packed codes, u8, as f32: 0 to 15; BASE None: floats (e2m1), doubled."""
     if BASE is not None and not INTERPRETED:
         low, high = tl.inline_asm_elementwise(
             _TO_F32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
-        )  # fmt: skip
+        )
     else:
         wide = codes.to(tl.int32)
         low, high = wide & 15, wide >> 4
@@ -70,14 +85,22 @@ def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def split_operands(codes: tl.tensor, BASE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
-    """Return the values of the low and the high bits of packed codes, code + BASE, or floats as split_codes; in DTYPE, exact."""
-    if BASE is not None and DTYPE == tl.bfloat16 and not INTERPRETED:
-        # 128 - BASE is exact in bfloat16, as are the bits of an f32 cut to 16.
-        less = tl.full([1], 128.0 - BASE, tl.float32).to(tl.int32, bitcast=True)
-        less = tl.broadcast_to(tl.reshape(less | (less >> 16), [1] * len(codes.shape)), codes.shape)
-        low, high = tl.inline_asm_elementwise(
-            _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
-        )  # fmt: skip
+    """Return the low and the high bits of packed codes, u8, in DTYPE, exact: code + BASE; BASE None: floats (e2m1), doubled."""
+    if BASE is not None and DTYPE != tl.float32 and not INTERPRETED:
+        # What is subtracted is exact in both types.
+        if DTYPE == tl.bfloat16:
+            less = tl.full([1], 128.0 - BASE, tl.float32).to(tl.int32, bitcast=True) >> 16
+        else:
+            less = tl.full([1], 1024.0 - BASE, tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
+        less = tl.broadcast_to(tl.reshape(less | less << 16, [1] * len(codes.shape)), codes.shape)
+        if DTYPE == tl.bfloat16:
+            low, high = tl.inline_asm_elementwise(
+                _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            )
+        else:
+            low, high = tl.inline_asm_elementwise(
+                _TO_F16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            )
     else:
         low, high = split_codes(codes, BASE)
         if BASE is not None:

@@ -167,3 +167,23 @@ def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
     """
     rows = 8 if num_rows >= 2048 else 4
     return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)
+
+
+class CodesTile(NamedTuple):
+    """rows of the weight; bytes of codes processed at once, 0: matrix units process a run of columns for each warp.
+
+    fetched_bytes  prefetched by a program while the previous kernel runs
+    """
+
+    rows: int
+    bytes: int
+    num_warps: int
+    num_stages: int
+    fetched_bytes: int = 16 << 10
+
+
+def codes_tile(num_tokens: int, num_rows: int, row_bytes: int) -> CodesTile:
+    """Return the tile for a fused linear layer with quantised weights."""
+    if num_tokens == 1:
+        return CodesTile(8 if num_rows >= 2048 else 4, 2048, 4, 3)
+    return CodesTile(32 if num_rows >= 8192 else 16, 0, 4, 4)
