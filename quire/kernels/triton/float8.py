@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.linear_kernels import add_splits
+from quire.kernels.triton.linear import add_splits_launch
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
@@ -31,6 +31,9 @@ _SCALED_MM_CAPABILITY = (9, 0)
 _SCALED_MM_MULTIPLE = 16
 _COLUMNS_OF_PROGRAM = 1024
 _GROUPED = 8
+_ROWS_AT_ONCE = 128
+_MULTIPROCESSORS = 132
+_F32_BYTES = 4
 
 
 class Float8Rows(NamedTuple):
@@ -55,7 +58,7 @@ def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | Non
     weight   float8, see pack_float8
     bias     [O] float
     Returns  [T, O] in x's dtype, summed in f32; all NaN for a token with a NaN. Rows are independent, except that a library
-             call's bits may depend on the number of rows
+             call's bits, and those of a weight with few rows, may depend on the number of tokens
     """
     x = x if weight.columns is None else x.index_select(1, weight.columns)
     if _fits_library(x, weight):
@@ -98,12 +101,14 @@ def quantize_launch(rows: Float8Rows, x: Tensor, group_size: int) -> Launch:
     width = power_of_two(group_size)
     height = max(1, min(_COLUMNS_OF_PROGRAM // width, power_of_two(num_groups)))
     arguments = {"x_ptr": x, "codes_ptr": rows.codes, "scales_ptr": rows.scales, "x_stride": x.stride(0)}
-    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width, "IS_PDL": has_dependent_launch(x.device)}
+    is_pdl = has_dependent_launch(x.device)
+    constants = {"NUM_COLUMNS": num_columns, "GROUP": group_size, "BLOCK_R": height, "BLOCK_C": width, "IS_PDL": is_pdl}
     num_warps = min(16, max(1, width * height // 512))
-    return Launch(quantize_rows, (num_tokens, triton.cdiv(num_groups, height)), arguments, constants, num_warps, 1, is_pdl=has_dependent_launch(x.device))
+    grid = (num_tokens, triton.cdiv(num_groups, height))
+    return Launch(quantize_rows, grid, arguments, constants, num_warps, 1, is_pdl=is_pdl)
 
 
-def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, tile=None, splits=1, fetched=0) -> list[Launch]:
+def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> list[Launch]:
     """Return the launches of `multiply_float8`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     num_tokens = x.shape[0]
@@ -114,39 +119,56 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
     if bias is not None:
         check_contiguous("bias", bias, (num_rows,), *_FLOATS)
     rows = _empty_rows(x, weight.group_size)
-    tile = tile or float8_tile(num_tokens)
+    tile = float8_tile(num_tokens, num_rows)
+    num_tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
     num_steps = triton.cdiv(num_columns, weight.run)
-    parts = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=out.device)
+    num_splits = _num_splits(triton.cdiv(num_tokens, tile.tokens) * tile.tokens, weight.shape, num_steps, num_tiles)
+    parts = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=out.device) if num_splits > 1 else out
     arguments = {
         "x_ptr": rows.codes,
         "x_scales_ptr": rows.scales,
         "codes_ptr": weight.codes,
         "scales_ptr": weight.scales,
-        "bias_ptr": bias if splits == 1 else None,
+        "bias_ptr": None if num_splits > 1 else bias,
         "out_ptr": parts,
         "num_tokens": num_tokens,
     }
+    rows_at_once = min(tile.rows, _ROWS_AT_ONCE)
+    is_pdl = has_dependent_launch(x.device)
     constants = {
         "NUM_ROWS": num_rows,
         "NUM_COLUMNS": num_columns,
         "GROUP": weight.group_size,
         "SCALE_ROWS": weight.scale_rows,
         "BLOCK_M": tile.tokens,
-        "BLOCK_N": tile.rows,
+        "BLOCK_N": rows_at_once,
         "BLOCK_K": weight.run,
+        "PARTS": tile.rows // rows_at_once,
         "GROUPED": _GROUPED,
-        "STEPS": triton.cdiv(num_steps, splits),
-        "IS_SPLIT": splits > 1,
-        "FETCHED_BYTES": fetched,
-        "THREADS": 32 * tile.num_warps,
-        "IS_PDL": has_dependent_launch(x.device),
+        "STEPS": triton.cdiv(num_steps, num_splits),
+        "IS_SPLIT": num_splits > 1,
+        "IS_PDL": is_pdl,
     }
-    grid = (triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows), splits)
-    product = Launch(multiply_quantized, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=has_dependent_launch(x.device))
-    found = [quantize_launch(rows, x, weight.group_size), product]
-    if splits > 1:
-        found.append(Launch(add_splits, (num_tokens, triton.cdiv(num_rows, 1024)), {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}, {"NUM_ROWS": num_rows, "NUM_SPLITS": splits, "BLOCK": 1024}, 4, 1))
-    return found
+    grid = (num_tiles, num_splits)
+    product = Launch(multiply_quantized, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
+    added = [] if num_splits == 1 else [add_splits_launch(out, parts, bias)]
+    return [quantize_launch(rows, x, weight.group_size), product, *added]
+
+
+def _num_splits(num_tokens: int, shape: tuple[int, int], num_steps: int, num_tiles: int) -> int:
+    """Return in how many parts sums are formed, by a program each: so many that few tiles occupy most multiprocessors.
+
+    Each part has at least eight steps, and writing and reading the parts moves at most half of the weight's bytes.
+
+    num_tokens  of the tiles: between two powers of two there are only two numbers of parts, and steps of both are compiled ahead
+    """
+    num_rows, num_columns = shape
+    count = 1
+    while 2 * count * num_tiles <= _MULTIPROCESSORS and num_steps >= 16 * count:
+        if 2 * count * num_tokens * num_rows * 2 * _F32_BYTES > num_rows * num_columns // 2:
+            break
+        count *= 2
+    return count
 
 
 def _empty_rows(x: Tensor, group_size: int) -> Float8Rows:

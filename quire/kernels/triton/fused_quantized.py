@@ -41,7 +41,6 @@ def multiply_codes_launch(
     weight: DeviceQuantizedWeight,
     norm: Norm | None = None,
     epilogue: Epilogue | None = None,
-    tile: CodesTile | None = None,
 ) -> Launch:
     """Return the launch that writes epilogue(norm(x) @ weight^T) to out, summed in f32.
 
@@ -49,7 +48,6 @@ def multiply_codes_launch(
     x       [T, K] bfloat16 or float16 with contiguous rows, 1 <= T <= MOST_TOKENS
     weight  [O, K]: gate before up
     norm    RMSNorm of the rows of x, as `normalize`; None: none
-    tile    None: the one for this shape
 
     Rows are independent; a row alone may differ from the same one beside others by rounding.
     Raises InvariantError for shapes and dtypes that do not match, UnsupportedError for other activations.
@@ -59,7 +57,7 @@ def multiply_codes_launch(
     num_tokens = x.shape[0]
     num_rows, num_columns = weight.shape
     row_bytes = weight.codes.shape[1]
-    tile = tile or codes_tile(num_tokens, num_rows, row_bytes)
+    tile = codes_tile(num_tokens, num_rows, weight.is_packed)
     is_pdl = has_dependent_launch(x.device)
     spec = None if norm is None else norm.spec
     arguments = {

@@ -36,18 +36,16 @@ def multiply(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = Non
 
 
 def multiply_launches(
-    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None, tile=None, num_splits=0,
+    out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None, whole_rows: int | None = None
 ) -> list[Launch]:
     """Return the launches of `multiply`, which write `out`; the columns of x are already in the stored order."""
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
     num_tokens = x.shape[0]
-    tile = tile or linear_tile(num_tokens, x.dtype)
+    tile = linear_tile(num_tokens, x.dtype, weight.offsets is not None)
     num_steps = -(-num_columns // weight.run)
     tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     splits = _split(whole_rows or num_rows, num_steps, tiles[0] * tiles[1])
-    if num_splits:
-        splits = _Splits(num_splits, num_splits > 1)
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,
@@ -152,6 +150,14 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
     return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
 
+def add_splits_launch(out: Tensor, parts: Tensor, bias: Tensor | None) -> Launch:
+    """Return the launch that writes to out [T, O] the sum of parts [S, T, O] f32, one after the other, and the bias [O]."""
+    num_splits, num_tokens, num_rows = parts.shape
+    arguments = {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}
+    constants = {"NUM_ROWS": num_rows, "NUM_SPLITS": num_splits, "BLOCK": _BLOCK}
+    return Launch(add_splits, (num_tokens, triton.cdiv(num_rows, _BLOCK)), arguments, constants, 4, 1)
+
+
 class _Splits(NamedTuple):
     """count: parts of a sum; are_shared: each part is computed by its own program, and the parts are added afterwards."""
 
@@ -181,12 +187,7 @@ def _parts(out: Tensor, splits: _Splits) -> Tensor:
 
 
 def _add_launches(out: Tensor, parts: Tensor, bias: Tensor | None, splits: _Splits) -> list[Launch]:
-    if not splits.are_shared:
-        return []
-    num_tokens, num_rows = out.shape
-    arguments = {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}
-    constants = {"NUM_ROWS": num_rows, "NUM_SPLITS": splits.count, "BLOCK": _BLOCK}
-    return [Launch(add_splits, (num_tokens, triton.cdiv(num_rows, _BLOCK)), arguments, constants, 4, 1)]
+    return [add_splits_launch(out, parts, bias)] if splits.are_shared else []
 
 
 def _weight_constants(weight: DeviceQuantizedWeight) -> dict[str, object]:

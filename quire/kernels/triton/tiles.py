@@ -112,9 +112,10 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
-    """Return the tile for a linear layer with quantised weights."""
-    return LinearTile(**active_table().find("linear", {"dtype": _name(dtype), "tokens": num_tokens}))
+def linear_tile(num_tokens: int, dtype: torch.dtype, has_offsets: bool = False) -> LinearTile:
+    """Return the tile for a linear layer with quantised weights; offsets take sums, and registers, of their own."""
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "has_offsets": has_offsets}
+    return LinearTile(**active_table().find("linear", shape))
 
 
 class DenseTile(NamedTuple):
@@ -145,9 +146,13 @@ def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
     return DenseTile(128, 128, 64, 8, 4)
 
 
-def float8_tile(num_tokens: int) -> LinearTile:
-    """Return the tile for a linear layer with float8 weights and float8 activations."""
-    return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
+def float8_tile(num_tokens: int, num_rows: int) -> LinearTile:
+    """Return the tile for a linear layer with float8 weights and float8 activations.
+
+    The table has the numbers of tokens and of squares of 128 outputs, `squares`, which say how many programs there will be.
+    """
+    squares = -(-num_tokens // 128) * -(-num_rows // 128)
+    return LinearTile(**active_table().find("float8", {"tokens": num_tokens, "squares": squares}))
 
 
 class FewTile(NamedTuple):
@@ -179,11 +184,10 @@ class CodesTile(NamedTuple):
     bytes: int
     num_warps: int
     num_stages: int
-    fetched_bytes: int = 16 << 10
+    fetched_bytes: int
 
 
-def codes_tile(num_tokens: int, num_rows: int, row_bytes: int) -> CodesTile:
+def codes_tile(num_tokens: int, num_rows: int, is_packed: bool) -> CodesTile:
     """Return the tile for a fused linear layer with quantised weights."""
-    if num_tokens == 1:
-        return CodesTile(8 if num_rows >= 2048 else 4, 2048, 4, 3)
-    return CodesTile(32 if num_rows >= 8192 else 16, 0, 4, 4)
+    shape = {"tokens": num_tokens, "rows": num_rows, "is_packed": is_packed}
+    return CodesTile(**active_table().find("codes", shape))

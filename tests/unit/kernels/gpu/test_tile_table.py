@@ -48,7 +48,8 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
         for count in (1, 16, 17, 10**6):
             assert tiles.linear_tile(count, dtype).tokens >= 16
             assert tiles.expert_tile(count, 8, dtype).pairs >= 16
-            assert tiles.float8_tile(count).tokens >= 16
+            assert tiles.float8_tile(count, 4096).tokens >= 16
+            assert tiles.codes_tile(count, 100, True).rows >= 4
 
 
 def test_the_first_rule_that_holds_counts():
@@ -137,13 +138,14 @@ def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():
 
 
 def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
-    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in ("linear", "float8", "experts")]
+    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in ("linear", "codes", "float8", "experts")]
     base = read_tables(tile_table.SHIPPED)[0]
     times = iter(range(10**6, 0, -1))
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
-    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in ("linear", "float8", "experts")] == [3, 2, 4]
+    added = {kernel: len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in found.rules}
+    assert added == {"linear": 3, "codes": 12, "float8": 2, "experts": 4}
     run_all(next(case for case in cases if case.kernel == "linear").make())
 
 
