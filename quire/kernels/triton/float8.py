@@ -123,6 +123,7 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
     num_tiles = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(num_rows, tile.rows)
     num_steps = triton.cdiv(num_columns, weight.run)
     num_splits = _num_splits(triton.cdiv(num_tokens, tile.tokens) * tile.tokens, weight.shape, num_steps, num_tiles)
+    steps_of_part = triton.cdiv(num_steps, num_splits)
     parts = torch.empty(num_splits, *out.shape, dtype=torch.float32, device=out.device) if num_splits > 1 else out
     arguments = {
         "x_ptr": rows.codes,
@@ -132,6 +133,7 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
         "bias_ptr": None if num_splits > 1 else bias,
         "out_ptr": parts,
         "num_tokens": num_tokens,
+        "num_steps": steps_of_part,
     }
     rows_at_once = min(tile.rows, _ROWS_AT_ONCE)
     is_pdl = has_dependent_launch(x.device)
@@ -145,7 +147,7 @@ def float8_launches(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, bias:
         "BLOCK_K": weight.run,
         "PARTS": tile.rows // rows_at_once,
         "GROUPED": _GROUPED,
-        "STEPS": triton.cdiv(num_steps, num_splits),
+        "IS_WHOLE": num_columns == num_splits * steps_of_part * weight.run,
         "IS_SPLIT": num_splits > 1,
         "IS_PDL": is_pdl,
     }

@@ -48,7 +48,7 @@ def quantize_rows(
     tl.store(codes_ptr + token * NUM_COLUMNS + columns, cast_to(x, codes_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["num_tokens", "num_steps"])
 def multiply_quantized(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
@@ -57,6 +57,7 @@ def multiply_quantized(
     bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_tokens: tl.tensor,
+    num_steps: tl.tensor,
     NUM_ROWS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -66,7 +67,7 @@ def multiply_quantized(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     GROUPED: tl.constexpr,
-    STEPS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
@@ -76,7 +77,9 @@ def multiply_quantized(
     x_scales  [T, ceil(NUM_COLUMNS / GROUP)] f32; scales [ceil(NUM_ROWS / SCALE_ROWS), ceil(NUM_COLUMNS / GROUP)] f32
     GROUP     a multiple of BLOCK_K, or NUM_COLUMNS
     PARTS     a tile has PARTS * BLOCK_N rows: the wider, the less is read from the L2 cache, and BLOCK_N at a time fit the registers
-    STEPS     BLOCK_K columns each; IS_SPLIT: program_id(1) is one of several parts of a sum, which are written one after the other
+    num_steps of BLOCK_K columns each; not a constant, as short loops would be unrolled and need more registers. IS_WHOLE: all of them
+              lie within the columns
+    IS_SPLIT  program_id(1) is one of several parts of a sum, which are written one after the other
 
     Tensor cores accumulate float8 products in fewer bits than f32, so each BLOCK_K of them is summed separately, and these sums
     are added in f32.
@@ -101,15 +104,15 @@ def multiply_quantized(
     x_scale_places = x_scales_ptr + places * NUM_GROUPS
     # Where rows share their scales, the product of the scales has one value for each token.
     SHARES_SCALE: tl.constexpr = SCALE_ROWS % BLOCK_N == 0
-    start = tl.program_id(1) * (STEPS * BLOCK_K)
+    start = tl.program_id(1) * (num_steps * BLOCK_K)
     wait(IS_PDL)
 
     sums = ()
     for _ in tl.static_range(PARTS):
         sums = sums + (tl.zeros([BLOCK_M, BLOCK_N], tl.float32),)
-    for step in tl.range(0, STEPS):
+    for step in tl.range(0, num_steps):
         first = start + step * BLOCK_K
-        if NUM_COLUMNS % (STEPS * BLOCK_K) == 0:
+        if IS_WHOLE:
             x = tl.load(x_tile + first)
         else:
             is_column = first + columns < NUM_COLUMNS
@@ -123,7 +126,7 @@ def multiply_quantized(
             if NUM_ROWS % HEIGHT != 0:
                 of_part = tl.minimum(of_part, NUM_ROWS - 1)
             code_places = codes_ptr + (of_part.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]) + first
-            if NUM_COLUMNS % (STEPS * BLOCK_K) == 0:
+            if IS_WHOLE:
                 codes = tl.load(code_places)
             else:
                 codes = tl.load(code_places, mask=is_column[None, :], other=0.0)

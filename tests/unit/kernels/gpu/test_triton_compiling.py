@@ -126,7 +126,7 @@ OTHER_LIMITS = {
     "moe-gate-up-4096": (255, {"HGMMA": 8, "wide_copies": 12}),
     "moe-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
     "moe-4-1": (96, {"HGMMA": 8, "wide_copies": 8}),
-    "moe-4-1024": (176, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-4-1024": (192, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-64": (104, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-4096": (232, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
@@ -143,11 +143,11 @@ OTHER_LIMITS = {
     "move-fp8": (40, {}),
     "linear-4": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-offset": (128, {"HGMMA": 4, "wide_copies": 4}),
-    "linear-4-64": (168, {"HGMMA": 4, "wide_copies": 4}),
+    "linear-4-64": (128, {"HGMMA": 8, "wide_copies": 16}),
     "linear-4-offset-64": (168, {"HGMMA": 8, "wide_copies": 4}),
     "linear-8": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-8-offset": (128, {"HGMMA": 8, "wide_copies": 4}),
-    "linear-4-4096": (216, {"HGMMA": 8, "wide_copies": 16}),
+    "linear-4-4096": (255, {"HGMMA": 8, "wide_copies": 16}),
     "linear-add": (40, {}),
     "widen-4": (40, {}),
     "widen-fp8-rows": (40, {}),
@@ -163,9 +163,9 @@ OTHER_LIMITS = {
     "linear-fp8-64": (168, {"HGMMA": 4, "wide_copies": 4}),
     "float8-quantize": (64, {}),
     "float8-quantize-token": (96, {}),
-    "float8-128": (240, {"QGMMA": 4, "wide_copies": 8}),
-    "float8-1024": (240, {"QGMMA": 4, "wide_copies": 8}),
-    "float8-1024-token": (240, {"QGMMA": 4, "wide_copies": 8}),
+    "float8-128": (192, {"QGMMA": 4, "wide_copies": 16}),
+    "float8-1024": (128, {"QGMMA": 8, "wide_copies": 16}),
+    "float8-1024-token": (128, {"QGMMA": 8, "wide_copies": 16}),
 }
 # Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes.
 # Nothing is left to fetch where rows are as long as a tile.
@@ -181,6 +181,15 @@ FUSED_LIMITS = {
     "few-gate-up-large-8": (255, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
     "few-down-large-8": (216, {**_FETCHING, "wide_loads": 8, "wide_copies": 16}),
     "few-f32": (136, {**_FETCHING, "wide_loads": 8}),
+    "codes-qkv-fp8": (144, {**_FETCHING, "wide_loads": 16}),
+    "codes-down-fp8": (128, {**_FETCHING, "wide_loads": 8, "wide_copies": 24}),
+    "codes-gate-up-4": (144, {**_OVERLAPPED, "wide_loads": 16}),
+    "codes-down-4": (144, {**_FETCHING, "wide_loads": 8, "wide_copies": 24}),
+    "codes-gate-up-fp8-8": (144, {**_FETCHING, "HMMA": 16, "wide_copies": 32}),
+    "codes-gate-up-4-8": (128, {**_FETCHING, "HMMA": 16, "wide_copies": 32}),
+    "codes-gate-up-4-8-f16": (128, {**_FETCHING, "HMMA": 16, "wide_copies": 32}),
+    "codes-down-fp8-16": (96, {**_FETCHING, "HMMA": 16, "wide_copies": 32}),
+    "codes-down-4-16": (96, {**_FETCHING, "HMMA": 16, "wide_copies": 32}),
     "projected": (144, {**_MERGING, "wide_copies": 64}),
     "projected-small": (168, {**_MERGING, "wide_copies": 64}),
     "projected-fp8": (168, {**_MERGING, "wide_copies": 8}),
@@ -191,13 +200,17 @@ FUSED_LIMITS = {
     "projected-f32": (128, {**_OVERLAPPED, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
 }
 EARLY_LOADS = {name: 0 if name.startswith("projected") else 4 if name in ("few-o", "few-down") else 8 for name in FUSED_LIMITS}
+# Scales are loaded with the codes of one token; codes for matrix units are only prefetched.
+EARLY_LOADS |= {name: 0 if "HMMA" in limits[1] else 16 for name, limits in FUSED_LIMITS.items() if name.startswith("codes")}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
+    "codes-down-4",
+    "codes-gate-up-fp8-8",
     "widen-4",
     "parts-8",
 ]
-LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
+LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "codes", "projected")
 # Where no multiply becomes one with an add: the noise is the CPU's only so, and so are weights that are made dense; a tile of
 # keys gives the same bits whole and masked. Products of f32 matrices and logarithms are made of such operations.
 UNFUSED = [
@@ -274,7 +287,7 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
         "_keep_ids",
         "_move_rows",
     }
-    of_weights = {"_add_parts", "multiply_packed", "widen_rows", "add_splits", "multiply_dense"}
+    of_weights = {"_add_parts", "multiply_packed", "multiply_few_codes", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
     over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
     assert over == []
