@@ -1,9 +1,10 @@
-"""Products of Qwen3-8B with bf16, fp8 and 4-bit weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and torch's scaled_mm."""
+"""Products of Qwen3-8B with bf16, fp8 and 4-bit weights on a GPU, for bench/gpu.py: quire's kernels, cuBLAS and scaled_mm."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from gpu_kernels import Shapes, time_runs
@@ -38,11 +39,13 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
         "down": (hidden, inner),
     }
     if is_tiny:
-        sizes = {name: sizes[name] for name in ("o", "gate_up")}
+        sizes = {"o": sizes["o"]}
     for num_tokens in (1, 65) if is_tiny else (1, 8, 64, 256, 2048):
         for name, size in sizes.items():
             for kind in _BYTES:
-                weights = [_weight(kind, size, shapes) for _ in range(1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1])))]
+                weights = [
+                    _weight(kind, size, shapes) for _ in range(1 + int(_WARM_BYTES / (_BYTES[kind] * size[0] * size[1])))
+                ]
                 weights = weights[: 1 if is_tiny else None]
                 x = shapes.random(num_tokens, size[1])
                 flops = 2 * num_tokens * size[0] * size[1] / (_FP8_SPEEDUP if kind == "fp8" and num_tokens > MOST_TOKENS else 1)
@@ -54,9 +57,14 @@ def product_rows(device: torch.device, is_tiny: bool, peaks: tuple[float, float]
                     try:
                         row["error"] = _error(run(weights[0]), x, weights[0])
                         if not is_tiny:
-                            us = time_runs([lambda weight=weight: run(weight) for weight in weights])[0]
+                            us = time_runs([partial(run, weight) for weight in weights])[0]
                             row |= {"us": us, "share": bound_us / us}
-                    except (RuntimeError, ValueError, AttributeError, TypeError) as error:  # of a library that does not take these
+                    except (
+                        RuntimeError,
+                        ValueError,
+                        AttributeError,
+                        TypeError,
+                    ) as error:  # of a library that does not take these
                         row["failed"] = str(error)[:200]
                     yield row
 
@@ -74,7 +82,7 @@ def _weight(kind: str, size: tuple[int, int], shapes: Shapes) -> Tensor | Device
 
 
 def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tuple[str, Callable[..., Tensor | None]]]:
-    """Yield the ways to form a product, by name: functions of a weight, which return the product if that is all that they form."""
+    """Yield the ways to form a product, by name: functions of a weight, which return the product, or None if it is fused."""
     out = torch.empty(x.shape[0], size[0], dtype=x.dtype, device=x.device)
     if kind == "bf16":
         yield "cuBLAS", lambda weight: torch.mm(x, weight.t(), out=out)
@@ -89,7 +97,9 @@ def _ways(kind: str, name: str, x: Tensor, size: tuple[int, int]) -> Iterator[tu
 
     if x.shape[0] <= MOST_TOKENS:
         norm = Norm(NormSpec("rms", 1e-6), torch.ones_like(x[0])) if name in ("qkv", "gate_up") else None
-        epilogue = {"qkv": Epilogue(), "gate_up": Epilogue(activation="silu", is_gated=True)}.get(name, Epilogue(residual_scale=1.0))
+        epilogue = {"qkv": Epilogue(), "gate_up": Epilogue(activation="silu", is_gated=True)}.get(
+            name, Epilogue(residual_scale=1.0)
+        )
         fused = torch.zeros(x.shape[0], size[0] // 2 if name == "gate_up" else size[0], dtype=x.dtype, device=x.device)
         yield "fused", lambda weight: multiply_codes_launch(fused, x, weight, norm, epilogue).run()
     if x.shape[0] <= 256:

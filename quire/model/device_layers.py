@@ -18,7 +18,7 @@ from quire.kernels.triton.fused_quantized import multiply_codes_launch, reason_n
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.model.device_linear import DeviceLinear
+from quire.model.device_linear import DeviceLinear, DeviceWeight
 from quire.model.device_ranks import LayerRanks
 
 
@@ -207,17 +207,19 @@ class FusedLayer:
 
     def _multiply(self, name: str, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
         parts, epilogue = self._weights[name], self._epilogues[name]
-        start = 0
-        for part in parts:
-            rows, stop = out, start + part.shape[0]
-            if len(parts) > 1:  # of q, k and v, which have no other epilogue
-                rows = out[:, start:stop]
-                epilogue = Epilogue(None if self._epilogues[name].bias is None else self._epilogues[name].bias[start:stop])
-            if isinstance(part, Tensor):
-                multiply_few_launch(rows, x, part, norm, epilogue).run()
-            else:
-                multiply_codes_launch(rows, x, part, norm, epilogue).run()
-            start = stop
+        if len(parts) == 1:
+            self._launch(parts[0], out, x, norm, epilogue)
+            return
+        sizes = [part.shape[0] for part in parts]  # of q, k and v, whose only epilogue is a bias
+        biases = [None] * len(sizes) if epilogue.bias is None else epilogue.bias.split(sizes)
+        for part, columns, bias in zip(parts, out.split(sizes, 1), biases, strict=True):
+            self._launch(part, columns, x, norm, Epilogue(bias))
+
+    def _launch(self, weight: DeviceWeight, out: Tensor, x: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
+        if isinstance(weight, DeviceQuantizedWeight):
+            multiply_codes_launch(out, x, weight, norm, epilogue).run()
+        else:
+            multiply_few_launch(out, x, weight, norm, epilogue).run()
 
     def _new(self, x: Tensor, width: int) -> Tensor:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)

@@ -162,7 +162,7 @@ def _num_splits(num_tokens: int, shape: tuple[int, int], num_steps: int, num_til
 
     Each part has at least eight steps, and writing and reading the parts moves at most half of the weight's bytes.
 
-    num_tokens  of the tiles: between two powers of two there are only two numbers of parts, and steps of both are compiled ahead
+    num_tokens  of the tiles: between two powers of two there are only two numbers of parts, both of which are compiled ahead
     """
     num_rows, num_columns = shape
     count = 1

@@ -1,4 +1,5 @@
 """Device code of linear layers with float8 weights and activations: quantisation of rows, and the product."""
+# ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
 from __future__ import annotations
 
@@ -76,9 +77,9 @@ def multiply_quantized(
     x, codes  [T, NUM_COLUMNS] and [NUM_ROWS, NUM_COLUMNS] float8
     x_scales  [T, ceil(NUM_COLUMNS / GROUP)] f32; scales [ceil(NUM_ROWS / SCALE_ROWS), ceil(NUM_COLUMNS / GROUP)] f32
     GROUP     a multiple of BLOCK_K, or NUM_COLUMNS
-    PARTS     a tile has PARTS * BLOCK_N rows: the wider, the less is read from the L2 cache, and BLOCK_N at a time fit the registers
-    num_steps of BLOCK_K columns each; not a constant, as short loops would be unrolled and need more registers. IS_WHOLE: all of them
-              lie within the columns
+    PARTS     a tile has PARTS * BLOCK_N rows: the wider, the less is read from the L2 cache; BLOCK_N at a time fit registers
+    num_steps of BLOCK_K columns; not a constant, as short loops would be unrolled and need more registers
+    IS_WHOLE  all of them lie within the columns
     IS_SPLIT  program_id(1) is one of several parts of a sum, which are written one after the other
 
     Tensor cores accumulate float8 products in fewer bits than f32, so each BLOCK_K of them is summed separately, and these sums
@@ -126,10 +127,7 @@ def multiply_quantized(
             if NUM_ROWS % HEIGHT != 0:
                 of_part = tl.minimum(of_part, NUM_ROWS - 1)
             code_places = codes_ptr + (of_part.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]) + first
-            if IS_WHOLE:
-                codes = tl.load(code_places)
-            else:
-                codes = tl.load(code_places, mask=is_column[None, :], other=0.0)
+            codes = tl.load(code_places) if IS_WHOLE else tl.load(code_places, mask=is_column[None, :], other=0.0)
             products = dot(x, tl.trans(codes), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
             if NUM_GROUPS > 1 and SHARES_SCALE:
                 row = tl.minimum(first_row + part * BLOCK_N, NUM_ROWS - 1)

@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights for steps with few tokens, fused with the operations before and after them in one launch.
+"""Linear layers with quantised weights for steps with few tokens, fused with the operations around them in one launch.
 
 As fused_linear.py for plain weights. One token is multiplied by ordinary arithmetic, several by matrix units.
 """

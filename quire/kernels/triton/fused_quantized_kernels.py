@@ -1,4 +1,4 @@
-"""Device code of linear layers with quantised weights for few tokens: one pass over the codes, with norm, activation and residual.
+"""Device code of linear layers with quantised weights for few tokens: one pass over the codes, with norm and epilogue.
 
 As in fused_linear_kernels.py, a program handles a few rows of the weight and all of their columns. One token, or a few, are
 multiplied by ordinary arithmetic; more tokens by matrix units, where each warp sums runs of columns of its own.
@@ -324,7 +324,7 @@ def _input_operand(
         wide = x.to(tl.float32)
         squares = tl.sum(wide * wide, 2)
         norm_weight = tl.load(norm_weight_ptr + columns, mask=columns < NUM_COLUMNS, other=0.0).to(tl.float32)[:, None, :]
-        if DTYPE == tl.float16:
+        if x_ptr.dtype.element_ty == tl.float16:
             x = cast_to(scale_normalized(wide * factors[None, :, None], norm_weight, OFFSET, CASTS_LATE, DTYPE), DTYPE)
         else:
             x = cast_to(wide * (norm_weight + OFFSET), DTYPE)
@@ -366,7 +366,7 @@ def multiply_several_codes(
     FETCHED_BYTES: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
-    """As multiply_few_codes, with matrix units: warp w sums runs w, w + WARPS, ... of columns, and the sums are added at the end.
+    """As multiply_few_codes, with matrix units: warp w sums runs w, w + WARPS, ... of columns; the sums are added at the end.
 
     RMSNorm's factor multiplies the sum, so that inputs are read once; in f16, whose range is small, the inputs.
 
@@ -398,7 +398,7 @@ def multiply_several_codes(
     scale_places = rows // SCALE_ROWS * NUM_GROUPS
     offset_places = rows * NUM_GROUPS
     factors = tl.zeros([TOKENS], tl.float32)
-    if norm_weight_ptr is not None and DTYPE == tl.float16:
+    if norm_weight_ptr is not None and x_ptr.dtype.element_ty == tl.float16:
         factors = _factor_of_each(x_ptr, x_places, is_token, NUM_COLUMNS, TOKENS, RUN, EPS)
     acc = tl.zeros([WARPS, BLOCK_N, TOKENS], tl.float32)
     squares = tl.zeros([WARPS, TOKENS], tl.float32)
@@ -433,7 +433,7 @@ def multiply_several_codes(
             acc += total * offsets[:, :, None]
 
     y = tl.sum(acc, 0)
-    if norm_weight_ptr is not None and DTYPE != tl.float16:
+    if norm_weight_ptr is not None and x_ptr.dtype.element_ty != tl.float16:
         y *= tl.rsqrt(tl.sum(squares, 0) / NUM_COLUMNS + EPS)[None, :]
     if bias_ptr is not None:
         y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[:, None]

@@ -10,20 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to, dot
-from quire.kernels.triton.nibbles import split_operands
-
-
-@triton.jit
-def numbers_of(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
-    """Return the values of 4-bit codes, f32: code + BASE; BASE None: floats (e2m1), doubled."""
-    if BASE is None:
-        # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
-        codes = nibbles.to(tl.int32)
-        halves = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
-        numbers = halves.to(tl.float32) * 32768.0
-    else:
-        numbers = (nibbles.to(tl.int32) + BASE).to(tl.float32)
-    return numbers
+from quire.kernels.triton.nibbles import numbers_of, split_operands
 
 
 @triton.jit

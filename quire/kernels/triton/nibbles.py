@@ -1,7 +1,7 @@
 """Device code that converts packed 4-bit codes to floats.
 
-A conversion of integers takes the GPU several instructions a code, more than there is time for while the codes are read. Here the
-bits of a code are put into those of a float that is a power of two, which is then subtracted. The interpreter has no inline
+A conversion of integers takes the GPU several instructions a code, more than there is time for while the codes are read. Here
+the bits of a code are put into those of a float that is a power of two, which is then subtracted. The interpreter has no inline
 assembly and converts integers.
 """
 
@@ -26,7 +26,7 @@ _TO_F32 = tl.constexpr(
     lop3.b32 b, w, 0x0000f000, 0x4b000000, 0xea; fma.rn.f32 $7, b, 0f39800000, 0fc5000000;
     }"""
 )
-"""Of four bytes ($8), the low bits of each ($0 to $3) and the high bits. 2**23 + code * 2**s, divided by 2**s, less 2**(23 - s)."""
+"""Of four bytes ($8), the low bits of each ($0 to $3) and the high bits: (2**23 + code * 2**s) / 2**s - 2**(23 - s)."""
 
 
 def _to_halves(one: str, kind: str) -> tl.constexpr:
@@ -59,11 +59,16 @@ _TO_BF16, _TO_F16 = _to_halves("4300", "bf16x2"), _to_halves("6400", "f16x2")
 
 
 @triton.jit
-def _floats(nibbles: tl.tensor) -> tl.tensor:
-    """Return the values of 4-bit floats (e2m1), doubled, f32; nibbles i32 below 16."""
-    # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
-    halves = ((nibbles & 7) << 9 | (nibbles & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
-    return halves.to(tl.float32) * 32768.0
+def numbers_of(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
+    """Return the values of 4-bit codes, f32: code + BASE; BASE None: floats (e2m1), doubled."""
+    if BASE is None:
+        # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
+        codes = nibbles.to(tl.int32)
+        halves = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
+        numbers = halves.to(tl.float32) * 32768.0
+    else:
+        numbers = (nibbles.to(tl.int32) + BASE).to(tl.float32)
+    return numbers
 
 
 @triton.jit
@@ -74,26 +79,22 @@ def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
             _TO_F32, "=r,=r,=r,=r,=r,=r,=r,=r,r", [codes], dtype=(tl.float32, tl.float32), is_pure=True, pack=4
         )
     else:
-        wide = codes.to(tl.int32)
-        low, high = wide & 15, wide >> 4
-        if BASE is None:
-            low, high = _floats(low), _floats(high)
-        else:
-            low, high = low.to(tl.float32), high.to(tl.float32)
+        ZERO: tl.constexpr = None if BASE is None else 0
+        low, high = numbers_of(codes & 15, ZERO), numbers_of(codes >> 4, ZERO)
     return low, high
 
 
 @triton.jit
-def split_operands(codes: tl.tensor, BASE: tl.constexpr, DTYPE: tl.constexpr) -> tl.tuple:
-    """Return the low and the high bits of packed codes, u8, in DTYPE, exact: code + BASE; BASE None: floats (e2m1), doubled."""
-    if BASE is not None and DTYPE != tl.float32 and not INTERPRETED:
+def split_operands(codes: tl.tensor, BASE: tl.constexpr, dtype: tl.constexpr) -> tl.tuple:
+    """Return the low and the high bits of packed codes, u8, in dtype, exact: code + BASE; BASE None: floats (e2m1), doubled."""
+    if BASE is not None and dtype != tl.float32 and not INTERPRETED:
         # What is subtracted is exact in both types.
-        if DTYPE == tl.bfloat16:
+        if dtype == tl.bfloat16:
             less = tl.full([1], 128.0 - BASE, tl.float32).to(tl.int32, bitcast=True) >> 16
         else:
             less = tl.full([1], 1024.0 - BASE, tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
         less = tl.broadcast_to(tl.reshape(less | less << 16, [1] * len(codes.shape)), codes.shape)
-        if DTYPE == tl.bfloat16:
+        if dtype == tl.bfloat16:
             low, high = tl.inline_asm_elementwise(
                 _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
@@ -105,5 +106,5 @@ def split_operands(codes: tl.tensor, BASE: tl.constexpr, DTYPE: tl.constexpr) ->
         low, high = split_codes(codes, BASE)
         if BASE is not None:
             low, high = low + BASE, high + BASE
-        low, high = cast_to(low, DTYPE), cast_to(high, DTYPE)
+        low, high = cast_to(low, dtype), cast_to(high, dtype)
     return low, high

@@ -428,9 +428,7 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "codes-down-fp8": lambda: codes_launch(1, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
     "codes-gate-up-4": lambda: codes_launch(1, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
     "codes-down-4": lambda: codes_launch(1, torch.uint8, (4096, 12288), False, residual_scale=1.0),
-    "codes-gate-up-fp8-8": lambda: codes_launch(
-        8, FP8, (24576, 4096), True, scale_rows=128, activation="silu", is_gated=True
-    ),
+    "codes-gate-up-fp8-8": lambda: codes_launch(8, FP8, (24576, 4096), True, scale_rows=128, activation="silu", is_gated=True),
     "codes-gate-up-4-8": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
     "codes-down-fp8-16": lambda: codes_launch(16, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
     "codes-down-4-16": lambda: codes_launch(16, torch.uint8, (4096, 12288), False, residual_scale=1.0),

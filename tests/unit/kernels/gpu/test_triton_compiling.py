@@ -327,6 +327,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())
     assert len([row for row in found["kernels"] if "name" in row]) == 15
+    assert {"o fp8 1, fused", "o int4 65, dequantised, cuBLAS"} <= {row.get("name") for row in found["products"]}
     assert {row["section"] for row in found["engine"]} == {"prefill", "mixed", "engine"}
     assert [row["is_cold"] for row in found["start"][:2]] == [True, False]
     assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])
