@@ -164,7 +164,9 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
-    cases += [shapes.codes(most, is_packed, rows) for most in (1, 8, 16) for is_packed in (False, True) for rows in (8192, 0)]
+    cases += [
+        shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
+    ]
     cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
     return cases + [shapes.experts(most) for most in (8, 32, 64, _MANY_TOKENS)]
 
@@ -216,16 +218,16 @@ class _Shapes:
         candidates = _grid(rows=(64, 128), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
         return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most, "has_offsets": False}, make, candidates)
 
-    def codes(self, most: int, is_packed: bool, min_rows: int) -> TuningCase:
+    def codes(self, most: int, is_packed: bool, has_norm: bool) -> TuningCase:
         """A fused product of few tokens: norm, gate and up of weights with many rows, or down."""
-        num_rows, num_columns = (2 * self._rows, self._columns) if min_rows else (self._columns, self._rows)
+        num_rows, num_columns = (2 * self._rows, self._columns) if has_norm else (self._columns, self._rows)
         weight = self._integers(num_rows, num_columns) if is_packed else self._float8(num_rows, num_columns)
         x = self._random(min(most, 5) if self._is_tiny else most, num_columns)
-        norm = Norm(NormSpec("rms", 1e-6), self._random(num_columns)) if min_rows else None
-        epilogue = Epilogue(activation="silu", is_gated=True) if min_rows else Epilogue(residual_scale=1.0)
+        norm = Norm(NormSpec("rms", 1e-6), self._random(num_columns)) if has_norm else None
+        epilogue = Epilogue(activation="silu", is_gated=True) if has_norm else Epilogue(residual_scale=1.0)
 
         def make() -> list[Launch]:
-            out = self._random(len(x), num_rows // 2 if min_rows else num_rows)
+            out = self._random(len(x), num_rows // 2 if has_norm else num_rows)
             return [multiply_codes_launch(out, x, weight, norm, epilogue)]
 
         fetched_bytes = (0, 16 << 10, 64 << 10)
@@ -234,8 +236,8 @@ class _Shapes:
             candidates += _grid(
                 rows=(4, 8, 16), bytes=(1024, 2048, 4096), num_warps=(4, 8), num_stages=(3,), fetched_bytes=fetched_bytes
             )
-        when = {"max_tokens": most, "is_packed": is_packed}
-        return TuningCase("codes", when | {"min_rows": min_rows} if min_rows else when, make, candidates)
+        when = {"max_tokens": most, "is_packed": is_packed, "has_norm": has_norm}
+        return TuningCase("codes", when, make, candidates)
 
     def float8(self, most: int) -> TuningCase:
         weight, x = self._float8(self._rows, self._columns), self._random(self._num_tokens(most, 2048), self._columns)

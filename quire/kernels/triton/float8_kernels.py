@@ -13,12 +13,14 @@ _LARGEST = tl.constexpr(448.0)
 _LEAST = tl.constexpr(1e-30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_stride", "group_stride"])
 def quantize_rows(
     x_ptr: tl.tensor,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     x_stride: tl.tensor,
+    token_stride: tl.tensor,
+    group_stride: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -28,7 +30,7 @@ def quantize_rows(
     """Write BLOCK_R groups of columns of token program_id(0), each scaled by its maximum magnitude.
 
     codes   [T, NUM_COLUMNS] float8, contiguous
-    scales  [T, ceil(NUM_COLUMNS / GROUP)] f32, the scales of the codes; NaN if a value is not finite
+    scales  [T, ceil(NUM_COLUMNS / GROUP)] f32 with any strides, the scales of the codes; NaN if a value is not finite
     GROUP   at most BLOCK_C
     """
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
@@ -44,7 +46,7 @@ def quantize_rows(
     # The maximum does not propagate NaN, which the product must.
     num_finite = tl.sum((tl.abs(x) < float("inf")).to(tl.int32), 1)
     size = tl.where(num_finite == BLOCK_C, size, float("nan"))
-    tl.store(scales_ptr + token * NUM_GROUPS + groups, size * (1.0 / _LARGEST), mask=groups < NUM_GROUPS)
+    tl.store(scales_ptr + token * token_stride + groups * group_stride, size * (1.0 / _LARGEST), mask=groups < NUM_GROUPS)
     x = x * tl.where(size > _LEAST, _LARGEST / size, 0.0)[:, None]
     tl.store(codes_ptr + token * NUM_COLUMNS + columns, cast_to(x, codes_ptr.dtype.element_ty), mask=mask)
 

@@ -20,8 +20,9 @@ from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import CodesTile, codes_tile
 
-MOST_TOKENS = 16
-"""Maximum number of tokens of such a product: one column of a matrix instruction for each."""
+MOST_TOKENS = 8
+"""Maximum number of tokens of such a product, a column of a matrix instruction for each. With 16 an H200 took longer than with
+separate kernels, as every program normalises all tokens."""
 
 _NARROW_FLOATS = (torch.bfloat16, torch.float16)
 
@@ -57,7 +58,7 @@ def multiply_codes_launch(
     num_tokens = x.shape[0]
     num_rows, num_columns = weight.shape
     row_bytes = weight.codes.shape[1]
-    tile = codes_tile(num_tokens, num_rows, weight.is_packed)
+    tile = codes_tile(num_tokens, num_rows, row_bytes, weight.is_packed, norm is not None)
     is_pdl = has_dependent_launch(x.device)
     spec = None if norm is None else norm.spec
     arguments = {
@@ -82,7 +83,7 @@ def multiply_codes_launch(
         "IS_PACKED": weight.is_packed,
         "BASE": weight.base,
         "RUN": weight.run,
-        "TOKENS": power_of_two(num_tokens, 1 if tile.bytes else 8),
+        "TOKENS": power_of_two(num_tokens) if tile.bytes else MOST_TOKENS,
         "BLOCK_N": tile.rows,
         **({"BLOCK": block} if tile.bytes else {"WARPS": tile.num_warps}),
         "NUM_STAGES": tile.num_stages,

@@ -42,7 +42,7 @@ def multiply_launches(
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
     num_tokens = x.shape[0]
-    tile = linear_tile(num_tokens, x.dtype, weight.offsets is not None)
+    tile = linear_tile(num_tokens, x.dtype, num_rows, weight.offsets is not None)
     num_steps = -(-num_columns // weight.run)
     tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     splits = _split(whole_rows or num_rows, num_steps, tiles[0] * tiles[1])
@@ -175,7 +175,7 @@ def _split(num_rows: int, num_steps: int, num_programs: int) -> _Splits:
     num_rows  of the whole weight, so that the bits do not depend on the number of ranks that share it
     """
     count = 1
-    while count < 8 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:
+    while count < 4 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:
         count *= 2
     return _Splits(count, count > 1 and num_programs < _MANY_PROGRAMS)
 

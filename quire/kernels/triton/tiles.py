@@ -112,9 +112,9 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-def linear_tile(num_tokens: int, dtype: torch.dtype, has_offsets: bool = False) -> LinearTile:
+def linear_tile(num_tokens: int, dtype: torch.dtype, num_rows: int, has_offsets: bool) -> LinearTile:
     """Return the tile for a linear layer with quantised weights; offsets take sums, and registers, of their own."""
-    shape = {"dtype": _name(dtype), "tokens": num_tokens, "has_offsets": has_offsets}
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "has_offsets": has_offsets}
     return LinearTile(**active_table().find("linear", shape))
 
 
@@ -146,13 +146,9 @@ def dense_tile(num_tokens: int, dtype: torch.dtype) -> DenseTile:
     return DenseTile(128, 128, 64, 8, 4)
 
 
-def float8_tile(num_tokens: int, num_rows: int) -> LinearTile:
-    """Return the tile for a linear layer with float8 weights and float8 activations.
-
-    The table has the numbers of tokens and of squares of 128 outputs, `squares`, which say how many programs there will be.
-    """
-    squares = -(-num_tokens // 128) * -(-num_rows // 128)
-    return LinearTile(**active_table().find("float8", {"tokens": num_tokens, "squares": squares}))
+def float8_tile(num_tokens: int) -> LinearTile:
+    """Return the tile for a linear layer with float8 weights and float8 activations."""
+    return LinearTile(**active_table().find("float8", {"tokens": num_tokens}))
 
 
 class FewTile(NamedTuple):
@@ -187,7 +183,7 @@ class CodesTile(NamedTuple):
     fetched_bytes: int
 
 
-def codes_tile(num_tokens: int, num_rows: int, is_packed: bool) -> CodesTile:
-    """Return the tile for a fused linear layer with quantised weights."""
-    shape = {"tokens": num_tokens, "rows": num_rows, "is_packed": is_packed}
+def codes_tile(num_tokens: int, num_rows: int, row_bytes: int, is_packed: bool, has_norm: bool) -> CodesTile:
+    """Return the tile for a fused linear layer with quantised weights, whose rows have `row_bytes` of codes."""
+    shape = {"tokens": num_tokens, "rows": num_rows, "row_bytes": row_bytes, "is_packed": is_packed, "has_norm": has_norm}
     return CodesTile(**active_table().find("codes", shape))
