@@ -40,6 +40,7 @@ SECTIONS = [
     Section("in-order-large", 20),
     Section("in-order-small", 15),
     Section("launches", 10),
+    Section("sampling", 40),
     Section("ranks", 40),
     Section("profile", 40),
 ]
@@ -54,7 +55,7 @@ MODELS = {
 """Of a section: whether the model is the small one, its weights, and whether it is deterministic."""
 
 _SMOKE_LIMIT_S = 600
-_TESTS_AT_ONCE = 8
+_TESTS_AT_ONCE = 16
 """Files; each has a core to compile on, and a context on the device."""
 
 _SECONDS_TO_STOP = 12
@@ -71,6 +72,7 @@ def section_rows(
     import gpu_products
     import gpu_profile
     import gpu_ranks
+    import gpu_sampling
     import gpu_start
     import torch
 
@@ -92,6 +94,8 @@ def section_rows(
         yield from gpu_profile.profile_rows(place, small, until_s)
     elif name == "ranks":
         yield from gpu_ranks.rank_rows(place, small, until_s)
+    elif name == "sampling":
+        yield from gpu_sampling.sampling_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "products":

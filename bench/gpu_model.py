@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
-import os
 import random
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +23,6 @@ from safetensors.torch import save_file
 from quire import LLM, SamplingParams
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.precompile import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.config_reader import read_model_spec
 from quire.model.device_decoder import DeviceDecoder
@@ -41,6 +37,7 @@ from quire.worker.device.gpu_executor import BlockTableUpdates, GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import StepSizes
+from quire.worker.device.precompile import compile_all
 from quire.worker.device.variants import ServedModel, serving_variants
 
 Row = dict[str, object]
@@ -171,7 +168,7 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         "enable_prefix_caching": False,
         "num_kv_blocks": 16 if place.is_tiny else None,
     }
-    recorders = _stamp_recordings()
+    recorders = stamp_recordings()
     llm = LLM(str(folder), **options)
     _generate(llm, [[1, 2, 3]], [1])
     for length in (20,) if place.is_tiny else (512, 2048, 8192):
@@ -182,6 +179,7 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         )
         share = shape.prompt_flops(length) / seconds / place.flops_per_s
         yield {"section": "prefill", "model": shape.name, "tokens": length, "tokens_per_s": length / seconds, "share": share}
+    yield from _engine_decode_rows(place, shape, llm, until_s)
     yield from _mixed_rows(place, shape, llm, recorders, until_s)
     llm.close()
     if time.perf_counter() < until_s:
@@ -190,13 +188,27 @@ def engine_rows(place: Place, until_s: float) -> Iterator[Row]:
         llm.close()
 
 
+def _engine_decode_rows(place: Place, shape: Shape, llm: LLM, until_s: float) -> Iterator[Row]:
+    """Yield how fast the public engine decodes, greedily: batch x (n - 1) / (T(n) - T(1)), the best of two."""
+    context, num_tokens = (20, 5) if place.is_tiny else (928, 65)  # 960 on average
+    for batch in (2,) if place.is_tiny else (1, 8, 64):
+        if time.perf_counter() > until_s:
+            return
+        prompts = _prompts(batch, (context, context), shape, batch)
+        _generate(llm, prompts, [num_tokens] * batch, 0.0)
+        pairs = [[_generate(llm, prompts, [n] * batch, 0.0) for n in (1, num_tokens)] for _ in range(2)]
+        seconds = min(last - first for first, last in pairs)
+        row: Row = {"section": "engine decode", "model": shape.name, "batch": batch, "context": context + num_tokens // 2}
+        yield {**row, "tokens_per_s": batch * (num_tokens - 1) / seconds}
+
+
 def start_options(place: Place) -> dict[str, Any]:
     """Return the options of an engine that is started as its defaults have it, but for what a try without a GPU needs."""
     options: dict[str, Any] = {"device": place.engine_device, "skip_tokenizer_init": True}
     return options | {"max_num_seqs": 4, "max_model_len": 96, "num_kv_blocks": 16} if place.is_tiny else options
 
 
-def _stamp_recordings() -> list[DeviceRecorder]:
+def stamp_recordings() -> list[DeviceRecorder]:
     """Have engines that are made from now on stamp the steps that they record; returns where their recorders will be."""
     found: list[DeviceRecorder] = []
 
@@ -242,9 +254,9 @@ def _prompts(count: int, sizes: tuple[int, int], shape: Shape, seed: int) -> lis
     return [[generator.randrange(shape.vocab_size - 1) for _ in range(length)] for length in _lengths(count, sizes, seed)]
 
 
-def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int]) -> float:
+def _generate(llm: LLM, prompts: list[list[int]], lengths: list[int], temperature: float = 0.6) -> float:
     """Return the seconds that prompts take to get so many tokens each."""
-    params = [SamplingParams(temperature=0.6, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
+    params = [SamplingParams(temperature=temperature, seed=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in lengths]
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
@@ -367,19 +379,15 @@ def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: 
     stepper.close()
 
 
-def _compile_ahead(
-    spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSizes, arch: int = 90, has_launchers: bool = True
-) -> Row:
-    """Compile what steps of a model launch, in processes that know nothing of the GPU: to be called before anything is there.
+def _compile_ahead(spec: ModelSpec, options: Options, kv: KvSpec, sizes: StepSizes, arch: int = 90) -> Row:
+    """Compile what steps of a model launch, in processes that know nothing of the GPU.
 
     One after the other, as they are launched first, kernels would take most of a section's time.
     """
     started = time.perf_counter()
     model = ServedModel(spec, _random_parameters(spec, torch.device("meta"), options.weights), None, options.is_in_order)
     variants = serving_variants(model, kv, sizes)
-    with ProcessPoolExecutor(os.cpu_count() or 1, multiprocessing.get_context("fork")) as pool:
-        compiled = [pool.submit(compile_variant, variant, arch, has_launchers) for variant in variants]
-    errors = [repr(error) for error in (future.exception() for future in compiled) if error is not None]
+    errors = compile_all(variants, arch)
     row: Row = {"variants": len(variants), "seconds": time.perf_counter() - started}
     return row | {"num_failed": len(errors), "error": errors[0]} if errors else row
 

@@ -35,10 +35,13 @@ _FIRST = [
 
 _WITHOUT_A_GPU = {
     *("test_kernel_sources.py", "test_triton_compiling.py", "test_device_places.py"),
-    *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py"),
+    *("test_address_check.py", "test_dry_run.py", "test_gpu_bench.py", "test_serving_variants.py"),
 }
 """Files that test nothing on a GPU: they read sources, compile ahead of time, and try checks and this benchmark in the
 interpreter."""
+
+_PARTS = {"test_device_golden.py": 5, "test_triton_attention.py": 4, "test_triton_fused.py": 3, "test_device_recurrent.py": 2}
+"""Of files that take longest, in how many processes they run."""
 
 _COUNTED = ("passed", "failed", "error", "skipped")
 _TAIL = 1500
@@ -47,9 +50,12 @@ _SECONDS_TO_SUM_UP = 5
 
 
 def files_for_a_gpu() -> list[str]:
-    """Return the names of the files that a GPU runs, what is worth most first."""
+    """Return the names of the files that a GPU runs, what is worth most first; of long ones "FILE IofN": a part of it."""
     found = {path.name for path in (ROOT / FOLDER).glob("test_*.py")} - _WITHOUT_A_GPU
-    return [*(name for name in _FIRST if name in found), *sorted(found - set(_FIRST))]
+    names = [*(name for name in _FIRST if name in found), *sorted(found - set(_FIRST))]
+    counts = {name: _PARTS.get(name, 1) for name in names}
+    parted = [f"{name} {index}of{count}" for name, count in counts.items() if count > 1 for index in range(count)]
+    return [*parted, *(name for name, count in counts.items() if count == 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,5 +143,7 @@ def _counts(text: str) -> dict[str, int]:
 
 
 def pytest_command(name: str) -> list[str]:
-    """Return how one file is tested, slow tests included."""
-    return [sys.executable, "-m", "pytest", "-vv", str(FOLDER / name), "-m", "slow or not slow", "-o", "addopts="]
+    """Return how one of files_for_a_gpu is tested, slow tests included."""
+    file, _, part = name.partition(" ")
+    command = [sys.executable, "-m", "pytest", "-vv", str(FOLDER / file), "-m", "slow or not slow", "-o", "addopts="]
+    return ["env", f"QUIRE_TEST_PART={part.replace('of', '/')}", *command] if part else command

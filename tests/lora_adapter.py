@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quire.contracts.model_spec import MoeSpec
+from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, LowRankPair, adaptable_shapes
 from quire.model.parameters import parameter_shapes
 
@@ -73,6 +74,28 @@ def write_adapter(
         merged[module] = b @ a * scale
     _write(folder, config, pairs)
     return merged
+
+
+def write_stacks(folder: Path, base: Path, rank: int = 3) -> dict[str, Tensor]:
+    """Write an adapter of all stacks of experts as PEFT writes `target_parameters`; return name of a stack -> its delta."""
+    hidden = read_model_spec(base).hidden_size
+    generator = torch.Generator().manual_seed(5)
+    pairs, deltas = {}, {}
+    for name, tensor in load_file(base / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        if tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
+            continue
+        outputs, inputs = tensor.shape[1:] if kind == "gate_up_proj" else tensor.shape[:0:-1]
+        is_transposed = outputs == hidden != inputs
+        rows, columns = tensor.shape[:0:-1] if is_transposed else tensor.shape[1:]
+        a = 0.2 * torch.randn(len(tensor) * rank, columns, generator=generator)
+        b = 0.2 * torch.randn(rows, rank * len(tensor), generator=generator)
+        split = a.view(len(tensor), rank, columns), b.view(rows, rank, len(tensor))
+        delta = 2 * torch.einsum("eri,ore->eoi", *split)
+        deltas[name] = delta.transpose(1, 2) if is_transposed else delta
+        pairs[f"{module}.base_layer" if kind == "gate_up_proj" else module] = (a, b)
+    write_pairs(folder, pairs, alpha=2 * rank, rank=rank)
+    return deltas
 
 
 def write_merged(base: Path, folder: Path, deltas: Mapping[str, Tensor]) -> Path:

@@ -1,6 +1,6 @@
 """Take the screenshots of docs/guides/web-page.md: the page of a demo server, in chromium without a screen.
 
-    python -m tools.page_screenshots
+    python -m tools.page_screenshots [NAME ...]      # all without names: chat engine compare batches router
 
 Needs selenium, chromium and its driver, as the tests of the page do. Writes docs/guides/images/page-*.webp.
 """
@@ -16,10 +16,12 @@ from pathlib import Path
 
 from tests.browser.browser import Browser, open_browser
 from tests.browser.conftest import ServerProcess
-from tests.browser.test_views import Load
+from tests.browser.test_chat_settings import field
+from tests.browser.test_router_page import routing
+from tests.browser.test_views import Load, batch_file
 
 FOLDER = Path("docs/guides/images")
-QUALITY = 55
+QUALITY = 35
 PROMPT = "Tell me about a lion and a mouse."
 
 
@@ -54,8 +56,59 @@ def show_engine(browser: Browser, url: str) -> None:
         save(browser, "engine")
 
 
-def main() -> int:
-    """Take all screenshots; return the exit status."""
+def show_compare(browser: Browser, url: str) -> None:
+    """Show two answers that differ by their seed."""
+    browser.open(f"{url}/#compare", width=1180, height=1240)
+    browser.until(lambda: browser.one("#model").text, "the model")
+    for side, seed in enumerate(("1", "2")):
+        for label, text in (("Max tokens", "24"), ("Seed", seed), ("Temperature", "0.8")):
+            field(browser, side, label).send_keys(text)
+    browser.labelled("Prompt").send_keys(PROMPT)
+    browser.click(lambda: browser.button("Compare"))
+    note = "return document.querySelector('#view-compare .note').textContent"
+    browser.until(lambda: browser.run(note).startswith("The answers"), "the difference")
+    save(browser, "compare")
+
+
+def show_batches(browser: Browser, url: str) -> None:
+    """Show a batch that has ended and one that runs."""
+    browser.open(f"{url}/#batches", width=1180, height=470)
+    state = "return document.querySelector('#view-batches tbody tr')?.textContent ?? ''"
+    for num_requests, max_tokens, wanted in ((3, 4, "completed"), (500, 900, "in progress")):
+        browser.labelled("File").send_keys(batch_file(browser.folder, num_requests, max_tokens))
+        browser.labelled("Route").send_keys("/v1/completions")
+        browser.button("Start").click()
+        browser.until(lambda wanted=wanted: wanted in browser.run(state), wanted)
+    save(browser, "batches")
+    browser.button("Cancel").click()
+
+
+def show_router(browser: Browser, url: str) -> None:
+    """Show a router of the server."""
+    with routing(url) as router_url:
+        browser.open(f"{router_url}/#router", width=1180, height=430)
+        browser.labelled("Admin key").send_keys("admin\n")
+        browser.until(
+            lambda: "ready" in browser.run("return document.querySelector('#view-router').textContent"), "the backend"
+        )
+        save(browser, "router")
+
+
+VIEWS = {
+    "chat": show_chat,
+    "engine": show_engine,
+    "compare": show_compare,
+    "batches": show_batches,
+    "router": show_router,
+}
+
+
+def main(names: list[str]) -> int:
+    """Take screenshots; return the exit status."""
+    unknown = sorted(set(names) - set(VIEWS))
+    if unknown:
+        print(f"{unknown[0]!r} is no view; there are {', '.join(VIEWS)}", file=sys.stderr)
+        return 2
     FOLDER.mkdir(parents=True, exist_ok=True)
     if shutil.which("chromium") is None or shutil.which("chromedriver") is None:
         print("chromium and chromedriver are not installed", file=sys.stderr)
@@ -66,8 +119,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             browser = open_browser(Path(folder))
             try:
-                show_chat(browser, server.url)
-                show_engine(browser, server.url)
+                for name in names or VIEWS:
+                    VIEWS[name](browser, server.url)
             finally:
                 browser.close()
     finally:
@@ -76,4 +129,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

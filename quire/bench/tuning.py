@@ -19,8 +19,10 @@ from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import CompiledKernel, compile_launch
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
-from quire.kernels.triton.fused_linear import Epilogue
+from quire.kernels.triton.fused_attention import ProjectedAttention
+from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.fused_quantized import multiply_codes_launch
 from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import multiply_launches
@@ -119,17 +121,25 @@ def tune_device(output: Path | None, kernels: Sequence[str] | None = None) -> Pa
     if not torch.cuda.is_available():
         raise ConfigError(f"tiles are measured on a GPU, and torch {torch.__version__} finds none here; run this where one is")
     device = torch.device("cuda", torch.cuda.current_device())
-    properties = torch.cuda.get_device_properties(device)
-    base = choose_table(properties.name, f"{properties.major}.{properties.minor}")
-    base = TileTable(properties.name, f"{properties.major}.{properties.minor}", base.rules)
-    arch = properties.major * 10 + properties.minor
-    limits = Limits(properties.shared_memory_per_block_optin)
+    name, traits = torch.cuda.get_device_name(device), DeviceTraits.of(device)
+    choose_traits(traits)
+    base = TileTable(name, traits.name, choose_table(name, traits.name).rules)
+    limits = Limits(traits.shared_bytes)
     cases = [case for case in tuning_cases(device) if kernels is None or case.kernel in kernels]
     if not cases:
         known = ", ".join(dict.fromkeys(case.kernel for case in tuning_cases(device)))
         raise ConfigError(f"no kernel of {', '.join(kernels or ())} is tuned; there are {known}")
-    found = tune(cases, base, limits, _measure_on_gpu, lambda launch: compile_launch(launch, arch))
-    path = user_path(properties.name) if output is None else output
+    inspected: dict[str, CompiledKernel] = {}
+
+    def inspect(launch: Launch) -> CompiledKernel:
+        absent = [name for name, value in launch.arguments.items() if value is None]
+        key = repr((launch.kernel.fn.__name__, absent, launch.constants, launch.options))
+        if key not in inspected:
+            inspected[key] = compile_launch(launch, traits.arch)
+        return inspected[key]
+
+    found = tune(cases, base, limits, _measure_on_gpu, inspect)
+    path = user_path(name) if output is None else output
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found.to_json(), indent=1) + "\n", encoding="utf-8")
     return path
@@ -163,6 +173,9 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
         for head_dim in (64, 128, 256)
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
+    sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
+    cases += [shapes.few(*size, is_one) for size in sizes for is_one in (True, False)]
+    cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
     cases += [
         shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
@@ -206,6 +219,58 @@ class _Shapes:
                 kernel, {**when, "group": spec.num_heads // spec.num_kv_heads, "is_even_group": True}, make, found
             )
         return TuningCase(kernel, when, make, _grid(rows=(64, 128), keys=keys, num_warps=(4, 8), num_stages=stages))
+
+    few_sizes = (
+        (6144, 1024, True), (4096, 1024, False), (1024, 2048, False), (1024, 3072, False),
+        (24576, 4096, True), (6144, 4096, False), (4096, 4096, False), (4096, 12288, False),
+    )  # fmt: skip
+    """Rows and columns of the linear layers of Qwen3-0.6B and 8B, and whether they are of gate and up."""
+
+    def few(self, num_rows: int, num_columns: int, is_gated: bool, is_one: bool) -> TuningCase:
+        num_tokens = 1 if is_one else 16
+        when = {"dtype": "bfloat16", "is_one": is_one, "rows": num_rows, "columns": num_columns}
+        if self._is_tiny:
+            num_rows, num_columns = 48, 96
+        count = max(2, min(16, _CACHE_BYTES // (2 * num_rows * num_columns)))  # so that launches overlap as in a model
+        weights = [self._random(num_rows, num_columns) for _ in range(2 if self._is_tiny else count)]
+        x, norm = self._random(num_tokens, num_columns), Norm(NormSpec("rms", 1e-6), self._random(num_columns))
+        out = self._random(num_tokens, num_rows // 2 if is_gated else num_rows)
+        epilogue = Epilogue(None, "silu", True) if is_gated else Epilogue()
+        has_norm = num_rows > num_columns
+
+        def make() -> list[Launch]:
+            return [multiply_few_launch(out, x, weight, norm if has_norm else None, epilogue) for weight in weights]
+
+        if is_one:
+            found = _grid(rows=(4, 8, 16), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(3,))
+        else:
+            found = _grid(rows=(16, 32), columns=(1024,), splits=(8,), early=(1, 3), num_warps=(8,), num_stages=(2,))
+            options = {"early": (1, 2), "num_warps": (4, 8), "num_stages": (3, 4)}
+            found += _grid(rows=(16, 32, 64), columns=(256,), splits=(4,), **options)
+        return TuningCase("few", when, make, found)
+
+    def few_attention(self) -> TuningCase:
+        spec = AttentionSpec(4, 2, 32, 0.2) if self._is_tiny else AttentionSpec(16, 8, 128, 128**-0.5)
+        length = 70 if self._is_tiny else 960
+        num_blocks = -(-length // _PAGE)
+        arrived = torch.zeros(16, spec.num_kv_heads, dtype=torch.int32, device=self._device)
+        attention = ProjectedAttention(spec, None, None, arrived)
+        cache = KvCache(*(self._random(16 * num_blocks, spec.num_kv_heads, _PAGE, spec.head_dim) for _ in "kv"))
+        tables = torch.arange(16 * num_blocks).view(16, num_blocks)
+
+        def make() -> list[Launch]:
+            launches = []
+            for count in (1, 16):  # one choice for both, as it decides the order of sums
+                places = AttentionMetadata(
+                    torch.full((count,), length - 1), [*range(count + 1)], [length] * count, tables[:count]
+                )
+                step = DeviceAttentionMetadata.of(places, self._device)
+                qkv = self._random(count, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+                out = self._random(count, spec.num_heads * spec.head_dim)
+                launches.append(attention.launch(out, qkv, cache, step, step.slots))
+            return launches
+
+        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, _grid(chunk=(64, 128, 256)))
 
     def linear(self, most: int) -> TuningCase:
         weight = self._integers(self._rows, self._columns)

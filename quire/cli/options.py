@@ -252,6 +252,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-lora", action="store_true", help="take LoRA adapters (PEFT)")
     group.add_argument("--max-loras", type=int, help="LoRA adapters that are in memory at the same time")
     group.add_argument("--max-lora-rank", type=int, help="the largest rank of a LoRA adapter")
+    group.add_argument("--enable-lora-experts", action="store_true", help="take memory for LoRA adapters of all experts")
     group.add_argument(
         "--distributed-executor-backend",
         choices=EXECUTOR_BACKENDS,

@@ -94,7 +94,8 @@ class Gateway:
         if model is not None and model != parsed.model:
             body = parsed.with_model(model)
         prompt = parsed.prompt(self._config.prefix_chunk_bytes, (model or "").encode() + b"\0" + incoming.key_digest)
-        return ForwardedRequest("POST", incoming.target, _headers(incoming), body, prompt, parsed.is_streaming)
+        is_streaming = parsed.is_streaming(incoming.path)
+        return ForwardedRequest("POST", incoming.target, _headers(incoming), body, prompt, is_streaming)
 
     async def _pass_on(self, incoming: Incoming, request: ForwardedRequest, stream: ResumableStream | None) -> None:
         """Pass a request to a replica, and to others where that is lost before its answer, or in a stream that can go on."""

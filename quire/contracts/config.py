@@ -282,6 +282,7 @@ class EngineConfig:
     max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
                             of those that no request uses
     max_lora_rank           the largest rank of an adapter
+    enable_lora_experts     count adapters of all experts in the memory plan: GPUs refuse adapters of experts without
     distributed_executor_backend  who starts the ranks: "spawn": this process; "ray": Ray; None: a launcher where one has set
                             the environment (torchrun, LeaderWorkerSet), and this process otherwise
     distributed_timeout_s   seconds without a sign of life of a rank, or in a wait for it, after which the group ends with an
@@ -358,6 +359,7 @@ class EngineConfig:
     enable_lora: bool = False
     max_loras: int = 8
     max_lora_rank: int = 64
+    enable_lora_experts: bool = False
     distributed_executor_backend: Literal["spawn", "ray"] | None = None
     distributed_timeout_s: float = 60.0
     distributed_start_timeout_s: float = 600.0
@@ -446,6 +448,7 @@ class EngineConfig:
             "nvtx_ranges",
             "deterministic",
             "enable_lora",
+            "enable_lora_experts",
         ):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         is_known = self.async_scheduling is None or isinstance(self.async_scheduling, bool)
@@ -518,6 +521,7 @@ class EngineConfig:
         for name in ("max_loras", "max_lora_rank"):
             _require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
         if not self.enable_lora:
+            _require(not self.enable_lora_experts, "enable_lora_experts", True, "False without enable_lora")
             return
         for name, allowed in (
             ("prefill_context_parallel_size", 1),

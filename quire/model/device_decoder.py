@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.base.logging import get_logger
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -54,8 +53,6 @@ from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
 
-logger = get_logger(__name__)
-
 
 class DeviceDecoder:
     """A decoder-only model whose parameters and cache are on a device. It never synchronises with the device or copies to it.
@@ -76,6 +73,7 @@ class DeviceDecoder:
 
     is_fused, which may be changed between steps, selects fused layers where they are supported.
     embedding, head  shared with draft heads that have none
+    fusion  says which layers are fused, for the log
     """
 
     def __init__(
@@ -126,14 +124,7 @@ class DeviceDecoder:
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
-        logger.info(
-            "%d of %d layers are %s launches each in decode steps of up to %d sequences%s",
-            len(self._layers) - reasons.total(),
-            len(self._layers),
-            "five" if ranks is None else "seven",
-            FEW_TOKENS,
-            "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items()),
-        )
+        self.fusion = _fusion(len(self._layers), reasons, FEW_TOKENS, 5 if ranks is None else 7)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the model's device current for this thread, within the block."""
@@ -233,7 +224,7 @@ class DeviceDecoder:
             cache, places = pool.caches[source], step
             if pool.is_windowed[source] and step.window is not None:
                 places = step.window
-            if is_few and layer.fused is not None:
+            if is_few and layer.fused is not None and len(positions) <= layer.fused.most_tokens:
                 layer.fused.forward(x, positions, places, cache)
                 y = None
                 continue
@@ -288,6 +279,12 @@ class DeviceDecoder:
         if self.spec.final_softcap is not None:
             logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return logits
+
+
+def _fusion(num_layers: int, reasons: Counter[str], most_sequences: int, num_launches: int) -> str:
+    fused = f"{num_layers - reasons.total()} of {num_layers} layers are {num_launches} launches each in decode steps"
+    others = "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items())
+    return f"{fused} of up to {most_sequences} sequences{others}"
 
 
 class DeviceLayer:
@@ -531,9 +528,12 @@ class DeviceLayer:
         spec = self._spec.mlp
         if isinstance(spec, MoeSpec) and self._router is not None:
             routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
-            logits = self._router(routed.float() if spec.is_router_f32 else routed)
+            routed = routed.float() if spec.is_router_f32 else routed
+            logits, lora = self._router(routed), step.lora
+            logits = logits if lora is None else lora.add_to(logits, routed, f"{self._prefix}router")
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
-            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"))
+            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
+            extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)

@@ -13,8 +13,8 @@ from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
-from quire.kernels.triton.fused_quantized import multiply_codes_launch, reason_not_to_fuse_codes
+from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch, reason_not_to_fuse_codes
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.step import DeviceAttentionMetadata
@@ -172,6 +172,8 @@ class FusedLayer:
         self._attention, self._ranks, self._residual_scale = attention, ranks, spec.residual_scale
         self._weights = {name: linear.parts for name, linear in linears.items()}
         self._qkv_width = sum(part.shape[0] for part in linears["qkv"].parts)
+        is_quantised = any(isinstance(part, DeviceQuantizedWeight) for linear in linears.values() for part in linear.parts)
+        self.most_tokens = MOST_TOKENS if is_quantised else FEW_TOKENS
         self._attention_width = spec.attention.num_heads * spec.attention.head_dim
         self._inner_width = spec.mlp.intermediate_size
         scale = spec.residual_scale if ranks is None else None
@@ -185,7 +187,7 @@ class FusedLayer:
     def forward(self, x: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache) -> None:
         """Change the residual stream x [S, hidden_size], in one piece, in place.
 
-        positions  [S] i64; step is a decode step of at most FEW_TOKENS sequences
+        positions  [S] i64; step is a decode step of at most `most_tokens` sequences
         """
         qkv = self._new(x, self._qkv_width)
         self._multiply("qkv", qkv, x, self._attn_in)

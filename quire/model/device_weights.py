@@ -37,7 +37,6 @@ _PROGRESS_DELAY_S = 3.0
 _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 _LINEARS = ("qkv", "o", "gate_up", "down", "q_a", "kv_a", "latent_in", "latent_out")
 _ENDS = ("embed.weight", "lm_head.weight")
-_FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,6 @@ class _Loader:
         self._cut_by_outputs: dict[str, list[str]] = {}
         self._widened: dict[str, list[str]] = {}
         self._orders: dict[bytes, Tensor] = {}
-        self._takes_float8 = device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
 
     def load(self, offload: OffloadedWeights | None) -> DeviceWeights:
         found = DeviceWeights()
@@ -346,8 +344,6 @@ class _Loader:
         if name in _ENDS and isinstance(weight, QuantizedWeight) and weight.columns is not None:
             return self._say("the columns of an embedding or a head must be in order", name)
         if isinstance(weight, Float8Weight):
-            if not self._takes_float8:
-                return self._say("float8 needs compute capability 8.9", name)
             codes, scale = (self._copies.upload(part).contiguous() for part in (weight.codes, weight.scale))
             return pack_float8(codes, scale, weight.block)
         offset = None if weight.offset is None else self._copies.upload(weight.offset)

@@ -245,7 +245,7 @@ class NativeDecoder:
         if step.short_ropes is not None:
             positions = positions + step.short_ropes * self.num_angles
         trees, kept = step.trees, None if layers is None else _int32(layers)
-        numbers = self.adapters.numbers.of_rows(step.adapters, len(token_ids))
+        numbers = None if step.adapters is None else self.adapters.numbers.of_rows(step.adapters, len(token_ids))
         starts, lengths = _int32(step.query_starts), _int32(step.context_lens)
         tables = torch.from_numpy(np.ascontiguousarray(step.block_tables.numpy(), dtype=np.int32))
         rows = _int32([*logit_rows, *(hidden_rows or ())])

@@ -284,7 +284,7 @@ class RouterApp:
             incoming.headers_to_send(),
             body,
             prompt,
-            is_streaming=parsed.is_streaming,
+            is_streaming=parsed.is_streaming(incoming.path),
             learns_owner=incoming.path == "/v1/responses",
             received_s=received_s,
         )

@@ -14,6 +14,8 @@ _PATHS = frozenset(
 """What is passed on in addition to /v1/; the rest of a backend (its pages, its switches) is not for a router's clients."""
 OLLAMA_PATHS = frozenset({"/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"})
 """Ollama's routes that name a model."""
+STREAMED_UNASKED = frozenset({"/api/chat", "/api/generate"})
+"""Routes whose answers are streams unless the request says otherwise."""
 _REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _DEPLOYMENT = re.compile(r"/openai/deployments/(.+?)/(chat/completions|completions|embeddings)")
 

@@ -10,6 +10,7 @@ import msgspec
 
 from quire.router.block_index import chain_keys
 from quire.router.kv_events import TokenId
+from quire.router.paths import STREAMED_UNASKED
 from quire.serving.errors import invalid
 
 MAX_CHUNKS = 4096
@@ -60,7 +61,11 @@ class ParsedBody:
 
     fields: dict[str, msgspec.Raw]
     model: str | None
-    is_streaming: bool
+
+    def is_streaming(self, path: str) -> bool:
+        """Return whether the answer is a stream; path: without Azure's prefix."""
+        stream = _value(self.fields, "stream", bool)
+        return path in STREAMED_UNASKED if stream is None else stream
 
     def with_model(self, model: str) -> bytes:
         """Return the body as bytes with another model; everything else stays byte for byte."""
@@ -121,7 +126,7 @@ def parse_body(body: bytes) -> ParsedBody:
             )
     else:
         name = None
-    return ParsedBody(fields, name, bool(_value(fields, "stream", bool)))
+    return ParsedBody(fields, name)
 
 
 def _value(fields: dict[str, msgspec.Raw], name: str, kind: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from quire.kernels.cpu.sampling import DrawOptions, SampleStatus, sample_rows, t
 from quire.kernels.native import load_native
 from quire.kernels.reference.noise import gumbel_noise
 from quire.sampling.row_state import SamplingRow
+from quire.sampling.truncation import has_truncation, truncate
 
 
 def draw_drafts(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int]:
@@ -60,8 +62,18 @@ def _options(row: SamplingRow, position: int) -> DrawOptions:
 
 
 def _draw_in_torch(logits: Tensor, rows: Sequence[SamplingRow], positions: Sequence[int]) -> list[int]:
-    scores = logits.float() * torch.tensor([[row.inverse_temperature] for row in rows])
+    values = logits.float() * torch.tensor([[row.inverse_temperature] for row in rows])
     is_drawn = torch.tensor([[not row.is_greedy] for row in rows])
+    scores = values
     if bool(is_drawn.any()):
-        scores = scores + gumbel_noise([row.seed for row in rows], positions, logits.shape[1]) * is_drawn
+        scores = values + gumbel_noise([row.seed for row in rows], positions, logits.shape[1]) * is_drawn
+    # The native sampler knows no typical_p either.
+    params = [replace(row.params, typical_p=1.0) if row.params.typical_p < 1 else row.params for row in rows]
+    is_cut = [not row.is_greedy and has_truncation(own, logits.shape[1]) for row, own in zip(rows, params, strict=True)]
+    cut = [index for index, peak in enumerate(values.amax(1).tolist()) if is_cut[index] and math.isfinite(peak)]
+    if cut:
+        kept = torch.full_like(scores, -math.inf)
+        for part in truncate(values, cut, [params[index] for index in cut]):
+            kept[part.row_ids, part.token_ids] = scores[part.row_ids, part.token_ids]
+        scores[cut] = kept[cut]
     return scores.argmax(1).tolist()

@@ -110,9 +110,14 @@ def _is_plain(row: SamplingRow) -> bool:
     return is_drawn_natively and not row.edits_logits and row.matcher is None and not row.needs_logprob
 
 
-def error_of_status(status: SampleStatus) -> str | None:
-    """Return why a row of plain logits got no token; None if it got one."""
-    return _RAW_ERRORS[status]
+def error_of_status(status: SampleStatus, is_edited: bool = False, is_masked: bool = False) -> str | None:
+    """Return why a row of logits got no token; None if it got one.
+
+    is_edited  logits processors have changed the logits: which of them were not finite before is not known
+    is_masked  the row had a token mask
+    """
+    errors = _EDITED_ERRORS if is_edited else _RAW_ERRORS
+    return _MASKED_ERRORS.get(status, errors[status]) if is_masked else errors[status]
 
 
 def _sample_by(

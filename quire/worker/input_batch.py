@@ -18,7 +18,7 @@ from quire.sampling.row_state import SamplingRow
 from quire.speculate.draft import NO_DRAFT, Draft
 from quire.worker.pooling import Pooler
 from quire.worker.pooling_head import PoolingHead
-from quire.worker.step_executor import Moves, StateChange, StepTokens, TableEntry, needs_host_sampling
+from quire.worker.step_executor import Moves, RowProcessor, StateChange, StepTokens, TableEntry, needs_host_sampling
 
 NO_DRAFTS: Mapping[SequenceId, Draft] = {}
 NONE_UNASKED: Mapping[SequenceId, int] = {}
@@ -34,6 +34,7 @@ class Row:
                      the first num_blocks entries are valid
     is_host_sampled  the driver samples its tokens, not the executor
     num_dropped_tokens  tokens that its KV compression has evicted: the place of a token in the cache is its position minus this
+    is_deferrable    the executor can sample them, though, once it gets a token mask: see RowProcessor.sample_deferred
     observed         position -> attention that the token there pays to each block; of a KV compression that observes it
     pooler           of a request that asks for a pooled hidden state: nothing is sampled then
     """
@@ -48,6 +49,7 @@ class Row:
     is_host_sampled: bool
     pooler: Pooler | None = None
     num_dropped_tokens: int = 0
+    is_deferrable: bool = False
     observed: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @property
@@ -119,6 +121,7 @@ class InputBatch:
     has_sampler   whether the executor samples with noise, see StepExecutor
     has_rope_variants, has_states, first_window_block  see StepExecutor
     has_adapters  whether sequences may have LoRA adapters
+    row_processor  the executor, where it may sample rows with processors and log probabilities, see RowProcessor
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class InputBatch:
         self._tables = block_tables
         self._free_slots = list(range(len(block_tables) - 1, -1, -1))
         self.pooling_head: PoolingHead | None = None
+        self.row_processor: RowProcessor | None = None
         self._sources: list[int] = []
         self._targets: list[int] = []
         self._move_starts: list[int] = []  # of each sequence's first one
@@ -207,7 +211,7 @@ class InputBatch:
         if start.sequence_id in self._rows:
             raise InvariantError(f"sequence {start.sequence_id} is started twice")
         sampling = SamplingRow(start.request, start.choice, start.token_ids, self._vocab_size)
-        is_host_sampled = needs_host_sampling(sampling, self._has_sampler)
+        is_host_sampled = needs_host_sampling(sampling, self._has_sampler, self.row_processor)
         batch_slot = self._free_slots.pop()
         pooling = start.request.pooling
         row = Row(
@@ -220,6 +224,7 @@ class InputBatch:
             sampling,
             is_host_sampled,
             None if pooling is None else Pooler(pooling, self.pooling_head),
+            is_deferrable=self.row_processor is not None and self.row_processor.takes_masked(sampling),
         )
         self._rows[start.sequence_id] = row
         if row.wants_prompt:

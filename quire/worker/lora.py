@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from quire.base.errors import ConfigError, InvariantError, UnsupportedError
 from quire.contracts.config import EngineConfig
 from quire.contracts.lora import AdapterReport
 from quire.contracts.memory import ModelReport, format_bytes
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.build import Model
-from quire.model.lora.adapter import Adapter, AdapterReader
-from quire.model.lora.experts import is_expert
+from quire.model.lora.adapter import Adapter, AdapterReader, adapter_bytes
+from quire.model.lora.experts import expert_adapter_bytes, is_expert
 from quire.model.lora.numbers import AdapterHolder
+from quire.model.parameters import Shape
 from quire.model.transformers_backend.decoder import TransformersDecoder
 
 
@@ -32,14 +34,20 @@ class DecoderAdapters:
     """Implements AdapterStore for a decoder of this process.
 
     Adapters of experts, which may be much larger than the memory plan counts, take no more than it counts for all adapters.
+
+    has_fixed_memory  the holder took the memory of all adapters at the start
     """
 
-    def __init__(self, config: EngineConfig, report: ModelReport, holder: AdapterHolder) -> None:
-        self._reader = AdapterReader(report.folder, report.spec, config.max_lora_rank)
+    def __init__(
+        self, config: EngineConfig, report: ModelReport, holder: AdapterHolder, has_fixed_memory: bool = False
+    ) -> None:
+        spec = report.spec
+        self._reader = AdapterReader(report.folder, spec, config.max_lora_rank)
         self._holder = holder
         self._max_loras, self._num_ranks = config.max_loras, config.tensor_parallel_size
         self._divides_experts = config.enable_expert_parallel
-        self._most_bytes = config.max_loras * self._reader.num_bytes(config.max_lora_rank, self._num_ranks)
+        shapes = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **report.parameters}
+        self._most_bytes = None if has_fixed_memory else planned_adapter_bytes(config, spec, shapes, self._num_ranks)
         self._num_bytes: dict[str, int] = {}
 
     def load(self, path: str) -> AdapterReport:
@@ -67,13 +75,30 @@ class DecoderAdapters:
         return total
 
     def _check_room(self, adapter: Adapter, num_bytes: int) -> None:
-        loaded = sum(self._num_bytes.values())
-        if any(is_expert(name) for name in adapter.pairs) and loaded + num_bytes > self._most_bytes:
+        loaded, most = sum(self._num_bytes.values()), self._most_bytes
+        if most is not None and any(is_expert(name) for name in adapter.pairs) and loaded + num_bytes > most:
             raise UnsupportedError(
-                f"the adapter, which is for experts, takes {format_bytes(num_bytes)}, but of the "
-                f"{format_bytes(self._most_bytes)} that the memory plan has for adapters {format_bytes(loaded)} are taken: "
-                f"raise max_loras, which is {self._max_loras} (--max-loras), or max_lora_rank (--max-lora-rank)"
+                f"the adapter, which is for experts, takes {format_bytes(num_bytes)}, but of the {format_bytes(most)} that the "
+                f"memory plan has for adapters {format_bytes(loaded)} are taken: set enable_lora_experts "
+                f"(--enable-lora-experts), or raise max_loras, which is {self._max_loras} (--max-loras), or max_lora_rank "
+                "(--max-lora-rank)"
             )
+
+
+def planned_adapter_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:
+    """Return what the memory plan counts for adapters: max_loras of max_lora_rank, of experts only with enable_lora_experts.
+
+    shapes     of the parameters of the model, or of a part of it
+    num_ranks  see adapter_bytes
+    """
+    if not config.enable_lora:
+        return 0
+    rank, width = config.max_lora_rank, DTYPE_BYTES[spec.dtype]
+    num_bytes = adapter_bytes(shapes, rank, width, num_ranks)
+    if config.enable_lora_experts:
+        copies = num_ranks, num_ranks if config.enable_expert_parallel else 1
+        num_bytes += expert_adapter_bytes(spec, shapes, rank, width, copies)
+    return config.max_loras * num_bytes
 
 
 def adapters_of(
@@ -97,6 +122,10 @@ def check_lora(config: EngineConfig, spec: ModelSpec, device: str) -> None:
         raise ConfigError(
             f"tensor_parallel_size is {config.tensor_parallel_size}, but with LoRA adapters (enable_lora) only ranks on CPUs "
             "share a model: change it, or merge the adapter into the weights and leave enable_lora out"
+        )
+    if config.enable_lora_experts and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
+        raise ConfigError(
+            f"enable_lora_experts is True, but the model ({spec.model_type!r}) has no experts: leave --enable-lora-experts out"
         )
     if spec.has_recurrent_state:
         raise UnsupportedError(

@@ -20,7 +20,6 @@ from quire.kernels.reference.kv_formats import KV_CODES
 from quire.model.build import runs_natively
 from quire.model.checkpoint import quantized_weights
 from quire.model.config_reader import read_quantization_config
-from quire.model.lora.adapter import adapter_bytes
 from quire.model.native_model import int8_head_bytes
 from quire.model.native_scratch import adapter_scratch_bytes, home_scratch_bytes, scratch_bytes
 from quire.model.native_weights import is_made_exact, is_stored_made_exact, packed_bytes_of
@@ -29,6 +28,7 @@ from quire.quant.gguf_blocks import packed_bytes
 from quire.quant.policy import POLICIES, quantized_bytes
 from quire.sampling.logprobs import MAX_NATIVE_TOP
 from quire.speculate.memory import DraftBytes
+from quire.worker.lora import planned_adapter_bytes
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 from quire.worker.state_table import num_state_rows
 
@@ -146,14 +146,10 @@ def _reference_bytes(spec: ModelSpec, num_batched_tokens: int, num_seqs: int) ->
 def weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:
     """Return the bytes that the weights take as they are run, with the copy of a head that is dense, or may be.
 
-    LoRA adapters are counted as if max_loras of max_lora_rank were loaded.
+    LoRA adapters are counted as `planned_adapter_bytes` says.
     Quantised weights stay so in the native kernels, but for integers in float32 (`is_made_exact`); torch runs them dense.
     """
-    width = DTYPE_BYTES[spec.dtype]
-    adapters = 0
-    if config.enable_lora:
-        adapters = config.max_loras * adapter_bytes(shapes, config.max_lora_rank, width, config.tensor_parallel_size)
-    return adapters + _base_bytes(config, spec, shapes, folder)
+    return planned_adapter_bytes(config, spec, shapes, config.tensor_parallel_size) + _base_bytes(config, spec, shapes, folder)
 
 
 def _base_bytes(config: EngineConfig, spec: ModelSpec, shapes: dict[str, tuple[int, ...]], folder: Path) -> int:

@@ -15,9 +15,7 @@ from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.native_vocabulary import vocabulary_bytes
-from quire.model.lora.adapter import adapter_bytes
 from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
-from quire.model.parameters import Shape
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
 from quire.model.tensor_shards import ModelShard
@@ -28,6 +26,7 @@ from quire.speculate.memory import DraftBytes
 from quire.speculate.sources import LAYER_KINDS, find_layer_head
 from quire.worker.expert_parallel import find_placements
 from quire.worker.host_part import ranks_on_host, shard_of
+from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import cpu_block_size, max_num_batched_tokens
 from quire.worker.parallel_launch import launched_group
 
@@ -147,7 +146,7 @@ def _parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, flo
     # All quantised weights are taken to be of one format: what is left of the whole.
     left = (
         report.memory.weight_bytes
-        - _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+        - planned_adapter_bytes(config, report.spec, report.parameters, config.tensor_parallel_size)
         - sum(size for name, size in dense.items() if name not in quantized)
     )
     total = sum(dense[name] for name in quantized)
@@ -171,7 +170,7 @@ class StageMemory:
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
     """Return what each stage, or each tensor-parallel rank of each stage, will hold."""
     sizes = _parameter_bytes(config, report)
-    adapters = _adapter_bytes(config, report, report.parameters, config.tensor_parallel_size)
+    adapters = planned_adapter_bytes(config, report.spec, report.parameters, config.tensor_parallel_size)
     copy = max(0.0, report.memory.weight_bytes - adapters - sum(sizes.values()))  # of the head, for greedy steps
     copy = min(copy, int8_head_bytes(report.spec)) if has_int8_head(report.spec) else 0.0
     num_ranks = config.tensor_parallel_size
@@ -209,13 +208,6 @@ def _worker_kv(report: ModelReport, stage: PipelineStage, shard: ModelShard | No
     return kv.part(stage.start, stage.stop)
 
 
-def _adapter_bytes(config: EngineConfig, report: ModelReport, shapes: Mapping[str, Shape], num_ranks: int = 1) -> int:
-    """Return the bytes of the LoRA adapters of parameters; num_ranks: see adapter_bytes."""
-    if not config.enable_lora:
-        return 0
-    return config.max_loras * adapter_bytes(shapes, config.max_lora_rank, DTYPE_BYTES[report.spec.dtype], num_ranks)
-
-
 def _worker_memory(
     config: EngineConfig,
     report: ModelReport,
@@ -234,6 +226,6 @@ def _worker_memory(
         }
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
-    own += _adapter_bytes(config, report, stage.select(shapes, False))
+    own += planned_adapter_bytes(config, report.spec, stage.select(shapes, False))
     num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
     return StageMemory(stage, int(own), num_kv_bytes, shard)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from quire.base.ids import SequenceId
@@ -62,6 +62,37 @@ def take_expected(
         del sampled[sequence_id]
         errors[sequence_id] = error
     return StepResult(step_id, sampled, {}, dict(prompt_logprobs), errors)
+
+
+def take_deferred(
+    step: StepInput,
+    step_id: int,
+    places: Sequence[int],
+    token_ids: Sequence[int],
+    failures: Mapping[int, str],
+    pending: Set[SequenceId],
+) -> StepResult:
+    """Do what take_expected does, for rows some of which have constraints: grammars advance with the tokens.
+
+    pending  sequences with a pending mask: their placeholders, the last tokens of their rows, are removed
+    """
+    result, completed = StepResult(step_id, {}, {}, {}, {}), list[SequenceId]()
+    for index, (row, place) in enumerate(zip(step.ready, places, strict=True)):
+        sequence_id, sampling = row.start.sequence_id, row.sampling
+        if sequence_id in pending:
+            row.token_ids.pop()
+            continue
+        sampling.token_mask = None
+        error = sampling.grammar_error or failures.get(index)
+        if error is not None:
+            _note_error(result, row, error)
+            continue
+        row.token_ids[place] = token_ids[index]
+        sampling.append(token_ids[index])
+        result.sampled[sequence_id] = (token_ids[index],)
+        if sampling.is_grammar_complete:
+            completed.append(sequence_id)
+    return replace(result, completed=frozenset(completed)) if completed else result
 
 
 def take_sampled(step_id: int, rows: Sequence[Row], found: Sequence[Sampled], prompt_logprobs: PromptLogprobs) -> StepResult:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -31,16 +30,18 @@ from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, Pooled
 from quire.worker.lora import AdapterStore
 from quire.worker.pooling_head import PoolingHead
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
+from quire.worker.row_processing import can_defer, is_executors, set_processors, with_device_logprobs
 from quire.worker.sampled_results import (
     PromptLogprobs,
     apply_verified,
     expect_tokens,
     take_best,
+    take_deferred,
     take_expected,
     take_matches,
     take_sampled,
 )
-from quire.worker.step_executor import BlockScorer, PageMover, SlotSampling, StepExecutor
+from quire.worker.step_executor import BlockScorer, PageMover, RowProcessor, SlotSampling, StepExecutor
 
 _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
@@ -150,9 +151,13 @@ class RunningStep:
     reads         what the proposer reads of the step
     is_followed   whether the speculator is told about the end of the step
     places        where the rows have placeholders for the step's tokens; None: they have none
+    may_continue  whether the next step may start before this one is finished, as far as is known when it starts: it needs only
+                  the tokens, and these are sampled and kept by the executor
     observed      tokens whose attention is observed
-    allows_next   whether the next step may start before this one is finished: it needs only the tokens, and these were
-                  sampled and kept by the executor
+    is_deferred   its tokens are to be sampled once the masks of its constraints are there
+    pending       sequences whose masks have not come in time; None: it was not waited for them yet
+    has_next      the next step was started
+    is_sampled    the tokens of a deferred step are sampled, or will be by what was launched
     """
 
     driver: StepDriver
@@ -165,8 +170,17 @@ class RunningStep:
     reads: Sequence[DraftInput]
     is_followed: bool
     places: Sequence[int] | None
-    allows_next: bool
+    may_continue: bool
     observed: Sequence[ObservedRow] = ()
+    is_deferred: bool = False
+    pending: Set[SequenceId] | None = None
+    has_next: bool = False
+    is_sampled: bool = False
+
+    @property
+    def allows_next(self) -> bool:
+        """See contracts.step.LaunchedStep. Waits for the masks of a deferred step, but not long."""
+        return self.may_continue and self.driver.allows_next(self)
 
     def collect(self) -> StepResult:
         """See contracts.step.LaunchedStep."""
@@ -181,6 +195,7 @@ class EmptyStep:
     plan: StepPlan
     is_followed: bool = False
     allows_next: bool = True
+    has_next: bool = False
 
     def collect(self) -> StepResult:
         """See contracts.step.LaunchedStep."""
@@ -218,6 +233,7 @@ class StepDriver:
     adapters         the LoRA adapters of the executor's decoder; None: sequences have none
     block_scorer     the executor, where sequences may have a KV compression that needs scores
     rebalance        begins to move experts between ranks, see rebalance_experts; None: they do not move
+    row_processor    the executor, where it applies logits processors and finds log probabilities; None: the driver does
     """
 
     def __init__(
@@ -229,7 +245,9 @@ class StepDriver:
         adapters: AdapterStore | None = None,
         block_scorer: BlockScorer | None = None,
         rebalance: Callable[[], bool] | None = None,
+        row_processor: RowProcessor | None = None,
     ) -> None:
+        self._row_processor = row_processor
         self._page_mover, self._block_scorer, self._rebalance = page_mover, block_scorer, rebalance
         self._adapters = adapters
         self._executor, self._draft_executors = executor, draft_executors
@@ -244,6 +262,7 @@ class StepDriver:
             executor.first_window_block,
             adapters is not None,
         )
+        self._choose_row_processor()
         self._masks = GrammarMasks()
         self._no_masks = self._masks.start((), {}, 0)
         self._ready_s = 0.0  # when the tokens of the last step had been read
@@ -278,7 +297,12 @@ class StepDriver:
         self._speculator.leave()
         speculator.drafts_forced = self._speculator.drafts_forced
         self._speculator = speculator
+        self._choose_row_processor()
         self._executor.keep_inputs(speculator.aux_hidden_state_layers)
+
+    def _choose_row_processor(self) -> None:
+        """Have the executor process rows, unless these may have drafts, behind which tokens depend on what is accepted."""
+        self._batch.row_processor = self._row_processor if self._speculator.proposer is None else None
 
     def use_pooling_head(self, head: PoolingHead | None) -> None:
         """See EngineRunner."""
@@ -301,7 +325,8 @@ class StepDriver:
         entries = batch.apply(plan)
         for start in plan.starts:
             row = batch.row(start.sequence_id)
-            executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
+            executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, is_executors(row)))
+            set_processors(batch.row_processor, row)
         if self._page_mover is not None and (plan.page_saves or plan.page_loads):
             self._page_mover.move_pages(plan.page_saves, plan.page_loads)
         copies = batch.block_copies(plan)
@@ -319,8 +344,13 @@ class StepDriver:
         prompts = _prompt_results(step) if step.wants_prompt else None
         has_prompt_logits, _, hidden_rows = prompts or _NO_PROMPT_RESULTS
         reads = () if is_skipped else speculator.inputs
+        processor = batch.row_processor
+        is_deferred = processor is not None and prompts is None and can_defer(step, host_sampled)
+        if processor is not None and is_deferred:
+            processor.defer_sampling()
+            host_sampled = ()
         keeps_logits = bool(host_sampled) or (bool(drafts) and speculator.wants_logits)
-        masks = self._masks.start(step.ready, drafts, len(step.rows)) if batch.has_constraints else self._no_masks
+        masks = self._masks_of_start(step)
         observed: Sequence[ObservedRow] = ()
         if self._block_scorer is not None and batch.has_observers:
             observed = find_observed(step)
@@ -334,10 +364,28 @@ class StepDriver:
             places = expect_tokens(step)
         lets_next_begin = executor.has_sampler and speculator.lets_next_begin
         is_followed = not is_skipped and not lets_next_begin
-        allows_next = lets_next_begin and not keeps_logits and prompts is None
-        return RunningStep(
-            self, plan, step, started, masks, host_sampled, prompts, reads, is_followed, places, allows_next, observed
+        if processor is not None and not drafts:
+            lets_next_begin = True  # what constraints force is drafted where that is worth more, see `allows_next`
+        may_continue = lets_next_begin and not keeps_logits and prompts is None
+        running = RunningStep(
+            self, plan, step, started, masks, host_sampled, prompts, reads, is_followed, places, may_continue, observed
         )
+        running.is_deferred = is_deferred
+        return running
+
+    def _masks_of_start(self, step: StepInput) -> StepMasks:
+        """Return the masks of a step that starts, as far as they can be filled now."""
+        return self._start_masks(step)
+
+    def _start_masks(self, step: StepInput) -> StepMasks:
+        """Start filling the masks of a step whose rows have all tokens before it."""
+        if not self._batch.has_constraints:
+            return self._no_masks
+        return self._masks.start(step.ready, step.drafts, len(step.rows))
+
+    def allows_next(self, running: RunningStep) -> bool:
+        """Return whether the step after one that may be continued can start now."""
+        return True
 
     def _host_sampled(self, step: StepInput) -> Sequence[int]:
         """Return which of step.ready the driver samples."""
@@ -350,7 +398,7 @@ class StepDriver:
 
     def _finish(self, running: RunningStep | EmptyStep) -> StepResult:
         """Wait for a step and turn what it computed into its result."""
-        plan, executor = running.plan, self._executor
+        plan, executor, batch = running.plan, self._executor, self._batch
         if isinstance(running, EmptyStep):
             return StepResult(plan.step_id, {}, {}, {}, {}, mask_ready=self._masks.take_ready(PENDING_WAIT_S))
         step, started = running.step, running.started
@@ -358,11 +406,11 @@ class StepDriver:
         self._ready_s = time.perf_counter()
         if self._block_scorer is not None and running.observed:
             keep_observed(self._block_scorer, running.observed)
-        pending = running.masks.wait()
+        pending = running.masks.wait() if running.pending is None else running.pending
         prompts, logprobs = running.prompts, _NO_PROMPT_LOGPROBS
         if prompts is not None and prompts.has_logprobs:
             logprobs = prompt_logprobs(step, executor.vocab_size, partial(executor.logits_at, started))
-        rows = self._batch.leave_out(step, pending) if pending else step.ready
+        rows = batch.leave_out(step, pending) if pending else step.ready
         paths: Mapping[SequenceId, tuple[int, ...]] | None = None
         if step.drafts or token_ids is None or running.host_sampled:
             host_sampled = range(len(step.ready)) if token_ids is None else running.host_sampled
@@ -371,11 +419,13 @@ class StepDriver:
                 result, paths = self._verify(running, sampled, rows, logprobs)
             else:
                 result = take_sampled(plan.step_id, rows, self._sample(running, sampled), logprobs)
+        elif running.is_deferred and running.places is not None:
+            result = take_deferred(step, plan.step_id, running.places, token_ids, failures, pending)
         elif running.places is None:
             result = take_best(plan.step_id, rows, token_ids, logprobs)
         else:
             result = take_expected(plan.step_id, rows, running.places, token_ids, failures, logprobs)
-        if running.is_followed:
+        if running.is_followed and not running.has_next:
             self._update_speculator(running, result, paths, pending)
         if prompts is not None and prompts.pooled_runs:
             hidden_states = executor.hidden_states(started, prompts.hidden_rows)
@@ -383,6 +433,8 @@ class StepDriver:
             result = replace(result, pooled=pooled, errors={**result.errors, **errors})
         if self._block_scorer is not None and plan.scored_blocks:
             result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
+        if batch.row_processor is not None:
+            result = with_device_logprobs(result, batch.row_processor, started, step.ready, running.host_sampled)
         ready = self._masks.take_ready()
         return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
 
@@ -533,55 +585,6 @@ class StepDriver:
             executor.close()
         self._speculator = Speculator(None, None, self._executor.vocab_size)  # proposers have weights and pools of their own
         del self._executor, self._draft_executors
-
-
-class AsyncStepDriver(StepDriver):
-    """A StepDriver over an executor with a sampler; implements contracts.step.AheadRunner.
-
-    A step is launched as a whole, and the next one may be launched before the first one's tokens are read, if the sampler
-    samples all of them and nothing is drafted.
-
-    is_ahead   whether the caller launches the next step early where it may
-    mark_step  returns a context in which a step is launched, for profilers
-    adapters   as in StepDriver
-    """
-
-    def __init__(
-        self,
-        executor: StepExecutor,
-        speculator: Speculator | None = None,
-        draft_executors: Sequence[ClosedWith] = (),
-        is_ahead: bool = True,
-        mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
-        adapters: AdapterStore | None = None,
-    ) -> None:
-        super().__init__(executor, speculator, draft_executors, adapters=adapters)
-        self._mark_step = mark_step
-        self._is_ahead, self._num_in_flight = is_ahead, 0
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step; see contracts.step.Runner."""
-        return self.launch(plan).collect()
-
-    def launch(self, plan: StepPlan) -> RunningStep | EmptyStep:
-        """Start a step; see contracts.step.AheadRunner."""
-        limit = self._executor.max_in_flight
-        if self._num_in_flight == limit:
-            raise InvariantError(f"step {plan.step_id} is launched while {limit} steps are not collected")
-        with self._executor.step_scope(), nullcontext() if self._mark_step is None else self._mark_step(plan):
-            running = self._start(plan)
-        if self._is_ahead and running.is_followed and self._num_in_flight == 0:
-            self._speculator.note_idle(time.perf_counter() - self._ready_s)
-        self._num_in_flight += 1
-        return running
-
-    def collect(self, running: RunningStep | EmptyStep) -> StepResult:
-        """Finish a step; see contracts.step.LaunchedStep."""
-        self._num_in_flight -= 1
-        result = super().collect(running)
-        if self._num_in_flight > 0:
-            self._speculator.restart_clock()
-        return result
 
 
 def _prompt_results(step: StepInput) -> _PromptResults | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.step import TokenLogprobs
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.token_runs import TreePlaces
 from quire.sampling.row_state import SamplingRow
@@ -123,12 +124,52 @@ class SlotSampling(NamedTuple):
         return cls(is_greedy, row.inverse_temperature, max(params.top_k, 0), params.top_p, row.log_min_p, seed)
 
 
-def needs_host_sampling(row: SamplingRow, has_sampler: bool) -> bool:
-    """Return whether the driver has to sample the tokens of a row; has_sampler: of the executor, see StepExecutor."""
+def needs_host_sampling(row: SamplingRow, has_sampler: bool, row_processor: RowProcessor | None = None) -> bool:
+    """Return whether the driver has to sample the tokens of a row.
+
+    has_sampler    of the executor, see StepExecutor
+    row_processor  the executor, where it can apply processors and find log probabilities; None: it cannot
+    """
     if row.is_plain or not has_sampler:
         return not row.is_plain
+    if row_processor is not None:
+        return not row_processor.takes_row(row)
     is_drawn = row.is_greedy or row.params.typical_p >= 1
     return not is_drawn or row.edits_logits or row.matcher is not None or row.needs_logprob
+
+
+class RowProcessor(Protocol):
+    """An executor whose sampler applies logits processors, and finds log probabilities, so that no logits go to the host. It
+    counts what it samples by itself: a row of it never has drafts."""
+
+    def takes_row(self, row: SamplingRow) -> bool:
+        """Return whether it can sample the tokens of a row."""
+        ...
+
+    def takes_masked(self, row: SamplingRow) -> bool:
+        """Return whether it can sample the tokens of a row with a constraint by sample_deferred."""
+        ...
+
+    def defer_sampling(self) -> None:
+        """Have the next step that is started compute logits, and sample no row before sample_deferred."""
+        ...
+
+    def sample_deferred(self, started: Any, masks: Mapping[int, Tensor]) -> Any:
+        """Sample the rows of a deferred step, before another one is started; return its new handle.
+
+        masks  index in logit_rows -> [ceil(V / 32) or more] i32, a bit per token, the lowest first: 0 forbids it
+        """
+        ...
+
+    def set_processors(self, batch_slot: int, row: SamplingRow) -> None:
+        """Set the processors and log probabilities of a batch slot from the next step on, after set_sampling. The row has all
+        known tokens."""
+        ...
+
+    def take_logprobs(self, started: Any, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
+        """Return the log probabilities of sampled tokens of a step, after take_sampled; wanted: index in logit_rows, and number
+        of most likely tokens."""
+        ...
 
 
 class PageMover(Protocol):

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -13,17 +14,23 @@ pytestmark = pytest.mark.slow
 LISTENING = re.compile(r"listening on (http://\S+),")
 
 
-@pytest.fixture
-def router_url(server):
-    """A router with one backend."""
-    command = [sys.executable, "-m", "quire", "router", "--backend", server.url, "--port", "0", "--admin-key", "admin"]
-    command += ["--alias", "fast=demo", "--health-interval", "0.2"]
+@contextmanager
+def routing(*urls):
+    """Start a router of backends; yield its URL."""
+    command = [sys.executable, "-m", "quire", "router", "--port", "0", "--admin-key", "admin"]
+    command += [*(word for url in urls for word in ("--backend", url)), "--alias", "fast=demo", "--health-interval", "0.2"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
     try:
         yield next(found[1] for line in process.stderr if (found := LISTENING.search(line)))
     finally:
         process.terminate()
         process.communicate(timeout=40)
+
+
+@pytest.fixture
+def router_url(server):
+    with routing(server.url) as url:
+        yield url
 
 
 def tabs(browser, selector=".top .tabs"):

@@ -365,6 +365,17 @@ LATENT_CASES: tuple[str, ...] = (
 """With multi-head latent attention, which quire absorbs and transformers does not: in bfloat16 they round in other places."""
 
 
+def cases_by_type() -> dict[str, list[str]]:
+    """Return the cases of each model type; wrappers count for the type of their text."""
+    plain = {**_CONFIGS, **dense_cases.CASES, **recurrent_cases.CASES, **gemma_cases.CASES}
+    types = {name: case[0] for name, case in plain.items()} | {name: case[1] for name, case in _ALL_WRAPPED.items()}
+    types |= {name: str(keys["model_type"]) for name, (_, _, keys, _) in CONVERTED.items()}
+    found: dict[str, list[str]] = {}
+    for name, model_type in types.items():
+        found.setdefault("gemma3_text" if model_type == "gemma3" else model_type, []).append(name)
+    return found
+
+
 def case_params(cases: Iterable[str] = ALL_CASES) -> list[object]:
     """Return cases as parameters of a test; most mixtures are slow, and further dense families, which a fast test compares."""
     is_slow = {name: name in DENSE_CASES or (name in _MIXTURES and name not in QUICK_MIXTURES) for name in cases}

@@ -15,7 +15,7 @@ from quire.model.build import load_model, whole_prompt_logits
 from quire.model.config_reader import read_model_spec
 from quire.model.families.config_view import ConfigView
 from tests.golden import dense_cases
-from tests.golden.make_checkpoints import LATENT_CASES, case_params, reference_model
+from tests.golden.make_checkpoints import LATENT_CASES, case_params, make_checkpoint, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -145,3 +145,17 @@ def test_fields_that_are_read_are_refused_or_have_the_effect_that_they_have_in_t
         assert error <= TOLERANCE, (name, other)
         num_equal += 1
     assert num_equal > 3
+
+
+@pytest.mark.parametrize("name", ["indexed_attention", "deepseek_sparse_attention"])
+def test_layers_with_an_indexer_have_the_names_of_each_release_of_transformers(tmp_path, name):
+    folder = make_checkpoint("deepseek-v32", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    expected = read_model_spec(folder, "float32")
+    config["layer_types"] = [name] * config["num_hidden_layers"]
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_model_spec(folder, "float32") == expected
+    config["layer_types"][0] = "full_attention"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(QuireError, match="deepseek_sparse_attention or indexed_attention, got full_attention"):
+        read_model_spec(folder, "float32")

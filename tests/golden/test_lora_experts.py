@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LoRARequest
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import AdapterReader
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.test_lora import F32_TOLERANCE, KINDS, PROMPTS, adapted_decoder, engine, generate, is_equal, logits_of_batch
-from tests.lora_adapter import write_adapter, write_merged, write_pairs
+from tests.lora_adapter import write_adapter, write_merged, write_stacks
 
 pytestmark = pytest.mark.golden
 
@@ -54,34 +54,12 @@ def test_single_experts_and_routers_are_adapted(checkpoint, tmp_path, case, kind
     check(folder, reference_model(merged), adapter, kind)
 
 
-def write_stacks(folder, base):
-    """Write an adapter of all stacks of experts as PEFT writes `target_parameters`; return name of a stack -> its delta."""
-    hidden = read_model_spec(base).hidden_size
-    generator = torch.Generator().manual_seed(5)
-    pairs, deltas = {}, {}
-    for name, tensor in load_file(base / "model.safetensors").items():
-        module, _, kind = name.rpartition(".")
-        if tensor.dim() != 3 or kind not in ("gate_up_proj", "down_proj"):
-            continue
-        outputs, inputs = tensor.shape[1:] if kind == "gate_up_proj" else tensor.shape[:0:-1]
-        is_transposed = outputs == hidden != inputs
-        rows, columns = tensor.shape[:0:-1] if is_transposed else tensor.shape[1:]
-        a = 0.2 * torch.randn(len(tensor) * RANK, columns, generator=generator)
-        b = 0.2 * torch.randn(rows, RANK * len(tensor), generator=generator)
-        split = a.view(len(tensor), RANK, columns), b.view(rows, RANK, len(tensor))
-        delta = 2 * torch.einsum("eri,ore->eoi", *split)
-        deltas[name] = delta.transpose(1, 2) if is_transposed else delta
-        pairs[f"{module}.base_layer" if kind == "gate_up_proj" else module] = (a, b)
-    write_pairs(folder, pairs, alpha=2 * RANK, rank=RANK)
-    return deltas
-
-
 @pytest.mark.covering
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", ["gpt-oss", *(pytest.param(case, marks=pytest.mark.slow) for case in STACKED)])
 def test_stacks_of_experts_are_adapted(checkpoint, tmp_path, case, kind):
     folder = checkpoint(case, "v5")
-    deltas = write_stacks(tmp_path / "a", folder)
+    deltas = write_stacks(tmp_path / "a", folder, RANK)
     merged = write_merged(folder, tmp_path / "merged", {})
     tensors = load_file(folder / "model.safetensors")
     changed = {name: (tensors[name] + delta).contiguous() for name, delta in deltas.items()}
@@ -131,8 +109,19 @@ def test_adapters_of_experts_that_exceed_the_memory_plan_are_refused(checkpoint,
     llm = engine(folder, max_loras=3, max_lora_rank=8)
     loras = [LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two", "three"), start=1)]
     assert llm.llm_engine.add_lora(loras[0])
-    with pytest.raises(RequestError, match=r"for experts, takes .* are taken: raise max_loras, which is 3 \(--max-loras\)"):
+    with pytest.raises(
+        RequestError,
+        match=r"for experts, takes .* are taken: set enable_lora_experts .* or raise max_loras, which is 3 \(--max-loras\)",
+    ):
         _ = [llm.llm_engine.add_lora(lora) for lora in loras[1:]]
     assert llm.llm_engine.remove_lora(1)
     assert llm.llm_engine.add_lora(loras[2])
     llm.close()
+    llm = engine(folder, max_loras=3, max_lora_rank=8, enable_lora_experts=True)
+    assert all(llm.llm_engine.add_lora(lora) for lora in loras)
+    llm.close()
+
+
+def test_memory_for_experts_is_refused_where_there_are_none(checkpoint):
+    with pytest.raises(ConfigError, match=r"enable_lora_experts is True, but the model \('qwen3'\) has no experts"):
+        engine(checkpoint("qwen3", "v5"), enable_lora_experts=True)

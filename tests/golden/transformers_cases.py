@@ -27,6 +27,8 @@ _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, 
 _PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
 _WINDOW = {"sliding_window": 11, "layer_types": _PATTERN}
 
+_LATENT = {"kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+
 OWN_TYPES: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "gemma3_text": {**_LLAMA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16},
@@ -56,6 +58,19 @@ OTHER_TYPES: dict[str, dict[str, Any]] = {
     "vaultgemma": {**_LLAMA, **_WINDOW, "head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     "granite_swa": {**_LLAMA, **_WINDOW},
     "laguna": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16},
+    "longcat_flash": {
+        **_MULTI_HEAD,
+        **_LATENT,
+        "head_dim": 8,
+        "num_layers": 2,
+        "ffn_hidden_size": 96,
+        "expert_ffn_hidden_size": 32,
+        "n_routed_experts": 4,
+        "moe_topk": 2,
+        "zero_expert_num": 2,
+    },
+    "afmoe": {**_LLAMA, **_EXPERTS, **_WINDOW, "head_dim": 16, "num_dense_layers": 1, "num_shared_experts": 1},
+    "hy_v3": {**_LLAMA, **_EXPERTS, "head_dim": 16},
 }
 """Types that run on the paged cache by way of the library only."""
 

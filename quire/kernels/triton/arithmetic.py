@@ -46,6 +46,19 @@ def cast_to(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def widened(codes: tl.tensor) -> tl.tensor:
+    """Return codes as f32: int8, float8e4nv, or u8, the bits of float8e4nv for GPUs that do not convert these."""
+    if codes.dtype == tl.uint8:
+        # As bits of an f16 they are smaller by the difference of the exponents' biases, 2**8; the result is exact.
+        size = (codes & 0x7F).to(tl.uint16)
+        halves = ((codes & 0x80).to(tl.uint16) << 8 | size << 7).to(tl.float16, bitcast=True)
+        numbers = tl.where(size == 0x7F, float("nan"), halves.to(tl.float32) * 256.0)
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Return x, f32, rounded to a float type but still f32. Kernels round where the checkpoint's original code does."""
     if dtype != tl.float32:

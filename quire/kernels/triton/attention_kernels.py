@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, tanh
-from quire.kernels.triton.rotated_codes import unpack
+from quire.kernels.triton.rotated_codes_kernels import unpack
 
 TINY = tl.constexpr(1e-37)
 _MOST_DRAFTS = tl.constexpr(64)  # of a tree, because the ancestors are a 64-bit mask

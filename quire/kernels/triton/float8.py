@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.float8_kernels import multiply_quantized, quantize_rows
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.linear import add_splits_launch
@@ -33,7 +34,6 @@ LIBRARY_FROM = 65
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = torch.float8_e4m3fn
-_LEAST_CAPABILITY = (8, 9)
 _SCALED_MM_CAPABILITY = (9, 0)
 _SCALED_MM_MULTIPLE = 16
 _COLUMNS_OF_PROGRAM = 1024
@@ -55,8 +55,7 @@ def suits_float8(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     """Return whether `multiply_float8` is preferable: many tokens, not in f32, and a device that supports float8."""
     if weight.codes.dtype != _FLOAT8 or x.dtype == torch.float32 or len(x) < FLOAT8_FROM:
         return False
-    device = weight.codes.device
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+    return device_traits().has_float8
 
 
 def multiply_float8(x: Tensor, weight: DeviceQuantizedWeight, bias: Tensor | None = None) -> Tensor:
@@ -87,10 +86,8 @@ def _fits_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     num_rows, num_columns = weight.shape
     has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
     is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
-    # "meta" stands for a device that kernels are compiled for; all of these have it.
-    has_product = x.device.type == "meta" or (
-        x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= _SCALED_MM_CAPABILITY
-    )
+    # "meta" stands for the device that kernels are compiled for.
+    has_product = x.device.type in ("cuda", "meta") and device_traits().capability >= _SCALED_MM_CAPABILITY
     return has_product and x.dtype == torch.bfloat16 and has_row_scales and is_even
 
 

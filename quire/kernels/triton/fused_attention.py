@@ -18,7 +18,7 @@ from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import LARGEST_OF, Rope
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tiles import CHUNK, ROWS_OF_DECODE, short_attention_tile
+from quire.kernels.triton.tiles import ROWS_OF_DECODE, few_chunk, short_attention_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MERGED_NUMBERS = 2048
@@ -55,12 +55,12 @@ class ProjectedAttention:
         spec, norms = self.spec, self.norms
         self._check(out, qkv, cache, step, positions)
         num_sequences, group = len(qkv), spec.num_heads // spec.num_kv_heads
-        num_parts = most_chunks(spec.num_kv_heads)
-        longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + CHUNK)
+        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
+        num_parts, chunk = most_chunks(spec.num_kv_heads), max(few_chunk(spec.num_kv_heads, spec.head_dim), tile.keys)
+        longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + chunk)
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)
         block_d = power_of_two(spec.head_dim, 16)
         block_g = power_of_two(group)
-        tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
         is_quantised = cache.k_scales is not None
         compute = torch.float16 if is_quantised and qkv.dtype != torch.float32 else qkv.dtype
         is_pdl = has_dependent_launch(qkv.device)
@@ -94,7 +94,7 @@ class ProjectedAttention:
             "BLOCK_D": block_d,
             "BLOCK_G": block_g,
             "BLOCK_C": max(1, min(16, _MERGED_NUMBERS // (block_g * block_d))),
-            "CHUNK": CHUNK,
+            "CHUNK": chunk,
             "MOST_CHUNKS": num_parts,
             "WINDOW": spec.window or 0,
             "SOFTCAP": spec.softcap or 0.0,
@@ -105,10 +105,17 @@ class ProjectedAttention:
             "OFFSET": 0.0 if norms is None else float(norms[0].spec.offset),
             "CASTS_LATE": norms is not None and norms[0].spec.late_cast,
             "LARGEST": LARGEST_OF.get(cache.k.dtype, 0.0),
+            "THREADS": 32 * tile.num_warps,
+            "CAN_FETCH": self._can_fetch(cache),
             "IS_PDL": is_pdl,
         }
-        grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // CHUNK))))
+        grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // chunk))))
         return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED, is_pdl)
+
+    def _can_fetch(self, cache: KvCache) -> bool:
+        """Return whether rows of a head can be prefetched: they begin at multiples of 16 bytes."""
+        rope_dim = 0 if self.rope is None else self.rope.spec.dim
+        return cache.k.shape[2] * self.spec.head_dim * cache.k.itemsize % 16 == 0 and rope_dim % 4 == 0
 
     def _check(self, out: Tensor, qkv: Tensor, cache: KvCache, step: DeviceAttentionMetadata, positions: Tensor) -> None:
         spec, num_sequences = self.spec, len(qkv)

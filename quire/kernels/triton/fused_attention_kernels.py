@@ -12,8 +12,8 @@ import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to
 from quire.kernels.triton.attention_kernels import TINY, attend_keys
-from quire.kernels.triton.pdl import begin, wait
-from quire.kernels.triton.qk_rope_store import load_heads, store_heads
+from quire.kernels.triton.pdl import begin, fetch, wait
+from quire.kernels.triton.qk_rope_store_kernels import load_heads, store_heads
 
 
 @triton.jit
@@ -57,6 +57,41 @@ def _merge(
 
 
 @triton.jit
+def _fetch_inputs(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    own_table_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    THREADS: tl.constexpr,
+    IS_PDL: tl.constexpr,
+) -> None:
+    """Prefetch the blocks of keys [low, high) of a head, the norms of q and k, and the row of the rope table at table_ptr."""
+    threads = tl.arange(0, THREADS)
+    blocks = low // BLOCK_SIZE + threads
+    is_block = blocks * BLOCK_SIZE < high
+    numbers = tl.load(own_table_ptr + blocks, mask=is_block, other=0).to(tl.int64)
+    places = (numbers * NUM_KV_HEADS + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+    BLOCK_BYTES: tl.constexpr = BLOCK_SIZE * HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    fetch(k_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
+    fetch(v_ptr + places, is_block, BLOCK_BYTES // 16 * 16, IS_PDL)
+    if q_weight_ptr is not None:
+        WEIGHT_BYTES: tl.constexpr = HEAD_DIM * q_weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+        fetch(q_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
+        fetch(k_weight_ptr + threads * 0, threads == 0, WEIGHT_BYTES // 16 * 16, IS_PDL)
+    if table_ptr is not None:
+        fetch(table_ptr + threads * 0, threads == 0, ROPE_DIM * 4 // 16 * 16, IS_PDL)
+
+
+@triton.jit
 def attend_projected(
     qkv_ptr: tl.tensor,
     out_ptr: tl.tensor,
@@ -96,6 +131,8 @@ def attend_projected(
     OFFSET: tl.constexpr,
     CASTS_LATE: tl.constexpr,
     LARGEST: tl.constexpr,
+    THREADS: tl.constexpr,
+    CAN_FETCH: tl.constexpr,
     IS_PDL: tl.constexpr,
 ) -> None:
     """Attend the new token of sequence program_id(0) with key-value head program_id(1), to chunk program_id(2) of its keys.
@@ -107,11 +144,12 @@ def attend_projected(
     partial   [S, NUM_KV_HEADS, MOST_CHUNKS, GROUP, HEAD_DIM] f32; log_sums without HEAD_DIM
     arrived   [S, NUM_KV_HEADS] i32, zeros before and after
     CHUNK     tokens of a chunk, a multiple of BLOCK_N; more if there would be more than MOST_CHUNKS chunks
+    CAN_FETCH whether rows of caches and tables are multiples of 16 bytes
     """
     DTYPE: tl.constexpr = qkv_ptr.dtype.element_ty
     NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
     begin(IS_PDL)
-    wait(IS_PDL)
+    # Before the wait only what no fused launch writes: the inputs of the step, and what earlier steps have cached.
     sequence = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     chunk = tl.program_id(2)
@@ -128,6 +166,13 @@ def attend_projected(
     high = tl.minimum(low + length, end)
 
     position = tl.load(positions_ptr + sequence).to(tl.int64)
+    own_table_ptr = block_tables_ptr + sequence * table_stride
+    if CAN_FETCH:
+        _fetch_inputs(
+            k_ptr, v_ptr, table_ptr + position * ROPE_DIM if table_ptr is not None else None, q_weight_ptr, k_weight_ptr,
+            own_table_ptr, kv_head, low, high, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, ROPE_DIM, THREADS, IS_PDL,
+        )  # fmt: skip
+    wait(IS_PDL)
     row_ptr = qkv_ptr + sequence * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
     if chunk == used - 1:
         slot = tl.load(slots_ptr + sequence)
@@ -153,7 +198,6 @@ def attend_projected(
         HEAD_DIM, BLOCK_D, ROPE_DIM, IS_ROPE_F32, EPS, OFFSET, CASTS_LATE, DTYPE,
     )  # fmt: skip
     q = cast_to(q, COMPUTE)
-    own_table_ptr = block_tables_ptr + sequence * table_stride
     out, log_sums = attend_keys(
         q, None, low, high, end - 1 + lanes * 0, is_row, end - 1, end, end, kv_head, kv_head,
         k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, own_table_ptr, None, None, scale,

@@ -21,9 +21,9 @@ from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tiles import few_tile
 
-FEW_TOKENS = 8
-"""Maximum number of tokens of such a step. Products use ordinary arithmetic, one token after the other, so with more tokens
-they take longer than reading the weights. Not measured yet."""
+FEW_TOKENS = 16
+"""Maximum number of tokens of such a step: those of one matrix instruction. More would also have more of their inputs read by
+every program. An estimate by bytes and launches, not measured."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
@@ -48,7 +48,9 @@ class Epilogue(NamedTuple):
 def multiply_few_launch(
     out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None = None, epilogue: Epilogue | None = None
 ) -> Launch:
-    """Return the launch that writes epilogue(norm(x) @ weight^T) to out; rows are independent, bit for bit.
+    """Return the launch that writes epilogue(norm(x) @ weight^T) to out.
+
+    The bits of a row do not depend on the rows beside it; one row alone may have other bits, as its sums have another order.
 
     out     [T, O] contiguous, [T, O / 2] if gated; not x
     x       [T, K] float with contiguous rows, 1 <= T <= FEW_TOKENS
@@ -61,7 +63,7 @@ def multiply_few_launch(
     _check(out, x, weight, norm, epilogue)
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
-    tile = few_tile(num_rows, num_columns, x.dtype)
+    tile = few_tile(num_rows, num_columns, x.dtype, num_tokens == 1)
     is_pdl = has_dependent_launch(x.device)
     spec = None if norm is None else norm.spec
     arguments = {
@@ -77,10 +79,11 @@ def multiply_few_launch(
     constants = {
         "NUM_ROWS": num_rows,
         "NUM_COLUMNS": num_columns,
-        "TOKENS": power_of_two(num_tokens),
+        "TOKENS": 1 if num_tokens == 1 else power_of_two(num_tokens, 8),
         "BLOCK_N": tile.rows,
         "BLOCK_K": tile.columns,
-        "RUN": min(tile.columns, 16 // x.itemsize),
+        "SPLITS": tile.splits,
+        "EARLY": tile.early,
         "NUM_STAGES": tile.num_stages,
         "EPS": 0.0 if spec is None else spec.eps,
         "OFFSET": 0.0 if spec is None else float(spec.offset),
@@ -90,15 +93,18 @@ def multiply_few_launch(
         "HAS_RESIDUAL": epilogue.residual_scale is not None,
         "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
         "THREADS": 32 * tile.num_warps,
-        "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.columns),
+        "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.early * tile.columns),
         "IS_PDL": is_pdl,
     }
     grid = (triton.cdiv(num_rows, tile.rows),)
-    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_pdl=is_pdl)
+    # Products of 16-bit floats are exact in f32, so a fused multiply-add rounds as often. Those of f32 are not, and the
+    # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
+    is_fused = x.dtype != torch.float32
+    return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
-    """Return the bytes of each row to prefetch after its first tile; 0 if rows are no multiples of 16 bytes."""
+    """Return the bytes of each row to prefetch after its first columns; 0 if rows are no multiples of 16 bytes."""
     row_bytes = weight.shape[1] * weight.itemsize
     if row_bytes % 16 or weight.storage_offset() * weight.itemsize % 16:
         return 0

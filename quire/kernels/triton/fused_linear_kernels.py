@@ -1,8 +1,12 @@
 """Device code of linear layers for few tokens: one pass over the weights, with norm, activation and residual.
 
 A program handles a few rows of the weight and all of their columns, so even a small weight has programs for the whole device
-and no sum is split over programs. Its threads keep sums of RUN columns each, which are added at the end. The order of a sum
-depends only on the weight's shape.
+and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS parts, which different warps multiply and which
+are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
+
+One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by matrix
+units, the rows of the weight being the long side. The order of a sum depends only on the weight's shape and on which of both it
+is; the tokens of a step do not affect each other.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
@@ -11,10 +15,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
-from quire.kernels.triton.arithmetic import cast_to, rounded
-from quire.kernels.triton.norm import scale_normalized
+from quire.kernels.triton.activation_kernels import activated
+from quire.kernels.triton.arithmetic import cast_to, dot, rounded
+from quire.kernels.triton.norm_kernels import scale_normalized
 from quire.kernels.triton.pdl import begin, fetch, wait
+
+_RUN = tl.constexpr(8)
 
 
 @triton.jit
@@ -27,61 +33,87 @@ def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: 
 
 
 @triton.jit
-def _factors(
-    x_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    NUM_COLUMNS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EPS: tl.constexpr,
-) -> tl.tuple:
-    """Return RMSNorm's factor for each token."""
-    factors = ()
-    for token in tl.static_range(TOKENS):
-        squares = tl.zeros([BLOCK_K], tl.float32)
-        for first in tl.static_range(0, NUM_COLUMNS, BLOCK_K):
-            columns = first + tl.arange(0, BLOCK_K)
-            there = columns < tl.where(token < num_tokens, NUM_COLUMNS, 0)
-            x = tl.load(x_ptr + token * x_stride + columns, mask=there, other=0.0).to(tl.float32)
-            squares += x * x
-        factors = factors + (tl.rsqrt(tl.sum(squares, 0) / NUM_COLUMNS + EPS),)
-    return factors
+def _load_columns(
+    ptrs: tl.tensor, is_row: tl.tensor, columns: tl.tensor, first: tl.tensor, NUM_COLUMNS: tl.constexpr
+) -> tl.tensor:
+    """Return [SPLITS, rows, BLOCK_K / SPLITS] from columns `first` on, zeros where there is nothing.
+
+    ptrs     [rows] of the first column of each row
+    columns  [SPLITS, BLOCK_K / SPLITS] of a tile
+    """
+    mask = is_row[None, :, None] & (first + columns < NUM_COLUMNS)[:, None, :]
+    return tl.load(ptrs[None, :, None] + (first + columns)[:, None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def _add_products(
-    sums: tl.tuple,
-    factors: tl.tuple,
+    acc: tl.tensor,
     weight: tl.tensor,
-    first: tl.tensor,
-    x_ptr: tl.tensor,
-    norm_weight_ptr: tl.tensor,
-    x_stride: tl.tensor,
-    num_tokens: tl.tensor,
-    NUM_COLUMNS: tl.constexpr,
+    x: tl.tensor,
+    factors: tl.tensor,
+    norm_weight: tl.tensor,
     TOKENS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    RUN: tl.constexpr,
+    HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     CASTS_LATE: tl.constexpr,
-) -> tl.tuple:
-    """Return sums, [BLOCK_N, BLOCK_K / RUN] of each token, with the products of columns [first, first + BLOCK_K) added."""
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    columns = first + tl.arange(0, BLOCK_K)
-    wide = weight.to(tl.float32)
-    if norm_weight_ptr is not None:
-        norm_weight = tl.load(norm_weight_ptr + columns, mask=columns < NUM_COLUMNS, other=0.0).to(tl.float32)
-    found = ()
-    for token in tl.static_range(TOKENS):
-        there = columns < tl.where(token < num_tokens, NUM_COLUMNS, 0)
-        x = tl.load(x_ptr + token * x_stride + columns, mask=there, other=0.0).to(tl.float32)
-        if norm_weight_ptr is not None:
-            x = rounded(scale_normalized(x * factors[token], norm_weight, OFFSET, CASTS_LATE, DTYPE), DTYPE)
-        products = tl.reshape(wide * x[None, :], [BLOCK_N, BLOCK_K // RUN, RUN])
-        found = found + (sums[token] + tl.sum(products, 2),)
-    return found
+) -> tl.tensor:
+    """Return acc with the products of a tile added.
+
+    weight [SPLITS, rows, K], x [SPLITS, TOKENS, K], factors [TOKENS] of the norm, norm_weight [SPLITS, 1, K]
+    """
+    DTYPE: tl.constexpr = x.dtype
+    if HAS_NORM:
+        wide = x.to(tl.float32) * factors[None, :, None]
+        x = cast_to(scale_normalized(wide, norm_weight.to(tl.float32), OFFSET, CASTS_LATE, DTYPE), DTYPE)
+    if TOKENS == 1:
+        products = weight.to(tl.float32) * x.to(tl.float32)
+        SHAPE: tl.constexpr = [products.shape[0], products.shape[1], products.shape[2] // _RUN, _RUN]
+        acc += tl.sum(tl.reshape(products, SHAPE), 3)
+    else:
+        acc = dot(weight, tl.permute(x, (0, 2, 1)), acc)
+    return acc
+
+
+@triton.jit
+def _write(
+    y: tl.tensor,
+    rows: tl.tensor,
+    first_row: tl.tensor,
+    is_row: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    num_tokens: tl.tensor,
+    residual_scale: tl.tensor,
+    NUM_ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_SCALED: tl.constexpr,
+) -> None:
+    """Write the products y [TOKENS, BLOCK_N], f32, with the operations after them."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = NUM_ROWS // 2 if IS_GATED else NUM_ROWS
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)[None, :]
+    y = rounded(y, DTYPE)
+    if IS_GATED:
+        gate, up = tl.split(tl.reshape(y, [TOKENS, BLOCK_N // 2, 2]))
+        y = rounded(activated(gate, KIND), DTYPE) * up
+        outputs = first_row // 2 + tl.arange(0, BLOCK_N // 2)
+    else:
+        if KIND >= 0:
+            y = activated(y, KIND)
+        outputs = rows
+    tokens = tl.arange(0, TOKENS)
+    out = out_ptr + tokens[:, None] * WIDTH + outputs[None, :]
+    mask = (tokens < num_tokens)[:, None] & (outputs < WIDTH)[None, :]
+    if HAS_RESIDUAL:
+        if IS_SCALED:
+            y = rounded(y * residual_scale, DTYPE)
+        y = tl.load(out, mask=mask, other=0.0).to(tl.float32) + y
+    tl.store(out, cast_to(y, DTYPE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "residual_scale"])
@@ -99,7 +131,8 @@ def multiply_few(
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    RUN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     EPS: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -114,62 +147,66 @@ def multiply_few(
 ) -> None:
     """Write BLOCK_N rows of the weight times every token; see fused_linear.multiply_few_launch.
 
+    TOKENS         1, or at least 8
     KIND           of activation.activated; -1: none
-    FETCHED_BYTES  prefetched bytes of each row, after its first BLOCK_K columns
+    FETCHED_BYTES  prefetched bytes of each row, after its EARLY tiles
     """
     begin(IS_PDL)
+    FIRST_LATE: tl.constexpr = EARLY * BLOCK_K
+    HAS_NORM: tl.constexpr = norm_weight_ptr is not None
+    WIDTH: tl.constexpr = BLOCK_K // SPLITS
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
     rows = _rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
-    columns = tl.arange(0, BLOCK_K)
-    places = weight_ptr + rows.to(tl.int64)[:, None] * NUM_COLUMNS + columns[None, :]
-    weight = tl.load(places, mask=is_row[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
+    columns = tl.arange(0, SPLITS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    weight_rows = weight_ptr + rows.to(tl.int64) * NUM_COLUMNS
+    norm_row = norm_weight_ptr + tl.arange(0, 1) if HAS_NORM else None
+    is_norm = tl.arange(0, 1) == 0
+    weights, norm_weights = (), ()
+    for tile in tl.static_range(EARLY):
+        weights = weights + (_load_columns(weight_rows, is_row, columns, tile * BLOCK_K, NUM_COLUMNS),)
+        if HAS_NORM:
+            norm_weights = norm_weights + (_load_columns(norm_row, is_norm, columns, tile * BLOCK_K, NUM_COLUMNS),)
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
         fetched = _rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
-        fetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + BLOCK_K, is_fetched, FETCHED_BYTES, IS_PDL)
+        fetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + FIRST_LATE, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
 
-    factors = ()
-    if norm_weight_ptr is not None:
-        factors = _factors(x_ptr, x_stride, num_tokens, NUM_COLUMNS, TOKENS, BLOCK_K, EPS)
-    sums = ()
-    for _ in tl.static_range(TOKENS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // RUN], tl.float32),)
-    sums = _add_products(
-        sums, factors, weight, 0, x_ptr, norm_weight_ptr, x_stride, num_tokens,
-        NUM_COLUMNS, TOKENS, BLOCK_N, BLOCK_K, RUN, OFFSET, CASTS_LATE,
-    )  # fmt: skip
-    if NUM_COLUMNS > BLOCK_K:
-        for first in tl.range(BLOCK_K, NUM_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
-            mask = is_row[:, None] & (first + columns < NUM_COLUMNS)[None, :]
-            weight = tl.load(places + first, mask=mask, other=0.0)
-            sums = _add_products(
-                sums, factors, weight, first, x_ptr, norm_weight_ptr, x_stride, num_tokens,
-                NUM_COLUMNS, TOKENS, BLOCK_N, BLOCK_K, RUN, OFFSET, CASTS_LATE,
-            )  # fmt: skip
+    tokens = tl.arange(0, TOKENS)
+    token_rows = x_ptr + tokens * x_stride
+    is_token = tokens < num_tokens
+    rows_of_x = ()
+    for tile in tl.static_range(EARLY):
+        rows_of_x = rows_of_x + (_load_columns(token_rows, is_token, columns, tile * BLOCK_K, NUM_COLUMNS),)
+    factors = tl.zeros([TOKENS], tl.float32)
+    if HAS_NORM:
+        squares = tl.zeros([SPLITS, TOKENS, WIDTH], tl.float32)
+        for tile in tl.static_range(EARLY):
+            wide = rows_of_x[tile].to(tl.float32)
+            squares += wide * wide
+        for first in tl.static_range(FIRST_LATE, NUM_COLUMNS, BLOCK_K):
+            wide = _load_columns(token_rows, is_token, columns, first, NUM_COLUMNS).to(tl.float32)
+            squares += wide * wide
+        factors = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_COLUMNS + EPS)
+    acc = tl.zeros([SPLITS, BLOCK_N, WIDTH // _RUN if TOKENS == 1 else TOKENS], tl.float32)
+    for tile in tl.static_range(EARLY):
+        norm_weight = norm_weights[tile] if HAS_NORM else factors
+        acc = _add_products(acc, weights[tile], rows_of_x[tile], factors, norm_weight, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
+    if FIRST_LATE < NUM_COLUMNS:
+        for first in tl.range(FIRST_LATE, NUM_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
+            weight = _load_columns(weight_rows, is_row, columns, first, NUM_COLUMNS)
+            x = _load_columns(token_rows, is_token, columns, first, NUM_COLUMNS)
+            late = _load_columns(norm_row, is_norm, columns, first, NUM_COLUMNS) if HAS_NORM else factors
+            acc = _add_products(acc, weight, x, factors, late, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
 
-    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    WIDTH: tl.constexpr = NUM_ROWS // 2 if IS_GATED else NUM_ROWS
-    for token in tl.static_range(TOKENS):
-        y = tl.sum(sums[token], 1)
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + rows, mask=is_row, other=0.0).to(tl.float32)
-        y = rounded(y, DTYPE)
-        if IS_GATED:
-            gate, up = tl.split(tl.reshape(y, [BLOCK_N // 2, 2]))
-            y = rounded(activated(gate, KIND), DTYPE) * up
-            outputs = first_row // 2 + tl.arange(0, BLOCK_N // 2)
-        else:
-            if KIND >= 0:
-                y = activated(y, KIND)
-            outputs = rows
-        out = out_ptr + token * WIDTH + outputs
-        mask = outputs < tl.where(token < num_tokens, WIDTH, 0)
-        if HAS_RESIDUAL:
-            if IS_SCALED:
-                y = rounded(y * residual_scale, DTYPE)
-            y = tl.load(out, mask=mask, other=0.0).to(tl.float32) + y
-        tl.store(out, cast_to(y, DTYPE), mask=mask)
+    if TOKENS == 1:
+        y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N])
+    else:
+        y = tl.trans(tl.sum(acc, 0))
+    _write(
+        y, rows, first_row, is_row, bias_ptr, out_ptr, num_tokens, residual_scale,
+        NUM_ROWS, TOKENS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,
+    )  # fmt: skip

@@ -10,10 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
-from quire.kernels.triton.arithmetic import cast_to, dot, rounded
+from quire.kernels.triton.activation_kernels import activated
+from quire.kernels.triton.arithmetic import cast_to, dot, rounded, widened
 from quire.kernels.triton.nibbles import split_codes, split_operands
-from quire.kernels.triton.norm import scale_normalized
+from quire.kernels.triton.norm_kernels import scale_normalized
 from quire.kernels.triton.pdl import begin, fetch, wait
 
 _PIECE = tl.constexpr(16)
@@ -106,7 +106,7 @@ def _add_code_products(
         columns = bytes // HALF * RUN + bytes % HALF
         low, high = split_codes(codes, BASE)
     else:
-        low = codes.to(tl.float32)
+        low = widened(codes)
     HAS_BASE: tl.constexpr = IS_PACKED and BASE is not None and BASE != 0
     found = ()
     for token in tl.static_range(TOKENS):
@@ -419,7 +419,7 @@ def multiply_several_codes(
             part = dot(low, tl.permute(x, (0, 2, 1)), zeros)
             part = dot(high, tl.permute(high_x, (0, 2, 1)), part)
         else:
-            part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.permute(x, (0, 2, 1)), zeros)
+            part = dot(cast_to(widened(codes), DTYPE), tl.permute(x, (0, 2, 1)), zeros)
         groups = (first * BYTE_COLUMNS + warps * RUN) // GROUP
         is_group = (groups < NUM_GROUPS)[:, None] & is_row[None, :]
         scales = tl.load(scales_ptr + scale_places[None, :] + groups[:, None], mask=is_group, other=0.0)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from quire.base.errors import InvariantError
-from quire.kernels.triton.arithmetic import cast_to, dot
+from quire.kernels.triton.head_products_kernels import _multiply_heads
 from quire.kernels.triton.launching import Launch, check_tensor
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TOKENS, _OUTPUTS, _INPUTS = 16, 64, 64
@@ -52,42 +50,5 @@ def multiply_heads_launch(out: Tensor, x: Tensor, weights: Tensor) -> Launch:
         "BLOCK_N": min(_OUTPUTS, power_of_two(num_outputs, 16)),
         "BLOCK_K": min(_INPUTS, power_of_two(num_inputs, 16)),
     }
-    grid = triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_outputs, constants["BLOCK_N"]), num_heads
+    grid = ceil_divide(num_tokens, _TOKENS), ceil_divide(num_outputs, constants["BLOCK_N"]), num_heads
     return Launch(_multiply_heads, grid, arguments, constants, num_warps=4, num_stages=2)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _multiply_heads(
-    x_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    x_token: tl.tensor,
-    x_head: tl.tensor,
-    out_token: tl.tensor,
-    out_head: tl.tensor,
-    weight_head: tl.tensor,
-    weight_input: tl.tensor,
-    weight_output: tl.tensor,
-    NUM_INPUTS: tl.constexpr,
-    NUM_OUTPUTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
-    """Compute outputs program_id(1) of tokens program_id(0) for head program_id(2), a tile of each."""
-    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    head = tl.program_id(2).to(tl.int64)
-    is_token, is_output = (tokens < num_tokens)[:, None], (outputs < NUM_OUTPUTS)[None, :]
-    rows = x_ptr + head * x_head + tokens.to(tl.int64)[:, None] * x_token
-    columns = weights_ptr + head * weight_head + outputs[None, :] * weight_output
-    acc = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for first in tl.range(0, NUM_INPUTS, BLOCK_K):
-        inputs = first + tl.arange(0, BLOCK_K)
-        is_input = inputs < NUM_INPUTS
-        x = tl.load(rows + inputs[None, :], mask=is_token & is_input[None, :], other=0.0)
-        weights = tl.load(columns + inputs[:, None] * weight_input, mask=is_input[:, None] & is_output, other=0.0)
-        acc = dot(x, weights, acc)
-    places = out_ptr + head * out_head + tokens.to(tl.int64)[:, None] * out_token + outputs[None, :]
-    tl.store(places, cast_to(acc, out_ptr.dtype.element_ty), mask=is_token & is_output)

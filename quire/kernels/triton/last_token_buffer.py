@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from quire.kernels.triton.last_token_buffer_kernels import _keep_ids, _take_ids, _take_tables
 from quire.kernels.triton.launching import Launch, check_contiguous
 
 _BLOCK, _LINE_BLOCK = 256, 1024
@@ -51,40 +50,3 @@ def keep_ids_launch(last_ids: Tensor, token_ids: Tensor, rows: Tensor) -> Launch
     check_contiguous("rows", rows, (num_rows,), torch.int32)
     arguments = {"last_ptr": last_ids, "ids_ptr": token_ids, "rows_ptr": rows, "num_rows": num_rows}
     return Launch(_keep_ids, (-(-num_rows // _BLOCK),), arguments, {"BLOCK": _BLOCK}, 4, 1)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _take_ids(
-    out_ptr: tl.tensor,
-    given_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    num_tokens: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_token = tokens < num_tokens
-    given = tl.load(given_ptr + tokens, mask=is_token, other=0)
-    is_unknown = is_token & (given < 0)
-    rows = tl.load(rows_ptr + tokens, mask=is_unknown, other=0)
-    last = tl.load(last_ptr + rows, mask=is_unknown, other=0)
-    tl.store(out_ptr + tokens, tl.where(is_unknown, last, given), mask=is_token)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _take_tables(out_ptr: tl.tensor, rows_ptr: tl.tensor, tables_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
-    sequence = tl.program_id(0).to(tl.int64)
-    row = tl.load(rows_ptr + tl.program_id(0)).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < width
-    blocks = tl.load(tables_ptr + row * width + places, mask=inside, other=0)
-    tl.store(out_ptr + sequence * width + places, blocks, mask=inside)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _keep_ids(last_ptr: tl.tensor, ids_ptr: tl.tensor, rows_ptr: tl.tensor, num_rows: tl.tensor, BLOCK: tl.constexpr) -> None:
-    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = places < num_rows
-    ids = tl.load(ids_ptr + places, mask=inside, other=-1)
-    rows = tl.load(rows_ptr + places, mask=inside, other=0)
-    tl.store(last_ptr + rows, ids, mask=inside & (ids >= 0))

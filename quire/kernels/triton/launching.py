@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.bound import BoundLauncher
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -24,8 +25,7 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """A kernel and its launch parameters.
 
     kernel     a function decorated with triton.jit
@@ -53,11 +53,12 @@ class Launch:
         if 0 in self.grid:
             return
         noted = _NOTED.get()
-        if noted is None:
-            settle_key(self.kernel)
+        if noted is not None:
+            noted.append(self)
+        elif INTERPRETED.value:
             self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
         else:
-            noted.append(self)
+            BOUND.run(self)
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -70,25 +71,8 @@ class Launch:
         return {**told, "launch_pdl": True} if self.is_pdl else told
 
 
-_SETTLED: set[int] = set()
-
-
-def settle_key(kernel: triton.JITFunction) -> None:
-    """Make Triton hash a kernel after everything that it calls; call before it is launched or compiled.
-
-    Triton 3.6 omits the constants of a function that is not hashed yet from the cache key of its caller. The key of the
-    compiled code would then depend on which kernel was launched first, and could differ from that of the precompiled code.
-    """
-    if INTERPRETED.value or id(kernel) in _SETTLED:
-        return
-    _SETTLED.add(id(kernel))
-    scope = kernel.fn.__globals__
-    for name in kernel.fn.__code__.co_names:
-        called = scope.get(name)
-        if isinstance(called, triton.JITFunction):
-            settle_key(called)
-    _ = kernel.cache_key
-
+BOUND = BoundLauncher()
+"""Of all launches of the process."""
 
 _NOTED: ContextVar[list[Launch] | None] = ContextVar("noted launches", default=None)
 
@@ -112,13 +96,23 @@ def run_all(launches: Iterable[Launch]) -> None:
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:
     """Raise InvariantError unless a tensor has this shape (None: any size), one of the dtypes, and contiguous rows."""
-    fits = tensor.ndim == len(shape) and all(want in (None, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype not in dtypes or (tensor.numel() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1):
+    sizes = tensor.shape
+    if tensor.dtype not in dtypes or not (sizes == shape or _fits(sizes, shape)) or not _has_whole_rows(tensor):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
         raise InvariantError(
             f"{name} must be [{wanted}] of {' or '.join(map(str, dtypes))} with the last dimension in one piece, got "
             f"{tuple(tensor.shape)} {tensor.dtype} with strides {tensor.stride()}"
         )
+
+
+def _fits(sizes: tuple[int, ...], shape: tuple[int | None, ...]) -> bool:
+    return len(sizes) == len(shape) and sizes == tuple(
+        [size if wanted is None else wanted for size, wanted in zip(sizes, shape, strict=True)]
+    )
+
+
+def _has_whole_rows(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1 or tensor.numel() == 0
 
 
 def check_contiguous(name: str, tensor: Tensor, shape: tuple[int | None, ...], *dtypes: torch.dtype) -> None:

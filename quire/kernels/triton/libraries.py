@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.base.errors import ConfigError, InvariantError
 from quire.contracts.model_spec import AttentionSpec
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.step import AttentionLibrary, DeviceAttentionMetadata
 
 _WORKSPACE_BYTES = 128 << 20
@@ -55,7 +56,7 @@ def load_library(
     for spec in specs:
         if spec.head_dim > _FLASH_HEAD_DIM or spec.head_dim % 8:
             raise _refused(name, f"has heads of multiples of 8 up to {_FLASH_HEAD_DIM}, the model has {spec.head_dim}", "")
-    module = _import("flash_attn_interface")
+    module = _import("flash_attn_interface") if device_traits().is_hopper else None
     if module is not None:
         return FlashAttention3(module)
     module = _import("flash_attn")
@@ -113,7 +114,7 @@ class FlashInfer:
 
 
 class FlashAttention3:
-    """flash_attn_with_kvcache of FlashAttention 3, for Hopper."""
+    """flash_attn_with_kvcache of FlashAttention 3, which is for Hopper alone."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.linear_kernels import add_splits, multiply_dense, multiply_packed, widen_rows
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
+from quire.kernels.triton.sizes import ceil_divide
 from quire.kernels.triton.tiles import dense_tile, linear_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def multiply_launches(
     parts = _parts(out, splits)
     arguments = {
         "x_ptr": x,
-        "codes_ptr": weight.codes,
+        "codes_ptr": weight.readable_codes,
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "bias_ptr": None if splits.are_shared else bias,
@@ -139,13 +139,13 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
         check_contiguous("ids", ids, (None,), torch.int64)
     arguments = {
         "ids_ptr": ids,
-        "codes_ptr": weight.codes,
+        "codes_ptr": weight.readable_codes,
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "out_ptr": out,
     }
     constants = {**_weight_constants(weight), "RUN": weight.run, "BLOCK": _BLOCK}
-    grid = (len(out), triton.cdiv(num_columns, _BLOCK))
+    grid = (len(out), ceil_divide(num_columns, _BLOCK))
     # Scale and offset are rounded one after the other, as everywhere a weight is dequantised.
     return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
@@ -155,7 +155,7 @@ def add_splits_launch(out: Tensor, parts: Tensor, bias: Tensor | None) -> Launch
     num_splits, num_tokens, num_rows = parts.shape
     arguments = {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}
     constants = {"NUM_ROWS": num_rows, "NUM_SPLITS": num_splits, "BLOCK": _BLOCK}
-    return Launch(add_splits, (num_tokens, triton.cdiv(num_rows, _BLOCK)), arguments, constants, 4, 1)
+    return Launch(add_splits, (num_tokens, ceil_divide(num_rows, _BLOCK)), arguments, constants, 4, 1)
 
 
 class _Splits(NamedTuple):

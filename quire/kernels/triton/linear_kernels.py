@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.arithmetic import cast_to, dot
+from quire.kernels.triton.arithmetic import cast_to, dot, widened
 from quire.kernels.triton.nibbles import numbers_of, split_operands
 
 
@@ -41,7 +41,7 @@ def add_run(
         low, high = split_operands(codes, BASE, DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
-        part = dot(cast_to(codes.to(tl.float32), DTYPE), tl.trans(x), zeros)
+        part = dot(cast_to(widened(codes), DTYPE), tl.trans(x), zeros)
     acc += part * tl.load(scales_ptr + scale_places, mask=is_row, other=0.0)[:, None]
     if offsets_ptr is not None:
         # The sum of x is a product with ones: threads would add it in an order that depends on the number of tokens.
@@ -151,8 +151,8 @@ def multiply_packed(
     Weight (n, k) is scales[n // SCALE_ROWS, k // GROUP] * (code + BASE) + offsets[n, k // GROUP]; BASE None: codes are doubled
     4-bit floats. The weight is the left operand: its rows fill the wide matrix instruction with any number of tokens.
 
-    codes       [NUM_ROWS, NUM_COLUMNS] int8 or float8; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of BLOCK_K
-                columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
+    codes       [NUM_ROWS, NUM_COLUMNS] int8, float8 or u8, its bits; IS_PACKED: [NUM_ROWS, NUM_COLUMNS / 2] u8, in each run of
+                BLOCK_K columns byte j holds column j in its low and column BLOCK_K / 2 + j in its high bits
     GROUP       a multiple of BLOCK_K, or at least NUM_COLUMNS
     NUM_SPLITS  parts of STEPS runs of columns, in which sums are computed
     IS_SPLIT    program_id(2) is the part, and out is [NUM_SPLITS, T, NUM_ROWS] f32, without the bias
@@ -310,7 +310,7 @@ def widen_rows(
         codes = tl.load(codes_ptr + row * (NUM_COLUMNS // 2) + bytes, mask=mask, other=0)
         values = numbers_of(tl.where(within < HALF, codes & 15, codes >> 4), BASE)
     else:
-        values = tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0).to(tl.float32)
+        values = widened(tl.load(codes_ptr + row * NUM_COLUMNS + columns, mask=mask, other=0.0))
     groups = columns // GROUP
     values = values * tl.load(scales_ptr + row // SCALE_ROWS * NUM_GROUPS + groups, mask=mask, other=0.0)
     if offsets_ptr is not None:

@@ -6,25 +6,25 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
-from quire.kernels.triton.lora_kernels import expand_rows, shrink_rows
+from quire.kernels.triton.lora_kernels import expand_rows, number_pairs, shrink_rows
 from quire.kernels.triton.moe import SortedPairs, sort_launches
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_ROWS, _SHRINK_COLUMNS, _EXPAND_OUTPUTS, _MOST_RANKS, _LEAST_RANKS = 16, 128, 64, 64, 16
 """Rows of a tile; inputs that a program of `shrink` reads at once; outputs of one of `expand`; outputs of one of `shrink`.
 Matrix instructions need 16 of each at least."""
+_PAIRS = 1024
 
 
 class RowGroups(NamedTuple):
-    """The rows of a step, sorted by adapter.
+    """The rows of a step, or the pairs of a mixture, sorted by adapter.
 
-    num_rows  of the step
+    num_rows  of the step, or its pairs
     tiles     rows with an adapter, in tiles of one adapter each
     """
 
@@ -43,25 +43,50 @@ def group_rows(adapters: Tensor, num_adapters: int) -> RowGroups:
     return RowGroups(len(adapters), tiles)
 
 
-def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: RowGroups) -> None:
+def group_pairs(adapters: Tensor, has_experts: Tensor, experts: Tensor, num_experts: int) -> RowGroups:
+    """Sort the (token, choice) pairs of a mixture by adapter and expert: `add_low_rank` then takes the matrices of
+    adapter * num_experts + expert in place of an adapter's.
+
+    adapters     [T] i32, the index of each token's adapter; -1: none
+    has_experts  [adapters] i32, 1 for adapters with matrices of experts, 0 for others
+    experts      [P] i32 of the pairs, P / T of each token; negative: none
+    """
+    num_adapters = len(has_experts)
+    check_tensor("adapters", adapters, (None,), torch.int32)
+    check_contiguous("has_experts", has_experts, (num_adapters,), torch.int32)
+    check_contiguous("experts", experts, (len(experts),), torch.int32)
+    groups = torch.empty_like(experts)
+    arguments = {
+        "adapters_ptr": adapters,
+        "has_experts_ptr": has_experts,
+        "experts_ptr": experts,
+        "groups_ptr": groups,
+        "num_pairs": len(experts),
+    }
+    constants = {"NUM_SLOTS": len(experts) // len(adapters), "NUM_EXPERTS": num_experts, "BLOCK": _PAIRS}
+    Launch(number_pairs, (-(-len(experts) // _PAIRS),), arguments, constants, 4, 1).run()
+    return group_rows(groups, num_adapters * num_experts)
+
+
+def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: RowGroups, num_slots: int = 1) -> None:
     """Add b (a x) of each row's adapter to y in place, as torch does: each product is rounded to the dtype.
 
     y  [T, sum of O_i], the outputs of a linear layer that has several parts over the same inputs
-    x  [T, K] in y's dtype
+    x  [T / num_slots, K] in y's dtype, of which num_slots rows of y share each
     a  [adapters, parts * R, K]; part i has rows [i * R, (i + 1) * R)
     b  for each part [adapters, O_i, R]
     """
     num_adapters, num_parts = a.shape[0], len(b)
     rank, width = a.shape[1] // num_parts, sum(part.shape[1] for part in b)
     check_tensor("y", y, (groups.num_rows, width), *_FLOATS)
-    check_tensor("x", x, (groups.num_rows, a.shape[2]), y.dtype)
+    check_tensor("x", x, (groups.num_rows // num_slots, a.shape[2]), y.dtype)
     check_contiguous("a", a, (num_adapters, num_parts * rank, x.shape[1]), y.dtype)
     for part in b:
         check_contiguous("b", part, (num_adapters, part.shape[1], rank), y.dtype)
     if rank * num_parts != a.shape[1]:
         raise InvariantError(f"a has {a.shape[1]} rows, which are not those of {num_parts} parts")
-    shrunk = torch.empty(len(x), a.shape[1], dtype=y.dtype, device=y.device)
-    _shrink_launch(shrunk, x, a, groups).run()
+    shrunk = torch.empty(len(y), a.shape[1], dtype=y.dtype, device=y.device)
+    _shrink_launch(shrunk, x, a, groups, num_slots).run()
     first = 0
     for index, part in enumerate(b):
         own = shrunk[:, index * rank : (index + 1) * rank]
@@ -69,18 +94,19 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: R
         first += part.shape[1]
 
 
-def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups) -> Launch:
+def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups, num_slots: int) -> Launch:
     num_outputs, num_columns = a.shape[1:]
     block = min(_MOST_RANKS, power_of_two(num_outputs, _LEAST_RANKS))
     arguments = {"x_ptr": x, "a_ptr": a, "out_ptr": out, **_tile_arguments(groups), "x_stride": x.stride(0)}
     constants = {
         "NUM_OUTPUTS": num_outputs,
         "NUM_COLUMNS": num_columns,
+        "NUM_SLOTS": num_slots,
         "BLOCK_M": _TILE_ROWS,
         "BLOCK_N": block,
         "BLOCK_K": min(_SHRINK_COLUMNS, power_of_two(num_columns, 16)),
     }
-    return Launch(shrink_rows, (triton.cdiv(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
+    return Launch(shrink_rows, (ceil_divide(num_outputs, block), groups.tiles.num_tiles), arguments, constants, 4, 3)
 
 
 def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch:
@@ -101,7 +127,7 @@ def _expand_launch(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> Launch
         "BLOCK_N": _EXPAND_OUTPUTS,
         "BLOCK_R": power_of_two(rank, _LEAST_RANKS),
     }
-    return Launch(expand_rows, (triton.cdiv(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
+    return Launch(expand_rows, (ceil_divide(num_outputs, _EXPAND_OUTPUTS), groups.tiles.num_tiles), arguments, constants, 4, 1)
 
 
 def _tile_arguments(groups: RowGroups) -> dict[str, Tensor | None]:

@@ -1,7 +1,8 @@
 """Device code of LoRA adapters: the low-rank products of rows that have an adapter.
 
-Rows are sorted by adapter into tiles of one adapter each, by the kernels that sort the pairs of experts. A row's sums have one
-order, whatever else is in the step.
+Rows are sorted by adapter into tiles of one adapter each, by the kernels that sort the pairs of experts. The pairs of a mixture
+are sorted by adapter and expert together, whose matrices are those of one adapter here. A row's sums have one order, whatever
+else is in the step.
 """
 
 from __future__ import annotations
@@ -10,6 +11,27 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to, dot, rounded
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def number_pairs(
+    adapters_ptr: tl.tensor,
+    has_experts_ptr: tl.tensor,
+    experts_ptr: tl.tensor,
+    groups_ptr: tl.tensor,
+    num_pairs: tl.tensor,
+    NUM_SLOTS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write adapter * NUM_EXPERTS + expert of each pair, i32; -1 where there is no adapter, or one without experts."""
+    pairs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_pair = pairs < num_pairs
+    adapters = tl.load(adapters_ptr + pairs // NUM_SLOTS, mask=is_pair, other=-1)
+    has_experts = tl.load(has_experts_ptr + adapters, mask=adapters >= 0, other=0)
+    experts = tl.load(experts_ptr + pairs, mask=is_pair, other=-1)
+    groups = tl.where((has_experts > 0) & (experts >= 0), adapters * NUM_EXPERTS + experts, -1)
+    tl.store(groups_ptr + pairs, groups, mask=is_pair)
 
 
 @triton.jit
@@ -29,13 +51,14 @@ def shrink_rows(
     x_stride: tl.tensor,
     NUM_OUTPUTS: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
+    NUM_SLOTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     """Write outputs program_id(0) of a x of the rows of tile program_id(1): out [T, NUM_OUTPUTS] in its dtype.
 
-    x [T, NUM_COLUMNS], a [adapters, NUM_OUTPUTS, NUM_COLUMNS]
+    x [T / NUM_SLOTS, NUM_COLUMNS], of which NUM_SLOTS rows share each; a [adapters, NUM_OUTPUTS, NUM_COLUMNS]
     """
     tile = tl.program_id(1)
     adapter = tl.load(tile_adapters_ptr + tile).to(tl.int64)
@@ -50,7 +73,7 @@ def shrink_rows(
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in tl.range(0, NUM_COLUMNS, BLOCK_K):
         is_column = first + columns < NUM_COLUMNS
-        x_places = rows.to(tl.int64)[:, None] * x_stride + (first + columns)[None, :]
+        x_places = (rows // NUM_SLOTS).to(tl.int64)[:, None] * x_stride + (first + columns)[None, :]
         x = tl.load(x_ptr + x_places, mask=is_row[:, None] & is_column[None, :], other=0.0)
         a_places = outputs[:, None] * NUM_COLUMNS + (first + columns)[None, :]
         a = tl.load(a_ptr + a_places, mask=is_output[:, None] & is_column[None, :], other=0.0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
@@ -24,7 +23,7 @@ from quire.kernels.triton.moe_kernels import (
     sum_pairs,
 )
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.tiles import ExpertTile, expert_tile, swapped_expert_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,18 +42,24 @@ class ExpertBiases:
     down: Tensor
 
 
+AddedProducts = Callable[[str, Tensor, int], Tensor]
+"""("gate_up" or "down", x [P / n, K], the n pairs that share a row) -> what adapters add to each pair's product [P, O]."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertExtras:
-    """Parameters that not all mixtures have.
+    """Parameters that not all mixtures, and not all steps, have.
 
     biases      of the experts, in x's dtype
     correction  [E] f32, added to the scores for selection
     scale       [E], multiplies the weights of the experts in the end
+    adapters    experts of the pairs, i32 [P] -> what LoRA adapters add to their products
     """
 
     biases: ExpertBiases | None = None
     correction: Tensor | None = None
     scale: Tensor | None = None
+    adapters: Callable[[Tensor], AddedProducts] | None = None
 
 
 def mixture_of_experts(
@@ -192,6 +197,9 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
         routed = Routes(shares, torch.empty(num_pairs, dtype=torch.int32, device=x.device))
         routes.append(_route_launch(logits, spec, *routed, x.dtype))
+    if call.extra.adapters is not None:  # they read the routes at once
+        run_all(routes)
+        routes = []
     launches, hidden, close = _product_launches(call, routed)
 
     def close_and_sum(whole: Tensor) -> list[Launch]:
@@ -205,6 +213,7 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
     """Return the launches up to the experts' hidden states, these [P, I], and a function that returns the last product of
     them, into the second argument [P, N]."""
     x, spec, biases = call.x, call.spec, call.extra.biases
+    added = None if call.extra.adapters is None else call.extra.adapters(routes.experts)
     shares: Tensor | None = routes.shares
     num_pairs, inner = len(x) * spec.top_k, spec.expert.intermediate_size
     is_swapped = (
@@ -224,18 +233,20 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
     }
     gate_up_bias, down_bias = (None, None) if biases is None else (biases.gate_up, biases.down)
     constants: dict[str, int | bool | float] = {"TOP_K": num_slots, "IS_GATED": spec.expert.is_gated, **gate}
-    first = _product(hidden, x, call.gate_up, (gate_up_bias, None), pairs, tile, constants)
+    summed = None if added is None else added("gate_up", x, num_slots)
+    first = _product(hidden, x, call.gate_up, _Epilogue(gate_up_bias, summed), pairs, tile, constants)
 
     def close(whole: Tensor, parts: Tensor) -> Launch:
         own = {"TOP_K": 1, "IS_GATED": False, **gate, "ACTIVATION": -1}
-        return _product(parts, whole, call.down, (down_bias, shares), pairs, tile, own)
+        summed = None if added is None else added("down", whole, 1)
+        return _product(parts, whole, call.down, _Epilogue(down_bias, summed, shares), pairs, tile, own)
 
     return [*sort, first], hidden, close
 
 
 def _sum_launch(parts: Tensor, out: Tensor, top_k: int) -> Launch:
     sizes = {"WIDTH": out.shape[1], "TOP_K": top_k, "BLOCK": _BLOCK}
-    grid = (len(out), triton.cdiv(out.shape[1], _BLOCK))
+    grid = (len(out), ceil_divide(out.shape[1], _BLOCK))
     return Launch(sum_pairs, grid, {"y_ptr": parts, "out_ptr": out}, sizes, 4, 1)
 
 
@@ -296,11 +307,19 @@ def sort_launches(experts: Tensor, num_experts: int, tile_pairs: int) -> tuple[l
     return [count, Launch(sort_pairs, (num_experts,), arguments, constants, 4, 1)], SortedPairs(pairs, tile_experts, num_tiles)
 
 
+class _Epilogue(NamedTuple):
+    """What products get: a bias [E, O], rows [P, O] that are added, and shares [P] that they are multiplied by."""
+
+    bias: Tensor | None = None
+    added: Tensor | None = None
+    shares: Tensor | None = None
+
+
 def _product(
     out: Tensor,
     x: Tensor,
     weight: ExpertWeights,
-    bias_and_shares: tuple[Tensor | None, Tensor | None],
+    epilogue: _Epilogue,
     pairs: SortedPairs,
     tile: ExpertTile,
     constants: dict[str, int | bool | float],
@@ -309,8 +328,9 @@ def _product(
     arguments = {
         "x_ptr": x,
         **_weight_arguments(weight),
-        "bias_ptr": bias_and_shares[0],
-        "shares_ptr": bias_and_shares[1],
+        "bias_ptr": epilogue.bias,
+        "added_ptr": epilogue.added,
+        "shares_ptr": epilogue.shares,
         "out_ptr": out,
         "pairs_ptr": pairs.pairs,
         "tile_experts_ptr": pairs.tile_experts,
@@ -323,7 +343,7 @@ def _product(
         "BLOCK_N": tile.rows,
         **_weight_constants(weight, tile),
     }
-    grid = (triton.cdiv(num_rows, tile.rows), pairs.num_tiles)
+    grid = (ceil_divide(num_rows, tile.rows), pairs.num_tiles)
     kernel = multiply_packed_experts if isinstance(weight, DeviceQuantizedWeight) else multiply_experts
     return Launch(kernel, grid, arguments, {**constants, **tiles}, tile.num_warps, tile.num_stages)
 
@@ -331,7 +351,7 @@ def _product(
 def _weight_arguments(weight: ExpertWeights) -> dict[str, Tensor | None]:
     if isinstance(weight, Tensor):
         return {"weight_ptr": weight}
-    return {"codes_ptr": weight.codes, "scales_ptr": weight.scales, "offsets_ptr": weight.offsets}
+    return {"codes_ptr": weight.readable_codes, "scales_ptr": weight.scales, "offsets_ptr": weight.offsets}
 
 
 def _weight_constants(weight: ExpertWeights, tile: ExpertTile) -> dict[str, object]:

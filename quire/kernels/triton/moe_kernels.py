@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quire.kernels.triton.activation import activated
+from quire.kernels.triton.activation_kernels import activated
 from quire.kernels.triton.arithmetic import LOG2_E, cast_to, dot, rounded
 from quire.kernels.triton.linear_kernels import add_run
 
@@ -111,10 +111,40 @@ def _product(
 
 
 @triton.jit
+def _first_sums(
+    added_ptr: tl.tensor,
+    pairs: tl.tensor,
+    rows: tl.tensor,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    NUM_ROWS: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    IS_GATED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return what the sums of a tile [pairs, rows] begin with, swapped [rows, pairs]: what adapters add, otherwise zeros.
+
+    At the end of a product no registers would be left for it.
+    """
+    acc = tl.zeros([BLOCK_N if IS_SWAPPED else BLOCK_M, BLOCK_M if IS_SWAPPED else BLOCK_N], tl.float32)
+    up = acc
+    if added_ptr is not None:
+        FACTOR: tl.constexpr = 2 if IS_GATED else 1
+        pairs = pairs[None, :] if IS_SWAPPED else pairs[:, None]
+        rows = rows[:, None] if IS_SWAPPED else rows[None, :]
+        mask = (pairs >= 0) & (rows < NUM_ROWS)
+        places = pairs.to(tl.int64) * (FACTOR * NUM_ROWS) + rows
+        acc = tl.load(added_ptr + places, mask=mask, other=0.0).to(tl.float32)
+        if IS_GATED:
+            up = tl.load(added_ptr + NUM_ROWS + places, mask=mask, other=0.0).to(tl.float32)
+    return acc, up
+
+
+@triton.jit
 def multiply_experts(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -139,6 +169,7 @@ def multiply_experts(
     otherwise  weight [experts, NUM_ROWS, NUM_COLUMNS]: activation(product) times the pair's weight, f32, where these are given
     TOP_K      pairs that share a row of x
     bias       [experts, rows of the weight], or None
+    added      [pairs, rows of the weight], what LoRA adapters add to the products, or None
     pairs_ptr  None: tile i consists of pair i, and tile_experts holds the experts of the pairs
     """
     tile = tl.program_id(1)
@@ -155,8 +186,7 @@ def multiply_experts(
     places = rows[:, None] * NUM_COLUMNS + columns[None, :]
     FACTOR: tl.constexpr = 2 if IS_GATED else 1
     weight_ptr += expert * (FACTOR * NUM_ROWS * NUM_COLUMNS)
-    acc = tl.zeros([BLOCK_N if IS_SWAPPED else BLOCK_M, BLOCK_M if IS_SWAPPED else BLOCK_N], tl.float32)
-    up = acc
+    acc, up = _first_sums(added_ptr, pairs, rows, BLOCK_M, BLOCK_N, NUM_ROWS, IS_SWAPPED, IS_GATED)
     for first in tl.range(0, NUM_COLUMNS, BLOCK_K):
         mask = None
         is_there = is_pair[:, None]
@@ -240,6 +270,7 @@ def multiply_packed_experts(
     scales_ptr: tl.tensor,
     offsets_ptr: tl.tensor,
     bias_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     shares_ptr: tl.tensor,
     out_ptr: tl.tensor,
     pairs_ptr: tl.tensor,
@@ -282,8 +313,7 @@ def multiply_packed_experts(
     first_row = expert * (FACTOR * NUM_ROWS)
     x_places = x_rows.to(tl.int64)[:, None] * x_stride + columns[None, :]
     places = (first_row + rows)[:, None] * ROW_BYTES + columns[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = acc
+    acc, up = _first_sums(added_ptr, pairs, rows, BLOCK_M, BLOCK_N, NUM_ROWS, True, IS_GATED)
     for step in tl.range(0, (NUM_COLUMNS + BLOCK_K - 1) // BLOCK_K):
         first = step * BLOCK_K
         is_column = first + columns < NUM_COLUMNS

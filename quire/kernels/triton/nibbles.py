@@ -29,16 +29,17 @@ _TO_F32 = tl.constexpr(
 """Of four bytes ($8), the low bits of each ($0 to $3) and the high bits: (2**23 + code * 2**s) / 2**s - 2**(23 - s)."""
 
 
-def _to_halves(one: str, kind: str) -> tl.constexpr:
+def _to_halves(power: str, one: str, kind: str) -> tl.constexpr:
     """Return the assembly that converts four bytes ($4) to two registers of pairs each for the low and the high bits.
 
-    one   the 16 bits of the power of two; $5 has what is subtracted, twice
-    kind  of the pairs
+    power, one  the 16 bits of the power of two, and of 1; $5 has what is added, twice
+    kind        of the pairs
     """
-    convert = f"0x000f000f, 0x{one}{one}, 0xea"
+    convert = f"0x000f000f, 0x{power}{power}, 0xea"
     return tl.constexpr(
         f"""{{
-    .reg .b32 t, u, v, w;
+    .reg .b32 o, t, u, v, w;
+    mov.b32 o, 0x{one}{one};
     prmt.b32 t, $4, 0, 0x4140;
     prmt.b32 u, $4, 0, 0x4342;
     shr.u32 v, t, 4;
@@ -47,15 +48,15 @@ def _to_halves(one: str, kind: str) -> tl.constexpr:
     lop3.b32 u, u, {convert};
     lop3.b32 v, v, {convert};
     lop3.b32 w, w, {convert};
-    sub.rn.{kind} $0, t, $5;
-    sub.rn.{kind} $1, u, $5;
-    sub.rn.{kind} $2, v, $5;
-    sub.rn.{kind} $3, w, $5;
+    fma.rn.{kind} $0, t, o, $5;
+    fma.rn.{kind} $1, u, o, $5;
+    fma.rn.{kind} $2, v, o, $5;
+    fma.rn.{kind} $3, w, o, $5;
     }}"""
     )
 
 
-_TO_BF16, _TO_F16 = _to_halves("4300", "bf16x2"), _to_halves("6400", "f16x2")
+_TO_BF16, _TO_F16 = _to_halves("4300", "3f80", "bf16x2"), _to_halves("6400", "3c00", "f16x2")
 
 
 @triton.jit
@@ -88,19 +89,19 @@ def split_codes(codes: tl.tensor, BASE: tl.constexpr) -> tl.tuple:
 def split_operands(codes: tl.tensor, BASE: tl.constexpr, dtype: tl.constexpr) -> tl.tuple:
     """Return the low and the high bits of packed codes, u8, in dtype, exact: code + BASE; BASE None: floats (e2m1), doubled."""
     if BASE is not None and dtype != tl.float32 and not INTERPRETED:
-        # What is subtracted is exact in both types.
+        # What is added is exact in both types.
         if dtype == tl.bfloat16:
-            less = tl.full([1], 128.0 - BASE, tl.float32).to(tl.int32, bitcast=True) >> 16
+            added = tl.full([1], BASE - 128.0, tl.float32).to(tl.uint32, bitcast=True) >> 16
         else:
-            less = tl.full([1], 1024.0 - BASE, tl.float16).to(tl.uint16, bitcast=True).to(tl.int32)
-        less = tl.broadcast_to(tl.reshape(less | less << 16, [1] * len(codes.shape)), codes.shape)
+            added = tl.full([1], BASE - 1024.0, tl.float16).to(tl.uint16, bitcast=True).to(tl.uint32)
+        added = tl.broadcast_to(tl.reshape(added | added << 16, [1] * len(codes.shape)), codes.shape)
         if dtype == tl.bfloat16:
             low, high = tl.inline_asm_elementwise(
-                _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+                _TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [codes, added], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         else:
             low, high = tl.inline_asm_elementwise(
-                _TO_F16, "=r,=r,=r,=r,r,r,r,r,r", [codes, less], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+                _TO_F16, "=r,=r,=r,=r,r,r,r,r,r", [codes, added], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
             )
     else:
         low, high = split_codes(codes, BASE)

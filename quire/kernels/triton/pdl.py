@@ -7,22 +7,23 @@ one is done. Neither call exists in the interpreter or on devices before compute
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import device_traits
 
-_CAPABILITY = 9
+if TYPE_CHECKING:
+    import torch
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a device supports dependent launches; code for "meta" tensors is compiled for capability 9.0."""
+    """Return whether a device supports dependent launches; "meta" stands for the GPU in use, see device_traits.py."""
     if INTERPRETED.value or not hasattr(getattr(tl.extra, "cuda", None), "gdc_wait"):
         return False
-    if device.type == "meta":
-        return True
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= _CAPABILITY
+    return device.type in ("cuda", "meta") and device_traits().has_dependent_launch
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.launching import check_contiguous, check_tensor
 from quire.kernels.triton.sizes import power_of_two
 
@@ -46,6 +47,12 @@ class DeviceQuantizedWeight:
     def is_packed(self) -> bool:
         """Whether a byte has two codes."""
         return self.codes.dtype == torch.uint8
+
+    @property
+    def readable_codes(self) -> Tensor:
+        """The codes as kernels read them: of float8 the bytes where the GPU does not convert it (`widened`)."""
+        is_read_as_bytes = self.codes.dtype == torch.float8_e4m3fn and not device_traits().has_float8
+        return self.codes.view(torch.uint8) if is_read_as_bytes else self.codes
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from quire.base.errors import InvariantError
@@ -14,7 +13,7 @@ from quire.kernels.cpu.sampling import DrawOptions
 from quire.kernels.reference.noise import STREAM_TARGET
 from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.sampling_kernels import LIST_SIZE, NUM_DEPTHS, collect_rows, scan_rows, weigh_rows
-from quire.kernels.triton.sizes import power_of_two
+from quire.kernels.triton.sizes import ceil_divide, power_of_two
 from quire.kernels.triton.topk_topp_kernels import choose_rows
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,7 +97,7 @@ def sample_launches(
     """Return the launches of `sample_rows`, which write `choices`."""
     _check(choices, logits, options)
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = ceil_divide(vocab_size, _BLOCK)
 
     def per_block(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(num_rows, num_blocks, *shape, dtype=dtype, device=logits.device)

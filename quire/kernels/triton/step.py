@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -75,6 +75,13 @@ class AddsAdapters(Protocol):
         """Return the output y [T, O] of a linear layer with what the adapters add for its input x [T, K]; changes y.
 
         name  canonical name of the layer, without ".weight"
+        """
+        ...
+
+    def of_experts(self, name: str) -> Callable[[Tensor], Callable[[str, Tensor, int], Tensor]] | None:
+        """Return what the adapters add to the products of a mixture, see `ExpertExtras` of moe.py; None: nothing.
+
+        name  of the experts of a layer, as layers.0.experts
         """
         ...
 

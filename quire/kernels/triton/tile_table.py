@@ -2,8 +2,9 @@
 
 A file has tables, each for a device by its name and compute capability; each kernel has a list of {"when": ..., "tile": ...}.
 The first entry whose conditions all hold applies: "max_x" and "min_x" bound a number x of the shape, others must be equal.
-The defaults in tiles.json were chosen for an H200 and are used on other devices too; `quire tune` writes tables for the device
-that it runs on.
+Beside the numbers of a shape, conditions may name what the GPU in use has: "shared_kib" for a program, and its
+"matrix_instruction" (DeviceTraits). The defaults in tiles.json were chosen for an H200; other devices have the same but where a
+condition on the device gives them smaller ones. `quire tune` writes tables for the device that it runs on.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from quire.base.errors import ConfigError
 from quire.base.logging import get_logger
+from quire.kernels.triton.device_traits import device_traits
 
 logger = get_logger(__name__)
 
@@ -52,7 +54,10 @@ class TileTable:
     rules: Mapping[str, tuple[TileRule, ...]]
 
     def find(self, kernel: str, shape: Mapping[str, Number]) -> Mapping[str, int | bool]:
-        """Return the tile of a kernel for a shape. Raises ConfigError if no rule applies."""
+        """Return the tile of a kernel for a shape on the GPU in use. Raises ConfigError if no rule applies."""
+        traits = device_traits()
+        device = {"matrix_instruction": traits.matrix_instruction, "shared_kib": traits.shared_bytes >> 10}
+        shape = {**device, **shape}
         for rule in self.rules.get(kernel, ()):
             if rule.holds(shape):
                 return rule.tile

@@ -1,7 +1,7 @@
 """Tile sizes of kernel launches, by shape, from the device's table (tile_table.py).
 
-The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions); not yet measured on a
-GPU.
+The defaults were chosen from the compiler's output for sm_90 (registers, shared memory, instructions), and for GPUs with other
+matrix instructions or less shared memory from its output for sm_80, sm_89 and sm_120.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import device_traits
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.tile_table import active_table
 
@@ -44,6 +45,11 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
+def few_chunk(num_kv_heads: int, head_dim: int) -> int:
+    """Return the cached tokens per chunk of fused attention, as CHUNK; the batch must not decide."""
+    return int(active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim})["chunk"])
+
+
 def most_chunks(num_kv_heads: int) -> int:
     """Return the maximum number of chunks of a context: enough for one sequence to fill the device."""
     return max(32, min(128, power_of_two(256 // num_kv_heads)))
@@ -59,6 +65,10 @@ def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -
     return {"head_dim": head_dim, "dtype": _name(dtype), "is_quantised": kv_dtype != dtype}
 
 
+def _is_mma() -> bool:
+    return device_traits().matrix_instruction == "mma"
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -71,7 +81,8 @@ def in_order_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.d
     if dtype == torch.float32:
         return AttentionTile(16, 32, 8, 1)
     if head_dim > 128:
-        return AttentionTile(64 if head_dim <= 256 else 32, 32, 8, 2)  # wider values of more rows do not fit in registers
+        # Wider values of more rows do not fit in registers; nor do the operands of mma.
+        return AttentionTile(32 if head_dim > 256 or _is_mma() else 64, 32, 8, 2)
     return AttentionTile(64, 64 if kv_dtype == dtype else 32, 8, 3)
 
 
@@ -100,7 +111,7 @@ def swapped_expert_tile(num_pairs: int, num_experts: int, dtype: torch.dtype) ->
         return ExpertTile(16, 64, 64, True, 4, 4)
     if num_pairs <= 32 * num_experts:
         return ExpertTile(32, 64, 64, True, 4, 4)
-    return ExpertTile(64, 64, 64, True, 4, 3)
+    return ExpertTile(32 if _is_mma() else 64, 64, 64, True, 4, 3)
 
 
 class LinearTile(NamedTuple):
@@ -152,22 +163,32 @@ def float8_tile(num_tokens: int) -> LinearTile:
 
 
 class FewTile(NamedTuple):
-    """rows of the weight, columns processed at once, for steps with few tokens."""
+    """Of products with few tokens.
+
+    rows     of the weight
+    columns  processed at once, in so many splits by different warps
+    early    tiles of columns that are loaded before the previous launch ends
+    """
 
     rows: int
     columns: int
+    splits: int
+    early: int
     num_warps: int
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype) -> FewTile:
-    """Return the tile for a fused linear layer; only by the shape of the weight, which determines the order of sums.
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
+    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since the
+    order of sums depends on the tile.
 
-    A warp reads 16 bytes of a row per thread. Programs have few rows, so that small weights also have programs for every
-    multiprocessor: splitting a sum over programs would cost a round trip to memory.
+    Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
+    would cost a round trip to memory.
     """
-    rows = 8 if num_rows >= 2048 else 4
-    return FewTile(rows, min(128 * 16 // dtype.itemsize, power_of_two(num_columns, 16)), 4, 3)
+    shape = {"dtype": _name(dtype), "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    tile = FewTile(**active_table().find("few", shape))
+    columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
+    return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))
 
 
 class CodesTile(NamedTuple):

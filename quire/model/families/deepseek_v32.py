@@ -13,15 +13,19 @@ from quire.model.families.page import FamilyPage
 MODEL_TYPE = "deepseek_v32"
 GLM_MODEL_TYPE = "glm_moe_dsa"
 
+_INDEXED_LAYER_TYPES = {"indexed_attention", "deepseek_sparse_attention"}
+"""Names of the same layers in the configurations of different releases of transformers."""
+
 
 def read_spec(config: ConfigView) -> ModelSpec:
     """Return the spec of a DeepSeek-V3.2 or GLM-5 model, which rotate the heads of the indexer in different ways."""
     types = set(config.strings("indexer_types") or ["full"])
     if types != {"full"}:
         raise UnsupportedError(f"indexer_types {sorted(types)} are not supported; supported: full")
-    if set(config.strings("layer_types") or ["indexed_attention"]) != {"indexed_attention"}:
+    if others := set(config.strings("layer_types") or []) - _INDEXED_LAYER_TYPES:
         raise UnsupportedError(
-            f"layer_types of a {config.model_type!r} model are supported only where all are indexed_attention"
+            f"layer_types of a {config.model_type!r} model may be {' or '.join(sorted(_INDEXED_LAYER_TYPES))}, got "
+            f"{', '.join(sorted(others))}"
         )
     norm, dense = read_rms_norm(config), read_mlp(config, has_bias=config.boolean("mlp_bias"))
     attention = interleaved(read_latent_attention(config))

@@ -65,10 +65,6 @@ class AdapterReader:
         self._sources = _linear_sources(sources, self._shapes) | experts
         self._stored_shapes = _stored_shapes(self._sources, self._shapes)
 
-    def num_bytes(self, rank: int, num_ranks: int) -> int:
-        """Return the bytes of an adapter of this rank, see `adapter_bytes`."""
-        return adapter_bytes(self._shapes, rank, self._dtype.itemsize, num_ranks)
-
     def read(self, path: str) -> Adapter:
         """Return the adapter of a folder. Raises ModelFormatError or UnsupportedError with what is wrong with it."""
         folder = Path(path).expanduser()

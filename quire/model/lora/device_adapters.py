@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
-from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.lora import RowGroups, add_low_rank, group_rows
+from quire.contracts.model_spec import ModelSpec, MoeSpec
+from quire.kernels.triton.lora import RowGroups, add_low_rank, group_pairs, group_rows
+from quire.kernels.triton.moe import AddedProducts
 from quire.model.lora.adapter import Adapter, adaptable_shapes
-from quire.model.lora.experts import LowRankPair, is_expert, is_router
+from quire.model.lora.experts import LowRankPair, expert_shapes, is_expert, is_router
 from quire.model.lora.numbers import AdapterNumbers
 from quire.model.parameters import parameter_shapes
 
@@ -20,18 +22,32 @@ _JOINED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up
 
 
 class _Matrices(NamedTuple):
-    """Of all adapters, for one linear layer of P parts: a [adapters, P * R, K], and for each part b [adapters, O, R]; rows and
-    columns past an adapter's rank are 0."""
+    """Of all adapters, for one linear layer of P parts, or for each of E experts: a [adapters * E, P * R, K], and for each part
+    b [adapters * E, O, R]; E is 1 where there are no experts. Rows and columns past an adapter's rank are 0."""
 
     a: Tensor
     b: tuple[Tensor, ...]
 
 
+class _Place(NamedTuple):
+    """Where the matrices of a canonical name are: the layer, the part of it, and the expert, 0 where there are none."""
+
+    layer: str
+    part: int
+    expert: int = 0
+
+
 class AdaptedRows(NamedTuple):
-    """The rows of a step, by their adapters. Implements `AddsAdapters` of kernels/triton/step.py."""
+    """The rows of a step, by their adapters. Implements `AddsAdapters` of kernels/triton/step.py.
+
+    numbers      [T] i32 of the rows' adapters; -1: none
+    has_experts  [adapters] i32 flags; None: there is no room for adapters of experts
+    """
 
     matrices: dict[str, _Matrices]
     groups: RowGroups
+    numbers: Tensor
+    has_experts: Tensor | None
 
     def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
         """Return the output y [T, O] of a linear layer with what the adapters add for its input x [T, K]; changes y."""
@@ -40,70 +56,107 @@ class AdaptedRows(NamedTuple):
             add_low_rank(y, x, found.a, found.b, self.groups)
         return y
 
+    def of_experts(self, name: str) -> Callable[[Tensor], AddedProducts] | None:
+        """Return what the adapters add to the products of the experts of a layer; None: nothing."""
+        has_experts = self.has_experts
+        if has_experts is None:
+            return None
+
+        def of_pairs(experts: Tensor) -> AddedProducts:
+            num_experts = len(self.matrices[f"{name}.down"].a) // len(has_experts)
+            groups = group_pairs(self.numbers, has_experts, experts, num_experts)
+
+            def added(module: str, x: Tensor, num_slots: int) -> Tensor:
+                found = self.matrices[f"{name}.{module}"]
+                out = x.new_zeros(len(experts), sum(part.shape[1] for part in found.b))
+                add_low_rank(out, x, found.a, found.b, groups, num_slots)
+                return out
+
+            return added
+
+        return of_pairs
+
 
 class DeviceAdapters:
     """Implements AdapterHolder. Its memory is that of max_loras adapters of max_rank, taken at once.
 
     max_loras, max_rank  see EngineConfig
+    has_experts          experts can be adapted: the memory is that of adapters of all experts, too
     """
 
-    def __init__(self, spec: ModelSpec, max_loras: int, max_rank: int, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, max_loras: int, max_rank: int, device: torch.device, has_experts: bool = False) -> None:
         self._max_loras, self._max_rank = max_loras, max_rank
         self.numbers = AdapterNumbers()
-        shapes = adaptable_shapes({"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)})
+        own = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
+        shapes, stacks = adaptable_shapes(own), expert_shapes(spec, own)
         parts: dict[str, list[tuple[int, int]]] = {}
-        self._places: dict[str, tuple[str, int]] = {}
-        for name in sorted((name for name in shapes if not is_router(name)), key=_order):
+        self._places: dict[str, _Place] = {}
+        for name in sorted(shapes, key=_order):
             layer = _layer_of(name)
-            own = parts.setdefault(layer, [])
-            self._places[name] = layer, len(own)
-            own.append(shapes[name])
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(max_loras, *shape, dtype=dtype, device=device)
-
+            sizes = parts.setdefault(layer, [])
+            self._places[name] = _Place(layer, len(sizes))
+            sizes.append(shapes[name])
+        self._num_experts = dict.fromkeys(parts, 1)
+        for layer, ((num_experts, rows, columns), num_parts) in stacks.items() if has_experts else ():
+            parts[layer], self._num_experts[layer] = [(rows // num_parts, columns)] * num_parts, num_experts
+            self._places |= _places_of_experts(layer, num_experts, num_parts)
         self._matrices = {
-            layer: _Matrices(zeros(len(sizes) * max_rank, sizes[0][1]), tuple(zeros(rows, max_rank) for rows, _ in sizes))
+            layer: _Matrices(
+                *_zeros(max_loras * self._num_experts[layer], max_rank, sizes, _dtype_of(layer, spec), device),
+            )
             for layer, sizes in parts.items()
         }
+        self._has_experts = torch.zeros(max_loras, dtype=torch.int32, device=device) if stacks and has_experts else None
 
     def tensors(self) -> list[Tensor]:
         """Return the matrices of all adapters."""
         return [part for matrices in self._matrices.values() for part in (matrices.a, *matrices.b)]
 
     def load(self, adapter: Adapter) -> None:
-        """See AdapterHolder. Raises UnsupportedError for experts and routers, and for a layer that the model stores as several,
-        whose ranks add up to more than max_rank."""
+        """See AdapterHolder. Raises UnsupportedError for experts without room for them, and for a layer that the model stores
+        as several, whose ranks add up to more than max_rank."""
         if adapter.key in self.numbers:
             return
         number = self.numbers.next_number
         if number >= self._max_loras:
             raise InvariantError(f"there is room for {self._max_loras} adapters only")
         for name, pair in adapter.pairs.items():
-            if is_expert(name) or is_router(name):
+            if is_expert(name) and self._has_experts is None:
                 raise UnsupportedError(
-                    f"the adapter is for experts or routers of a mixture ({name}), which is supported on CPUs only (device "
-                    "'cpu'): merge it into the weights"
+                    f"the adapter is for experts of a mixture ({name}), for which a GPU takes memory at the start: set "
+                    "enable_lora_experts (--enable-lora-experts), with max_loras (--max-loras) and max_lora_rank "
+                    "(--max-lora-rank) as they are needed, or merge the adapter into the weights"
                 )
             if len(pair.a) > self._max_rank:
                 raise UnsupportedError(
                     f"{name} joins several adapted matrices, of rank {len(pair.a)} together, but max_lora_rank is "
                     f"{self._max_rank}: raise it (--max-lora-rank)"
                 )
+        has_experts = any(is_expert(name) for name in adapter.pairs)
+        found: dict[str, list[tuple[_Place, LowRankPair]]] = {layer: [] for layer in self._matrices}
+        for name, pair in adapter.pairs.items():
+            place = self._places[name]
+            found[place.layer].append((place, pair))
         with torch.inference_mode():
-            for name, (layer, part) in self._places.items():
-                self._set(self._matrices[layer], part, number, adapter.pairs.get(name))
+            for layer, pairs in found.items():
+                if self._num_experts[layer] == 1 or has_experts:
+                    self._set(layer, number, pairs)
+            if self._has_experts is not None:
+                self._has_experts[number] = int(has_experts)
         self.numbers.set(adapter.key, number)
 
-    def _set(self, matrices: _Matrices, part: int, number: int, pair: LowRankPair | None) -> None:
-        a = matrices.a[number, part * self._max_rank : (part + 1) * self._max_rank]
-        b = matrices.b[part][number]
-        a.zero_()
-        b.zero_()
-        if pair is not None:
-            a[: len(pair.a)].copy_(pair.a)
-            b[:, : len(pair.a)].copy_(pair.b)
+    def _set(self, layer: str, number: int, pairs: Sequence[tuple[_Place, LowRankPair]]) -> None:
+        """Write the matrices of an adapter for a layer, of all its experts, and zeros where it has none."""
+        matrices, count, rank = self._matrices[layer], self._num_experts[layer], self._max_rank
+        own = slice(number * count, (number + 1) * count)
+        a = torch.zeros(count, *matrices.a.shape[1:], dtype=matrices.a.dtype)
+        b = [torch.zeros(count, *part.shape[1:], dtype=part.dtype) for part in matrices.b]
+        for place, pair in pairs:
+            a[place.expert, place.part * rank : place.part * rank + len(pair.a)] = pair.a
+            b[place.part][place.expert, :, : len(pair.a)] = pair.b
+        matrices.a[own].copy_(a)
+        for part, values in zip(matrices.b, b, strict=True):
+            part[own].copy_(values)
 
     def unload(self, key: str) -> None:
         """See AdapterHolder."""
@@ -111,7 +164,38 @@ class DeviceAdapters:
 
     def rows(self, numbers: Tensor) -> AdaptedRows:
         """Return rows of a step; numbers: [T] i32 of their adapters on the device, -1: none."""
-        return AdaptedRows(self._matrices, group_rows(numbers, self._max_loras))
+        return AdaptedRows(self._matrices, group_rows(numbers, self._max_loras), numbers, self._has_experts)
+
+
+def _zeros(
+    count: int, rank: int, sizes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the matrices of `count` adapters of a layer; sizes: [out, in] of its parts."""
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(count, *shape, dtype=dtype, device=device)
+
+    return zeros(len(sizes) * rank, sizes[0][1]), tuple(zeros(rows, rank) for rows, _ in sizes)
+
+
+def _dtype_of(layer: str, spec: ModelSpec) -> torch.dtype:
+    """Return the dtype of a layer's inputs and outputs, which its adapters have."""
+    if is_router(layer):
+        mlp = spec.layers[int(layer.split(".")[1])].mlp
+        if isinstance(mlp, MoeSpec) and mlp.is_router_f32:
+            return torch.float32
+    return getattr(torch, spec.dtype)
+
+
+def _places_of_experts(layer: str, num_experts: int, num_parts: int) -> dict[str, _Place]:
+    """Return canonical name -> place of the linear layers of all experts of a stack."""
+    stem, _, kind = layer.rpartition(".")
+    modules = ("down",) if kind == "down" else ("gate", "up")[-num_parts:]
+    return {
+        f"{stem}.{expert}.{module}": _Place(layer, part, expert)
+        for expert in range(num_experts)
+        for part, module in enumerate(modules)
+    }
 
 
 def _order(name: str) -> tuple[str, int]:

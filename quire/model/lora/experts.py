@@ -46,6 +46,33 @@ def is_router(name: str) -> bool:
     return _ROUTER.fullmatch(name) is not None
 
 
+def expert_shapes(spec: ModelSpec, shapes: Mapping[str, Shape]) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return name of a stack, as layers.0.experts.gate_up -> the shape of its weight [E, out, in], and how many layers of an
+    expert it joins, each with out / that many outputs.
+
+    shapes  canonical name of a parameter -> its shape
+    """
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, shape in shapes.items():
+        match = _STACK.fullmatch(name)
+        if match is not None:
+            mlp = spec.layers[int(match[2])].mlp
+            assert isinstance(mlp, MoeSpec)
+            found[name.removesuffix(".weight")] = shape, 2 if match[3] == "gate_up" and mlp.expert.is_gated else 1
+    return found
+
+
+def expert_adapter_bytes(spec: ModelSpec, shapes: Mapping[str, Shape], rank: int, width: int, copies: tuple[int, int]) -> int:
+    """Return the bytes of an adapter of this rank of all experts.
+
+    width   bytes of a value
+    copies  of the first and of the second matrices, on all ranks together
+    """
+    stacks = expert_shapes(spec, shapes).values()
+    values = sum(experts * (copies[0] * parts * columns + copies[1] * rows) for (experts, rows, columns), parts in stacks)
+    return rank * width * values
+
+
 def expert_sources(sources: Sources, shapes: Mapping[str, Shape]) -> tuple[Sources, dict[str, Shape]]:
     """Return sources and shapes of single experts, which have names as layers.0.experts.3.down.weight; gate and up are one
     weight. Experts that are stored in stacks are left out."""

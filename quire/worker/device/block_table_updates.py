@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from quire.worker.device.row_processors import ProcessorUpdates, processor_parts
 from quire.worker.device.staging import Part, Staged
 from quire.worker.step_executor import Moves, TableEntry
 
@@ -20,6 +21,7 @@ class BlockTableUpdates:
 
     window_copies, window_moves  as block_copies and moves, in the window group, with its own blocks and slots. The moves are as
                                  many, of the same sequences
+    processors                   tables of logits processors; a message that has these has nothing else
     """
 
     entries: Sequence[TableEntry]
@@ -28,6 +30,7 @@ class BlockTableUpdates:
     state_copies: Sequence[tuple[int, int]] = ()
     window_copies: Sequence[tuple[int, int]] = ()
     window_moves: Moves | None = None
+    processors: ProcessorUpdates | None = None
 
     @classmethod
     def split(
@@ -55,16 +58,18 @@ class BlockTableUpdates:
     @property
     def is_empty(self) -> bool:
         """Whether nothing changes."""
-        return self.moves is None and not (self.entries or self.block_copies or self.state_copies or self.window_copies)
+        changes = self.entries or self.block_copies or self.state_copies or self.window_copies
+        return self.moves is None and self.processors is None and not changes
 
     @property
-    def counts(self) -> tuple[int, int, int, int, int, int, int]:
+    def counts(self) -> tuple[int, ...]:
         """The numbers of `change_parts`."""
         moves, num_windows = self.moves, 0 if self.window_moves is None else len(self.window_moves.sources)
         num_moves, num_moved = (0, 0) if moves is None else (len(moves.sources), len(moves.starts) - 1)
         num_entries = sum(len(blocks) for _, _, blocks in self.entries)
         copies = len(self.block_copies), len(self.state_copies), len(self.window_copies)
-        return num_entries, copies[0], num_moves, num_moved, *copies[1:], num_windows
+        processors = (0, 0, 0) if self.processors is None else self.processors.counts
+        return num_entries, copies[0], num_moves, num_moved, *copies[1:], num_windows, *processors
 
     def parts(self) -> list[Part]:
         """Return the arrays of these changes."""
@@ -73,6 +78,8 @@ class BlockTableUpdates:
     def fill(self, staged: Staged, width: int) -> None:
         """Write the arrays of `parts`; width: entries of a block table."""
         host = staged.host
+        if self.processors is not None:
+            self.processors.fill(host)
         if self.entries:
             host["places"][:], host["blocks"][:] = _entries(self, width)
         if self.block_copies:
@@ -95,8 +102,12 @@ def change_parts(
     num_state_copies: int = 0,
     num_window_copies: int = 0,
     num_window_moves: int = 0,
+    num_processor_rows: int = 0,
+    num_processor_words: int = 0,
+    num_processor_biases: int = 0,
 ) -> list[Part]:
     """Return the arrays of changes; num_moves of num_moved sequences."""
+    processors = num_processor_rows, num_processor_words, num_processor_biases
     return [
         Part("places", torch.int64, num_entries),
         Part("blocks", torch.int32, num_entries),
@@ -111,6 +122,7 @@ def change_parts(
         Part("window_targets", torch.int64, num_window_copies),
         Part("window_move_sources", torch.int64, num_window_moves),
         Part("window_move_targets", torch.int64, num_window_moves),
+        *(processor_parts(*processors) if any(processors) else ()),
     ]
 
 

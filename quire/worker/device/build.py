@@ -17,6 +17,7 @@ from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.contracts.step import StepPlan
 from quire.kernels.triton.arithmetic import INTERPRETED
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
@@ -30,6 +31,7 @@ from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
 from quire.speculate.memory import StepLimits
+from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
@@ -52,9 +54,9 @@ from quire.worker.device.memory import (
     plan_device_memory,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import launch_options
-from quire.worker.step_driver import AsyncStepDriver
 
 logger = get_logger(__name__)
 
@@ -97,9 +99,10 @@ def build_device_runner(
         raise
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
-    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters)
+    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
-    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters), report
+    processor = built.executor if sizes.has_processors else None
+    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor), report
 
 
 def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
@@ -158,6 +161,7 @@ def build_rank(
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
+        logger.info(decoder.fusion)
         told = report.memory.kv
         kv = KvSpec.on_device(decoder.spec, told.block_size, told.dtype, told.window_tokens is not None)
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
@@ -166,13 +170,13 @@ def build_rank(
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
         adapters = None
         if config.enable_lora:
-            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device)
+            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device, config.enable_lora_experts)
         parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
         stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)
-        if compilation is not None:
-            compilation.wait()
         if group is not None:
+            if compilation is not None:
+                compilation.wait()
             group.wait()  # for what rank 0 has compiled
         own = _Measured(stepper, sizes, drafter, ranks)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
@@ -210,8 +214,15 @@ def _choose_tiles(config: EngineConfig, device: torch.device) -> None:
         raise ConfigError("triton was imported before TRITON_INTERPRET=1 was set: set it in the environment of the process")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        major, minor = torch.cuda.get_device_capability(device)
-        choose_table(torch.cuda.get_device_name(device), f"{major}.{minor}", config.tile_table)
+        traits = DeviceTraits.of(device)
+        choose_traits(traits)
+        choose_table(torch.cuda.get_device_name(device), traits.name, config.tile_table)
+        if not traits.is_hopper:
+            logger.warning(
+                "quire has not been run on a GPU of compute capability %s yet: its kernels are compiled for it and were tested "
+                "on other GPUs and in Triton's interpreter; see docs/guides/gpu.md",
+                traits.name,
+            )
     elif config.tile_table is not None:
         raise ConfigError("tile_table is for a GPU; leave it out")
 
@@ -232,6 +243,7 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         min(most_drafts_on_device(config, report.spec.vocab_size), num_tokens - 1),
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
+        drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
     )
 
 

@@ -12,16 +12,19 @@ from quire.base.logging import get_logger
 from quire.contracts.config import ATTENTION_LIBRARIES, EngineConfig
 from quire.contracts.kv_spec import check_kv_format
 from quire.contracts.speculative import SpeculativeConfig
+from quire.kernels.triton.device_traits import DeviceTraits
 
 logger = get_logger(__name__)
 
 _HEADS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa")
 DEVICE_METHODS = ("ngram", "suffix", "lookahead", "draft_model", *_HEADS)
-"""Methods of speculative_config that there are on a GPU: all but "self"."""
+"""Methods of speculative_config that there are on a GPU: all but "self", see docs/design/gpu.md."""
 
-# Tiles are chosen for Hopper: what a program of theirs takes is not there on 8.x, nor on 12.x.
-_LEAST_CAPABILITY = (9, 0)
-_LEAST_SHARED_KIB = 227
+_WHY = {"self": "; a draft by half of the layers takes half a step, that of a head one layer"}
+
+# The smallest tiles take what 8.6, 8.9 and 12.0 have, of which some is the system's.
+_LEAST_CAPABILITY = (8, 0)
+_LEAST_SHARED_KIB = 99
 
 
 def choose_device(config: EngineConfig) -> torch.device | None:
@@ -35,7 +38,7 @@ def choose_device(config: EngineConfig) -> torch.device | None:
         return None
     device = _find_device(config.device)
     if device is not None:
-        _refuse(config)
+        _refuse(config, DeviceTraits.of(device) if device.type == "cuda" else None)
     else:
         _refuse_on_cpu(config)
     return device
@@ -103,14 +106,17 @@ def _find_own_device(has_triton: bool) -> torch.device | None:
 
 def _what_it_lacks(device: torch.device) -> str | None:
     """Return why the kernels do not run on a CUDA device, None where they do."""
-    capability = torch.cuda.get_device_capability(device)
-    shared_kib = torch.cuda.get_device_properties(device).shared_memory_per_block_optin // 1024
-    if capability >= _LEAST_CAPABILITY and shared_kib >= _LEAST_SHARED_KIB:
+    title = f"{device} ({torch.cuda.get_device_name(device)})"
+    if torch.version.hip is not None:
+        return f"{title} is a GPU of AMD; the kernels need one of NVIDIA"
+    traits = DeviceTraits.of(device)
+    shared_kib = traits.shared_bytes // 1024
+    if traits.capability >= _LEAST_CAPABILITY and shared_kib >= _LEAST_SHARED_KIB:
         return None
-    got, needed = (".".join(map(str, version)) for version in (capability, _LEAST_CAPABILITY))
+    needed = ".".join(map(str, _LEAST_CAPABILITY))
     return (
-        f"{device} has compute capability {got} and {shared_kib} KiB of shared memory for a program; the kernels need at "
-        f"least {needed} (Hopper, or Blackwell of data centres) and {_LEAST_SHARED_KIB} KiB"
+        f"{title} has compute capability {traits.name} and {shared_kib} KiB of shared memory for a program; the kernels need "
+        f"at least {needed} (Ampere, such as an A100 or an RTX 3090) and {_LEAST_SHARED_KIB} KiB"
     )
 
 
@@ -139,7 +145,7 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
     """Return what of a speculative_config is not there on a GPU."""
     there = ", ".join(DEVICE_METHODS)
     others = [method for method in config.methods if method not in DEVICE_METHODS]
-    missing = [f"speculative_config with method {method!r} (there are {there})" for method in others]
+    missing = [f"speculative_config with method {method!r} (there are {there}{_WHY.get(method, '')})" for method in others]
     if is_deterministic and not missing and drafts_trees(config):
         # A token of a tree stands elsewhere than in a row, where sums over its keys are cut otherwise.
         missing.append(
@@ -156,8 +162,16 @@ def _missing_drafts(config: SpeculativeConfig, is_deterministic: bool) -> list[s
     return missing
 
 
-def _refuse(config: EngineConfig) -> None:
-    """Raise ConfigError for options that the GPU's runner does not have."""
+def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
+    """Raise ConfigError for options that the GPU's runner does not have.
+
+    traits  of the GPU; None: Triton's interpreter runs its kernels
+    """
+    if traits is not None and not traits.has_float8 and config.kv_cache_dtype == "fp8":
+        raise ConfigError(
+            f"kv_cache_dtype 'fp8' needs a GPU of compute capability 8.9 or later, and this one has {traits.name}; "
+            "choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'"
+        )
     missing: list[str] = []
     if config.kv_cache_dtype_skip_layers is not None:
         missing.append("kv_cache_dtype_skip_layers (leave it out)")

@@ -152,13 +152,11 @@ class _DraftModel(_Stepping):
         sizes = _draft_sizes(target.sizes, self._max_len, MAX_CATCH_UP)
         parameters = open_parameters(folder, spec)
         order = Order(folder, spec, drafting.quantization, False, kv, sizes, 0, active_table())
-        compilation = _compile(device, order, parameters)
+        _compile(device, order, parameters)
         policy = None if drafting.quantization is None else DEVICE_POLICIES[drafting.quantization]
         decoder = DeviceDecoder(spec, parameters, self._max_len, device, policy)
         super().__init__(decoder, kv, sizes, target)
         self._chains = DeviceChains(decoder, self._executor, self._cache, sizes)
-        if compilation is not None:
-            compilation.wait()
 
     def proposer(self) -> Proposer:
         """See Drafter."""
@@ -176,7 +174,7 @@ class _Head(_Stepping):
         most_waiting = max(2 * MAX_PENDING, kv.block_size)
         sizes = _draft_sizes(target.sizes, self._max_len, most_waiting)
         served = ServedHead.of(head, kv, sizes._replace(has_trees=drafting.top_k > 1))
-        compilation = self._compile_head(served)
+        self._compile_head(served)
         decoder.keep_features(head.aux_hidden_state_layers, target.most_tokens)
         # A pass of trees has logits of all tokens that a level has, of all sequences.
         self._most_rows = sizes.max_num_seqs * drafting.top_k
@@ -188,8 +186,6 @@ class _Head(_Stepping):
         # Places of every sequence may wait, and stand in one piece when all are read; so may those of the last two steps.
         num_waiting = sizes.max_num_seqs * min(most_waiting, sizes.max_model_len) + target.most_tokens
         self.held_bytes = 2 * num_waiting * head.body.hidden_size * self._model.dtype.itemsize
-        if compilation is not None:
-            compilation.wait()
 
     def _compile_head(self, served: ServedHead) -> Precompilation | None:
         config, report, _, sizes, _ = self._target

@@ -18,20 +18,21 @@ from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
 from quire.contracts.rank_stats import RankStats
-from quire.kernels.cpu.sampling import SampleStatus
+from quire.contracts.step import TokenLogprobs
 from quire.kernels.triton.attention import tile_queries
-from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
+from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
-from quire.kernels.triton.sampling import Choices, sample_launches
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
-from quire.sampling.sampler import Draw, error_of_status
+from quire.sampling.row_state import SamplingRow
+from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
 from quire.worker.device.block_table_updates import BlockTableUpdates, change_parts
+from quire.worker.device.device_sampler import DeviceSampler, SampledRows
 from quire.worker.device.faults import is_lost, is_out_of_memory, release_unused
 from quire.worker.device.graphs import GraphGrid, GraphKey, PromptGrid, PromptKey, StepGraphs
 from quire.worker.device.host_step import (
@@ -54,9 +55,7 @@ from quire.worker.device.launched_step import (
     StepSizes,
     hidden_of,
     most_staged_bytes,
-    result_size,
     sampled_parts,
-    status_offset,
     table_width,
 )
 from quire.worker.device.memory import HOW_TO_SAVE
@@ -73,12 +72,13 @@ from quire.worker.device.mixed_step import (
     token_parts,
 )
 from quire.worker.device.peaks import measure_device_peaks
-from quire.worker.device.sampling_table import SamplingTable, draw_on_device, row_options
+from quire.worker.device.row_processors import is_masked_on_device, is_sampled_on_device
+from quire.worker.device.sampling_table import SamplingTable, draw_on_device
 from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
-from quire.worker.device.staging import NUM_READBACKS, Readback, Staged, Staging, waits_by
+from quire.worker.device.staging import NUM_READBACKS, Staged, Staging, waits_by
 from quire.worker.state_table import StateTable
-from quire.worker.step_executor import NO_FAILURES, Moves, SlotSampling, StepTokens, TableEntry
+from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
 
 class GpuStepExecutor:
@@ -111,10 +111,11 @@ class GpuStepExecutor:
         self._has_windows = pool.spec.window_tokens is not None
         self.first_window_block = pool.num_blocks if self._has_windows else None
         self.padding_slot = sizes.max_num_seqs
-        self.sampling_table = SamplingTable(sizes.max_num_seqs + 1, spec.vocab_size)
+        wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
+        self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait)
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
         self.draw: Draw | None = draw_on_device
-        self.grid = GraphGrid(sizes.max_num_seqs)
+        self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings)
         is_recording = graphs.is_recording and library is None
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
         most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
@@ -123,7 +124,6 @@ class GpuStepExecutor:
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
         self._tables = torch.zeros(sizes.max_num_seqs + 1, width, dtype=torch.int32, device=device)
-        self._last_ids = torch.zeros(sizes.max_num_seqs + 1, dtype=torch.int64, device=device)
         most = self.grid.max_rows
         self.block_tables = np.zeros((sizes.max_num_seqs, width), dtype=np.int64)  # on the host, written by the driver
         self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
@@ -137,24 +137,37 @@ class GpuStepExecutor:
         self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
         self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
         self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
-        # Tokens i64, then their statuses, two i32 in one, so that one copy brings both.
-        most_sampled = sizes.max_num_seqs + sizes.max_num_drafts
-        self._result = torch.zeros(result_size(most_sampled), dtype=torch.int64, device=device)
-        wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
-        self._readback = Readback(self._result, wait)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
         self.tile_kinds = sorted(kinds)
         self._staging = Staging(
-            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows), device, wait
+            most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows, spec.vocab_size),
+            device,
+            wait,
         )
         self._frames: dict[GraphKey | PromptKey, Frame] = {}
+        self._defers = False  # whether the next step is not sampled
 
     @property
     def decoder(self) -> DeviceDecoder | DeviceHead:
         """The model, or draft head, whose steps it runs."""
         return self._decoder
+
+    @property
+    def sampling_table(self) -> SamplingTable:
+        """How each batch slot is sampled."""
+        return self._sampler.table
+
+    @property
+    def samplings(self) -> tuple[Sampling, ...]:
+        """How its steps may be sampled, what takes most memory first."""
+        return self._sampler.samplings
+
+    @property
+    def lasting_tensors(self) -> list[Tensor]:
+        """What CUDA graphs write besides their staged arrays and the cache."""
+        return [self._hidden, self._logits, *self._sampler.lasting_tensors]
 
     @property
     def kv_pool(self) -> DeviceKvPool:
@@ -185,7 +198,15 @@ class GpuStepExecutor:
 
     def set_sampling(self, batch_slot: int, sampling: SlotSampling) -> None:
         """See StepExecutor."""
-        self.sampling_table.set(batch_slot, sampling)
+        self._sampler.set(batch_slot, sampling)
+
+    def takes_row(self, row: SamplingRow) -> bool:
+        """See RowProcessor."""
+        return is_sampled_on_device(row)
+
+    def set_processors(self, batch_slot: int, row: SamplingRow) -> None:
+        """See RowProcessor."""
+        self._sampler.set_processors(batch_slot, row)
 
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
         """See StepExecutor. The changes are sent with the step."""
@@ -226,15 +247,38 @@ class GpuStepExecutor:
         step = host_step(tokens, self.block_tables, self.block_size, rope_rows, states, adapters, self._has_windows)
         kept = Kept(keeps_logits, keeps_prompt_logits or bool(hidden_rows))
         self._logit_rows = tokens.logit_rows
-        return self.launch(step, self.sampling_table.sampling_of(step.sampled_rows), self._take_updates(), kept)
+        sampling = "deferred" if self._defers else self.sampling_table.sampling_of(step.sampled_rows)
+        self._defers = False
+        return self.launch(step, sampling, self._take_updates(), kept)
 
     def take_sampled(self, started: Launched) -> tuple[list[int], Mapping[int, str]]:
         """See StepExecutor."""
-        token_ids, statuses = self.read_sampled(started)
-        if not any(statuses):
-            return token_ids, NO_FAILURES
-        failed = [(index, SampleStatus(status)) for index, status in enumerate(statuses) if status != SampleStatus.FINE]
-        return token_ids, {index: error_of_status(status) or "no token could be sampled" for index, status in failed}
+        found = self.read_rows(started)
+        return found.tokens, found.failures(started.is_processed, started.is_masked)
+
+    def takes_masked(self, row: SamplingRow) -> bool:
+        """See RowProcessor."""
+        return is_masked_on_device(row)
+
+    def defer_sampling(self) -> None:
+        """See RowProcessor."""
+        self._defers = True
+
+    def sample_deferred(self, started: Launched, masks: Mapping[int, Tensor]) -> Launched:
+        """See RowProcessor. Its launches are not part of a CUDA graph; the masks are sent in one transfer."""
+        if started.deferred is None or started.logits is None:
+            raise InvariantError("a step is sampled that was not deferred")
+        self._staging.wait()
+        self._staging.holds = None
+        self._sampler.sample_masked(self._staging, started.logits, started.deferred, masks)
+        count = started.num_sampled
+        found = started._replace(num_rows=count, logits=None, deferred=None, is_masked=masks.keys())
+        return self._read_back(found, "full", started.deferred[0])
+
+    def take_logprobs(self, started: Launched, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:
+        """See RowProcessor."""
+        found = self.read_rows(started)
+        return [found.logprobs_of(index, num_top) for index, num_top in wanted]
 
     def logits(self, started: Launched) -> Tensor:
         """See StepExecutor."""
@@ -322,6 +366,7 @@ class GpuStepExecutor:
         self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING
     ) -> Launched:
         """Launch the changes, and then a step if there is one; return before the device is done."""
+        self._send_processors()
         self._staging.wait()
         if step is None:
             self._staging.holds = None
@@ -331,22 +376,33 @@ class GpuStepExecutor:
             return self._launch_decode(step, sampling, changes, kept)
         return self._launch_mixed(step, sampling, changes, kept, self.prompts.max_tokens)
 
+    def _send_processors(self) -> None:
+        """Send the logits processors of new sequences, ahead of the step that samples them first."""
+        for update in self._sampler.take_updates():
+            self._staging.wait()
+            self._staging.holds = None
+            changes = BlockTableUpdates([], processors=update)
+            self._call(StagedCall(ChangeCounts.of(changes)), 0, changes)
+
     def read_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
-        """Wait for a step; return its next tokens, -1 where there is none, and their statuses.
+        """Wait for a step; return its next tokens, -1 where there is none, and their statuses. See read_rows."""
+        found = self.read_rows(launched)
+        return found.tokens, found.statuses
+
+    def read_rows(self, launched: Launched) -> SampledRows:
+        """Wait for a step, and return what it has found.
 
         To be called before NUM_READBACKS more steps are launched. Another one may have been launched already.
         """
-        count, first_status = launched.num_sampled, status_offset(launched.num_rows)
-        found = self._readback.wait(launched.readback, result_size(launched.num_rows))
-        return found[:count].tolist(), found[first_status:].view(np.int32)[:count].tolist()
+        return self._sampler.read(launched.readback, launched.num_sampled, launched.num_rows, launched.sampling)
 
     def run_full(self, num_tokens: int, num_sequences: int, context_len: int) -> None:
         """Run a step of padding of that size, one by one, with all of its launches; see host_step.full_step."""
-        num_short = max(most for _, most in self.tile_kinds)
+        num_short = max((most for _, most in self.tile_kinds), default=1)  # a model of recurrent layers alone has none
         step = full_step(num_tokens, num_sequences, context_len, self.padding_slot, num_short, self._sizes.max_num_drafts)
         step = with_adapters(step, self._adapters is not None)
         self._staging.wait()
-        self._launch_mixed(step, "cuts", BlockTableUpdates([]), KEEP_NOTHING, 0)
+        self._launch_mixed(step, self.samplings[0], BlockTableUpdates([]), KEEP_NOTHING, 0)
 
     @property
     def keys(self) -> list[GraphKey | PromptKey]:
@@ -404,10 +460,20 @@ class GpuStepExecutor:
         fill_places(host, step)
         call = StagedCall(ChangeCounts.of(changes), key, None, sampling, key.num_rows)
         self._call(call, frame.staged.end, changes)
-        return self._read_back(Launched(count, key.num_rows, self._logits[:count] if kept.logits else None))
+        keeps_logits = kept.logits or sampling == "deferred"
+        launched = Launched(count, key.num_rows, self._logits[:count] if keeps_logits else None)
+        if sampling == "deferred":
+            return launched._replace(deferred=(step.sampled_rows, step.sample_positions))
+        return self._read_back(launched, sampling, step.sampled_rows)
 
-    def _read_back(self, launched: Launched) -> Launched:
-        return launched._replace(readback=self._readback.start(result_size(launched.num_rows)))
+    def _read_back(
+        self, launched: Launched, sampling: Sampling = "plain", batch_slots: NDArray[np.int32] | None = None
+    ) -> Launched:
+        place = self._sampler.start_readback(launched.num_rows, sampling)
+        is_processed = None
+        if sampling == "full" and batch_slots is not None:
+            is_processed = self.sampling_table.is_processed(batch_slots)
+        return launched._replace(readback=place, sampling=sampling, is_processed=is_processed)
 
     def _decode_frame(self, key: GraphKey) -> Frame:
         """Return the arrays of the CUDA graph of a step of as many sequences as tokens, and its launches."""
@@ -416,7 +482,7 @@ class GpuStepExecutor:
             return frame
         num_rows = key.num_rows
         parts = token_parts(num_rows, num_rows, self.has_states, key.has_adapters, self._has_windows)
-        staged = self._staging.arrange([*parts, *sampled_parts(num_rows)])
+        staged = self._staging.arrange([*parts, *sampled_parts(num_rows, key.sampling)])
         arrays = staged.device
         ids, tables = self._step_ids[:num_rows], self._step_tables[:num_rows]
         places = arrays["slots"], arrays["query_starts"], arrays["context_lens"]
@@ -427,7 +493,8 @@ class GpuStepExecutor:
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
             logits = self._logits_of(hidden, step.lora, self._logits[:num_rows])
-            self._sample(logits, arrays, key.sampling)
+            if key.sampling != "deferred":
+                self._sampler.sample(logits, arrays, key.sampling)
 
         frame = self._frames[key] = Frame(staged, run)
         return frame
@@ -453,8 +520,11 @@ class GpuStepExecutor:
         kept_hidden = hidden[:num_tokens] if kept.hidden and hidden is not None else None
         if num_sampled == 0:
             return self._read_back(Launched(hidden=kept_hidden, adapters=step.adapters))
-        launched = Launched(num_sampled, num_sampled, logits if kept.logits else None, kept_hidden, adapters=step.adapters)
-        return self._read_back(launched)
+        keeps_logits = kept.logits or sampling == "deferred"
+        launched = Launched(num_sampled, num_sampled, logits if keeps_logits else None, kept_hidden, adapters=step.adapters)
+        if sampling == "deferred":
+            return launched._replace(deferred=(step.sampled_rows, step.sample_positions))
+        return self._read_back(launched, sampling, step.sampled_rows)
 
     def _call(
         self, call: StagedCall, start: int, changes: BlockTableUpdates, lists: Sequence[TileLists] = ()
@@ -500,7 +570,8 @@ class GpuStepExecutor:
         numbers = staged.device.get("adapters")
         lora = None if numbers is None else self._adapted_rows(numbers.index_select(0, rows))
         logits = self._logits_of(hidden.index_select(0, rows), lora)
-        self._sample(logits, sampled.device, call.sampling)
+        if call.sampling != "deferred":
+            self._sampler.sample(logits, sampled.device, call.sampling)
         return logits, hidden
 
     def fill_staging(self, staged: NDArray[np.uint8]) -> None:
@@ -521,7 +592,7 @@ class GpuStepExecutor:
             staged = self._staging.arrange(exact_sizes(call.shape, lists, self.has_states, self._has_windows).parts)
         else:
             raise InvariantError("a step with prompts is recorded, or has a shape")
-        return staged, self._staging.arrange(sampled_parts(call.num_sampled), staged.end)
+        return staged, self._staging.arrange(sampled_parts(call.num_sampled, call.sampling), staged.end)
 
     def _run_exact(self, call: StagedCall, lists: Sequence[TileLists], arrays: Mapping[str, Tensor]) -> Tensor:
         """Launch a step one by one, and return its hidden states."""
@@ -591,14 +662,7 @@ class GpuStepExecutor:
 
     def _take_inputs(self, ids: Tensor, tables: Tensor, arrays: Mapping[str, Tensor]) -> None:
         rows = arrays["token_rows"], arrays["rows"]
-        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._last_ids, self._tables))
-
-    def _sample(self, logits: Tensor, arrays: Mapping[str, Tensor], sampling: Sampling) -> None:
-        count = len(logits)
-        statuses = self._result[status_offset(count) : result_size(count)].view(torch.int32)[:count]
-        choices = Choices(self._result[:count], statuses)
-        run_all(sample_launches(choices, logits, row_options(arrays), sampling == "cuts"))
-        keep_ids_launch(self._last_ids, choices.tokens, arrays["sampled_rows"]).run()
+        run_all(take_inputs_launches(ids, tables, arrays["given_ids"], *rows, self._sampler.last_ids, self._tables))
 
     def _send(self, start: int, changes: ChangeCounts) -> None:
         """Copy the arrays that end at `start` to the device, with those of the changes behind them, and make the changes."""
@@ -610,6 +674,8 @@ class GpuStepExecutor:
         if staged.end:
             self._staging.send(staged.end)
         arrays = staged.device
+        if changes.num_processor_rows or changes.num_processor_words:
+            self._sampler.update(arrays)
         if changes.num_moved:
             self._pool.move_tokens(arrays["move_sources"], arrays["move_targets"], arrays["move_starts"])
         if changes.num_window_moves:

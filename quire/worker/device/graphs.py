@@ -34,9 +34,13 @@ class GraphKey(NamedTuple):
 
 
 class GraphGrid:
-    """The keys that there are: few, so that few steps are recorded; a step takes the next larger one."""
+    """The keys that there are: few, so that few steps are recorded; a step takes the next larger one.
 
-    def __init__(self, max_num_seqs: int) -> None:
+    samplings  those of the steps, what takes most memory first
+    """
+
+    def __init__(self, max_num_seqs: int, samplings: Sequence[Sampling] = SAMPLINGS[1:3]) -> None:
+        self._samplings = samplings
         most = min(max_num_seqs, _ROWS[-1])
         self._rows = [*(count for count in _ROWS if count < most), most]
 
@@ -48,7 +52,7 @@ class GraphGrid:
     @property
     def keys(self) -> list[GraphKey]:
         """All keys, the one whose step takes most memory first."""
-        return [GraphKey(count, sampling) for count in reversed(self._rows) for sampling in SAMPLINGS]
+        return [GraphKey(count, sampling) for count in reversed(self._rows) for sampling in self._samplings]
 
     def key(self, num_rows: int, sampling: Sampling) -> GraphKey:
         """Return the smallest key that holds a step; num_rows <= max_rows."""

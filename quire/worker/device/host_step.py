@@ -15,15 +15,16 @@ from quire.model.lora.numbers import NO_ADAPTER
 from quire.model.token_runs import TreePlaces, run_places, short_rope_tokens
 from quire.worker.step_executor import StepTokens
 
-Sampling = Literal["plain", "cuts"]
-"""What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), which is right for all."""
+Sampling = Literal["full", "cuts", "plain", "deferred"]
+"""What a step's launches do about its next tokens: sample; sample with cuts (top-k, top-p, min-p), too; the same with logits
+processors and log probabilities, which is right for all; or compute the logits, which are sampled by further launches."""
 
 STATE_ARRAYS = ("state_sources", "state_saves", "state_checkpoints")
 """The fields of DeviceStateRows."""
 
 _NO_TREES = TreePlaces(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.uint64))
 
-SAMPLINGS: tuple[Sampling, ...] = ("cuts", "plain")
+SAMPLINGS: tuple[Sampling, ...] = ("full", "cuts", "plain", "deferred")
 """All of them, what takes most memory first."""
 
 

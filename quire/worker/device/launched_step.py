@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,9 +12,12 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.kv_spec import KvSpec
+from quire.kernels.triton.processors import NUM_BIASES
 from quire.worker.device.block_table_updates import change_parts
 from quire.worker.device.graphs import PromptGrid
+from quire.worker.device.host_step import SAMPLINGS, Sampling
 from quire.worker.device.mixed_step import MixedSizes, TileKind, padded_sizes
+from quire.worker.device.row_processors import MAX_WORDS, processor_parts
 from quire.worker.device.sampling_table import option_parts
 from quire.worker.device.staging import Part, Staged, staged_bytes
 
@@ -25,6 +28,7 @@ class StepSizes(NamedTuple):
     max_num_drafts  drafts of a step at most, behind which tokens are sampled
     has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
     has_trees       whether some of these are trees
+    has_processors  whether the device applies logits processors, and finds log probabilities
     """
 
     max_num_seqs: int
@@ -33,6 +37,7 @@ class StepSizes(NamedTuple):
     max_num_drafts: int = 0
     has_drafts: bool = False
     has_trees: bool = False
+    has_processors: bool = False
 
 
 class Launched(NamedTuple):
@@ -44,6 +49,10 @@ class Launched(NamedTuple):
     hidden       [T, hidden_size] after the final norm; of a CUDA graph until the next one runs; None: not kept
     readback     where the tokens arrive
     adapters     of the tokens, see HostStep
+    sampling     of the step
+    is_processed [num_sampled] whether the logits were changed; None: they were not
+    deferred     the batch slots and positions of tokens that are not sampled yet; None: there are none
+    is_masked    indices of rows that were sampled with a token mask
     """
 
     num_sampled: int = 0
@@ -52,6 +61,10 @@ class Launched(NamedTuple):
     hidden: Tensor | None = None
     readback: int = 0
     adapters: NDArray[np.int32] | None = None
+    sampling: Sampling = "plain"
+    is_processed: NDArray[np.bool_] | None = None
+    deferred: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
+    is_masked: Collection[int] = ()
 
 
 class Kept(NamedTuple):
@@ -71,19 +84,9 @@ class Frame(NamedTuple):
 KEEP_NOTHING = Kept()
 
 
-def sampled_parts(num_sampled: int) -> list[Part]:
+def sampled_parts(num_sampled: int, sampling: Sampling) -> list[Part]:
     """Return the staged arrays of the tokens that get a next one."""
-    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled)]
-
-
-def status_offset(num_rows: int) -> int:
-    """Return where the statuses of a result begin, at a multiple of 16 bytes."""
-    return num_rows + num_rows % 2
-
-
-def result_size(num_rows: int) -> int:
-    """Return how many i64 the sampled tokens of a step take, with their statuses."""
-    return status_offset(num_rows) + -(-num_rows // 2)
+    return [Part("logit_rows", torch.int64, num_sampled), *option_parts(num_sampled, sampling)]
 
 
 def hidden_of(started: Launched) -> Tensor:
@@ -102,6 +105,11 @@ def table_width(max_model_len: int, kv: KvSpec) -> int:
     return max_blocks if kv.window_tokens is None else 2 * -(-max_blocks // 4) * 4
 
 
+def masked_parts(num_rows: int, vocab_size: int) -> list[Part]:
+    """Return the staged arrays of rows that are sampled after their step."""
+    return [*option_parts(num_rows, "full"), Part("token_masks", torch.int32, num_rows * -(-vocab_size // 32))]
+
+
 def most_staged_bytes(
     sizes: StepSizes,
     prompts: PromptGrid,
@@ -109,6 +117,7 @@ def most_staged_bytes(
     has_states: bool,
     table_width: int,
     has_windows: bool = False,
+    vocab_size: int = 0,
 ) -> int:
     """Return the bytes of all staged arrays of the largest step; table_width: entries of a block table, of both groups."""
     num_seqs, num_tokens, num_drafts = sizes.max_num_seqs, sizes.max_num_batched_tokens, sizes.max_num_drafts
@@ -118,5 +127,7 @@ def most_staged_bytes(
     steps += [padded_sizes(key, num_seqs, tile_kinds, has_states, has_windows) for key in largest]
     of_windows = (num_seqs, num_drafts) if has_windows else (0, 0)
     changes = change_parts(num_seqs * (table_width + 2), num_seqs, num_drafts, num_seqs, num_seqs, *of_windows)
-    behind = [*sampled_parts(num_seqs + num_drafts), *changes]
-    return max(staged_bytes([*own.parts, *behind]) for own in steps)
+    behind = [*sampled_parts(num_seqs + num_drafts, SAMPLINGS[0]), *changes]
+    alone = [processor_parts(num_seqs, MAX_WORDS, num_seqs * NUM_BIASES), masked_parts(num_seqs, vocab_size)]
+    of_processors = max(map(staged_bytes, alone)) if sizes.has_processors else 0
+    return max(of_processors, *(staged_bytes([*own.parts, *behind]) for own in steps))

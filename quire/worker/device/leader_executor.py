@@ -19,7 +19,9 @@ from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
+from quire.sampling.row_state import SamplingRow
 from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.device_sampler import SampledRows
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup
 from quire.worker.device.graphs import StepGraphs
@@ -78,10 +80,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
         with self._scope():
             super().flush()
 
-    def read_sampled(self, launched: Launched) -> tuple[list[int], list[int]]:
+    def read_rows(self, launched: Launched) -> SampledRows:
         """See GpuStepExecutor."""
         with self._scope():
-            return super().read_sampled(launched)
+            return super().read_rows(launched)
 
     def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
         """See StepExecutor. Each rank has the hidden states of the last step that kept them."""
@@ -89,6 +91,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
             if self._is_leading:
                 self._workers.ring.send([GpuCall.LOGITS, first, last])
             return super().logits_at(started, first, last)
+
+    def takes_masked(self, row: SamplingRow) -> bool:
+        """See RowProcessor: the other ranks get no masks."""
+        return False
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks make the same."""

@@ -20,7 +20,6 @@ from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.model.checkpoint import distinct_shapes
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
-from quire.model.lora.adapter import adapter_bytes
 from quire.model.offload_plan import OffloadPlan, plan_offload
 from quire.model.stored_tensors import stored_bytes
 from quire.quant.config import Mxfp4Config, has_quantized_form
@@ -28,6 +27,7 @@ from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
+from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
 
 HOW_TO_SAVE = (
@@ -285,9 +285,10 @@ def estimate_memory(
     offload = offload_plan(config, spec, shapes, num_weight_bytes)
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
-    if config.enable_lora:
-        head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-        num_weight_bytes += config.max_loras * adapter_bytes({**head, **shapes}, config.max_lora_rank, DTYPE_BYTES[spec.dtype])
+    head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **shapes})
+    if config.speculative_config is None:
+        num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     return replace(plan, offloaded_bytes=num_offloaded_bytes)

@@ -1,21 +1,17 @@
-"""Compile what serving a model launches while its weights are loaded, in processes of their own.
-
-`python -m quire.worker.device.precompile` reads a pickled Order from its standard input, finds the variants and compiles them.
-"""
+"""Compile what serving a model launches while its weights are loaded, and after that, in processes of their own."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import multiprocessing
 import os
-import pickle
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe
 from pathlib import Path
+from threading import Condition, Thread
 from typing import NamedTuple
 
 import torch
@@ -23,12 +19,15 @@ import triton
 from triton.runtime.cache import get_cache_manager
 
 import quire
-from quire.base.errors import InvariantError
+from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.precompile import Variant, compile_variant
+from quire.kernels.triton.bound import Launchable
+from quire.kernels.triton.launching import BOUND
+from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.tile_table import TileTable, using
+from quire.kernels.triton.variant import Variant
 from quire.model.checkpoint import open_parameters
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
@@ -49,7 +48,6 @@ class Order(NamedTuple):
     is_in_order    see DeviceDecoder
     arch           compute capability, e.g. 90
     table          of tiles, with which kernels are launched
-    has_launchers  whether what Triton calls kernels through is built, too: that needs the driver's library, and a C compiler
     head           what is compiled instead of the model: a head beside it
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
     has_expert_ranks  each of them has whole experts
@@ -63,7 +61,6 @@ class Order(NamedTuple):
     sizes: StepSizes
     arch: int
     table: TileTable
-    has_launchers: bool = True
     head: ServedHead | None = None
     shares: tuple[float, ...] = (1.0,)
     has_expert_ranks: bool = False
@@ -83,46 +80,126 @@ class Order(NamedTuple):
 class Precompilation:
     """Kernels that are compiled meanwhile, unless they were before, for the same model and sizes, from the same sources.
 
+    A thread finds the variants and sends them to a compile server. A launch whose kernel is not compiled yet waits for it, and
+    it is compiled before all others.
+
     parameters  of the model, as `open_parameters` returns them; not changed
     """
 
     def __init__(self, order: Order, parameters: Mapping[str, Parameter | StoredParameter]) -> None:
-        self._mark = get_cache_manager(_fingerprint(order, parameters))
-        self._process: subprocess.Popen[bytes] | None = None
+        self._order, self._mark = order, get_cache_manager(_fingerprint(order, parameters))
+        self._changed = Condition()
+        self._indices: dict[Variant, int] | None = None  # None: they are not found yet
+        self._left: set[int] = set()
+        self._errors: list[str] = []
+        self._waited_s = 0.0
+        self._thread: Thread | None = None
         if self._mark.get_file(_DONE) is None:
-            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-            # The package may have been found by what the program put into sys.path.
-            found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-            environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "quire.worker.device.precompile"],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-            )
-            if self._process.stdin is None:
-                raise InvariantError("a process that was started with a pipe has none")
-            with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:  # one that died is told of by `wait`
-                pipe.write(pickle.dumps(order))
+            self._server = _Server(order.arch)
+            self._thread = Thread(target=self._run, name="precompile", daemon=True)
+            BOUND.before_first.append(self.wait_for)
+            self._thread.start()
 
     @property
     def is_needed(self) -> bool:
         """Whether there was anything to compile."""
-        return self._process is not None
+        return self._thread is not None
+
+    def wait_for(self, launch: Launchable) -> None:
+        """Wait until the code of a launch is compiled, if it will be."""
+        if self._thread is None:
+            return
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._indices is not None)
+            index = (self._indices or {}).get(variant_of(launch))
+            if index in self._left:
+                with suppress(OSError):  # the server has gone: the thread is about to say so
+                    self._server.connection.send(index)
+                self._changed.wait_for(lambda: index not in self._left)
+        self._waited_s += time.perf_counter() - start
 
     def wait(self) -> bool:
         """Wait for the end, and return whether all is compiled; what is not will be when it is launched first, and is said."""
-        if self._process is None:
-            return True
-        start = time.perf_counter()
-        with self._process as process:
-            errors = b"" if process.stderr is None else process.stderr.read()
-        if process.returncode != 0:
-            logger.warning("kernels are compiled when they are launched first, not ahead: %s", errors.decode(errors="replace"))
-            return False
+        if self._thread is not None:
+            self._thread.join()
+        return not self._errors
+
+    def _run(self) -> None:
+        """Find the variants, have them compiled, and note that they are."""
+        start, found_s = time.perf_counter(), 0.0
+        try:
+            variants = self._order.variants()
+            found_s = time.perf_counter() - start
+            self._compile(variants)
+        except Exception as error:  # noqa: BLE001 - without a server, or variants, kernels are compiled when they are launched
+            self._errors.append(f"{type(error).__name__}: {error}")
+        BOUND.before_first.remove(self.wait_for)
+        with self._changed:
+            self._indices = self._indices or {}
+            self._left.clear()
+            self._changed.notify_all()
+        self._server.close()
+        if self._errors:
+            what = f"{len(self._errors)} failed, the first is {self._errors[0]}"
+            logger.warning("kernels are compiled when they are launched first, not ahead: %s", what)
+            return
         self._mark.put("", _DONE, binary=False)
-        logger.info("kernels were compiled ahead, of which %.1f s were waited for", time.perf_counter() - start)
-        return True
+        told = len(self._indices), found_s, time.perf_counter() - start, self._waited_s
+        logger.info("%d kernels were found in %.1f s and compiled in %.1f s, of which %.1f s were waited for", *told)
+
+    def _compile(self, variants: Sequence[Variant]) -> None:
+        with self._changed:
+            self._left = set(range(len(variants)))
+            self._indices = {variant: index for index, variant in enumerate(variants)}
+            self._changed.notify_all()
+        for index, error in self._server.compile(variants):
+            if error is not None:
+                self._errors.append(error)
+            with self._changed:
+                self._left.discard(index)
+                self._changed.notify_all()
+
+
+class _Server:
+    """A compile server; see quire/kernels/triton/compile_server.py. Closing the connection ends it."""
+
+    def __init__(self, arch: int) -> None:
+        self.connection, theirs = Pipe()
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # The package may have been found by what the program put into sys.path.
+        found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
+        command = [sys.executable, "-m", "quire.kernels.triton.compile_server", str(theirs.fileno()), str(arch)]
+        passed = (theirs.fileno(),)
+        self._process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL)
+        theirs.close()
+
+    def compile(self, variants: Sequence[Variant]) -> Iterator[tuple[int, str | None]]:
+        """Send variants, and yield the index of each that is done, with what was wrong.
+
+        Raises WorkerError if the server ends before.
+        """
+        try:
+            self.connection.send(variants)
+            for _ in variants:
+                yield self.connection.recv()
+        except (EOFError, OSError) as error:
+            raise WorkerError(f"the compile server ended with {self._process.wait()} ({type(error).__name__})") from None
+
+    def close(self) -> None:
+        """End the server, and wait for its end."""
+        self.connection.close()
+        self._process.wait()
+
+
+def compile_all(variants: Sequence[Variant], arch: int) -> list[str]:
+    """Compile variants with a compile server, and return what is wrong with those that cannot be, the kernel's name first."""
+    server = _Server(arch)
+    try:
+        return [error for _, error in server.compile(variants) if error is not None]
+    finally:
+        server.close()
 
 
 def arch_of(device: torch.device) -> int:
@@ -137,33 +214,3 @@ def _fingerprint(order: Order, parameters: Mapping[str, Parameter | StoredParame
     sources = [path.read_bytes() for pattern in _SOURCES for path in sorted(package.glob(pattern))]
     content = repr((order._replace(folder=Path()), order.model(parameters).kinds(), triton.__version__)).encode()
     return hashlib.sha256(b"\0".join([content, *sources])).hexdigest()
-
-
-def compile_all(variants: Sequence[Variant], arch: int, has_launchers: bool) -> list[str]:
-    """Compile variants in processes, and return what is wrong with those that cannot be, the kernel's name first."""
-    count = len(variants)
-    # The children only compile: they touch neither the GPU nor a thread of this process.
-    with ProcessPoolExecutor(min(count, os.cpu_count() or 1), multiprocessing.get_context("fork")) as pool:
-        found = pool.map(_error_of, variants, [arch] * count, [has_launchers] * count)
-        return [error for error in found if error is not None]
-
-
-def _error_of(variant: Variant, arch: int, has_launchers: bool) -> str | None:
-    try:
-        compile_variant(variant, arch, has_launchers)
-    except Exception as error:  # noqa: BLE001 - one that fails must not take the others with it, whatever a compiler raises
-        return f"{variant.kernel}: {type(error).__name__}: {error}"
-    return None
-
-
-def main() -> None:
-    """Compile the order that stands in the standard input. Exits with 1 where a variant cannot be, after all others are."""
-    order: Order = pickle.load(sys.stdin.buffer)
-    variants = order.variants()
-    failed = compile_all(variants, order.arch, order.has_launchers)
-    if failed:
-        sys.exit(f"{len(failed)} of {len(variants)} variants cannot be compiled, the first is {failed[0]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -22,7 +22,8 @@ from quire.worker.device.mixed_step import StepShape
 
 class ChangeCounts(NamedTuple):
     """How much changes before a step: entries of block tables, blocks to copy, tokens to move, sequences that these are of,
-    recurrent states to copy, and blocks to copy and tokens to move in the window group."""
+    recurrent states to copy, blocks to copy and tokens to move in the window group, and rows, words and biases of the tables of
+    logits processors."""
 
     num_entries: int = 0
     num_copies: int = 0
@@ -31,6 +32,9 @@ class ChangeCounts(NamedTuple):
     num_state_copies: int = 0
     num_window_copies: int = 0
     num_window_moves: int = 0
+    num_processor_rows: int = 0
+    num_processor_words: int = 0
+    num_processor_biases: int = 0
 
     @classmethod
     def of(cls, changes: BlockTableUpdates) -> ChangeCounts:
@@ -87,7 +91,7 @@ def encode_staged(call: StagedCall, staged: NDArray[np.uint8]) -> Encoded:
         kind, of_key = _ONE_BY_ONE, [call.shape.has_trees, 0, 0, 0]
         arrays = [np.array(call.shape.counts, np.int32), np.array(call.shape.context_lens, np.int32)]
     sampled = [SAMPLINGS.index(call.sampling), call.num_sampled, call.keeps_hidden]
-    return [GpuCall.STAGED, kind, *of_key, *sampled, *call.changes], [staged, *arrays]
+    return [GpuCall.STAGED, kind, *of_key, *sampled], [staged, np.array(call.changes, np.int32), *arrays]
 
 
 def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
@@ -101,9 +105,11 @@ def decode_staged(message: RingMessage) -> tuple[StagedCall, NDArray[np.uint8]]:
     elif kind == _PROMPTS:
         key = PromptKey(of_key[0], of_key[1], SHORT_RUNS[of_key[2]], bool(of_key[3]))
     elif kind == _ONE_BY_ONE:
-        counts, lengths = (tuple(array.tolist()) for array in message.arrays[1:])
+        counts, lengths = (tuple(array.tolist()) for array in message.arrays[2:])
         shape = StepShape(counts, lengths, bool(of_key[0]))
     elif kind != _CHANGES:
         raise InvariantError(f"a message of the leader has a step of kind {kind}, which no worker knows")
-    call = StagedCall(ChangeCounts(*words[9:]), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden))
+    call = StagedCall(
+        ChangeCounts(*message.arrays[1].tolist()), key, shape, SAMPLINGS[sampling], num_sampled, bool(keeps_hidden)
+    )
     return call, message.arrays[0].view(np.uint8)

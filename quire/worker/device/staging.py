@@ -24,6 +24,11 @@ _NUMPY = {
 }
 
 
+def numpy_type(dtype: torch.dtype) -> np.dtype[np.generic]:
+    """Return the type of an array on the host."""
+    return _NUMPY[dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One array of a step."""

@@ -13,9 +13,10 @@ import torch
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
 from quire.kernels.triton.launching import noted_launches, run_all
-from quire.kernels.triton.precompile import Variant, variant_of
+from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.tiles import CHUNK
+from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_ranks import DeviceRanks
@@ -29,7 +30,7 @@ from quire.quant.policy import QuantizationPolicy
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import SAMPLINGS, HostStep, full_step
+from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.step_executor import Moves
 
@@ -157,12 +158,12 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
         for key in [*prompts, *executor.grid.keys]:
             executor.record(key)
         for step in _mixed_steps(one_by_one, sizes):
-            one_by_one.launch(step, SAMPLINGS[0], BlockTableUpdates([]))
+            one_by_one.launch(step, one_by_one.samplings[0], BlockTableUpdates([]))
             if sizes.has_trees:
-                one_by_one.launch(_with_trees(step), SAMPLINGS[0], BlockTableUpdates([]))
+                one_by_one.launch(_with_trees(step), one_by_one.samplings[0], BlockTableUpdates([]))
         if sizes.has_trees:
             moves = Moves([1], [0], [0, 1])
-            one_by_one.launch(None, SAMPLINGS[0], BlockTableUpdates([], (), moves, window_moves=moves))
+            one_by_one.launch(None, one_by_one.samplings[0], BlockTableUpdates([], (), moves, window_moves=moves))
         for dtype, has_masks, has_cuts in itertools.product({decoder.dtype, torch.float32}, (False, True), (False, True)):
             _sample(dtype, decoder.spec.vocab_size, has_masks, has_cuts)
     return list(dict.fromkeys(map(variant_of, launches)))

@@ -1,6 +1,7 @@
 """How bench/gpu.py runs the kernels' tests on a GPU: a file that fails, hangs or crashes costs itself."""
 
 import importlib.util
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -85,12 +86,27 @@ def test_names_of_failures_are_kept_when_a_file_is_stopped(run, tmp_path, monkey
 
 
 def test_files_that_need_no_gpu_are_left_out_and_attention_comes_first(gpu_tests):
-    files = gpu_tests.files_for_a_gpu()
+    names = gpu_tests.files_for_a_gpu()
+    files = [name.partition(" ")[0] for name in names]
     assert files[0] == "test_triton_attention.py"
+    assert len(names) == len(set(names))
     assert "test_triton_compiling.py" not in files
     there = {path.name for path in (ROOT / "tests/unit/kernels/gpu").glob("test_*.py")}
     assert set(files) < there
-    assert set(gpu_tests._FIRST) | gpu_tests._WITHOUT_A_GPU <= there
+    assert set(gpu_tests._FIRST) | gpu_tests._WITHOUT_A_GPU | set(gpu_tests._PARTS) <= there
+
+
+def test_parts_of_a_file_have_each_of_its_tests_once(gpu_tests):
+    def collected(name):
+        command = [*gpu_tests.pytest_command(name), "--collect-only", "-q"]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.splitlines()
+        return [line for line in found if "::" in line]
+
+    file = "test_triton_float8.py"
+    parts = [set(collected(f"{file} {index}of3")) for index in range(3)]
+    whole = collected(file)
+    assert set().union(*parts) == set(whole)
+    assert sum(map(len, parts)) == len(whole)
 
 
 def test_no_test_of_a_file_stops_at_the_first_failure(gpu_tests):

@@ -21,6 +21,12 @@ def test_options_without_adapters_are_refused(other):
         EngineConfig(model="demo", enable_lora=True, **other)
 
 
+def test_memory_for_experts_is_taken_only_with_adapters():
+    EngineConfig(model="demo", enable_lora=True, enable_lora_experts=True)
+    with pytest.raises(ConfigError, match="enable_lora_experts must be False without enable_lora, got True"):
+        EngineConfig(model="demo", enable_lora_experts=True)
+
+
 @pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
 def test_limits_are_at_least_one(name):
     with pytest.raises(ConfigError, match=f"{name} must be an integer >= 1, got 0"):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 from pathlib import Path
 
 import pytest
 
-from quire.base.errors import UnsupportedError
+from quire.base.errors import ConfigError, UnsupportedError
+from quire.contracts.speculative import SpeculativeConfig
 from quire.model.device_refusal import device_refusal
 from quire.model.families import FAMILIES, WRAPPERS, find_family
 from quire.model.families.config_view import ConfigView
+from quire.model.gguf_names import ARCHITECTURES, find_architecture
 from quire.model.native_model import native_refusal
+from quire.speculate.sources import check_state_drafts
+
+pytest.importorskip("transformers", reason="the page counts the configurations that are compared with transformers")
+from tests.golden.make_checkpoints import cases_by_type
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 BLOCK_SIZE = 16
@@ -24,11 +31,16 @@ one of these values of `model_type`; every other one is refused with the nearest
 
 - **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
 - **GPU**: "yes" means it runs with `device="cuda"`.
+- **GGUF**: values of `general.architecture` that it is loaded from; "-": from safetensors only. Weights of every model may be
+  [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
+- **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
+  recurrent state verify chains only.
+- **Tested**: small random models of different configurations, whose logits and tokens tests compare with transformers.
 - **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a
   request are refused.
 
-| model type | classes | CPU | GPU | wrappers | what it is |
-|---|---|---|---|---|---|
+| model type | classes | CPU | GPU | GGUF | drafts | tested | wrappers | what it is |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -63,6 +75,27 @@ def _module(name):
         return None
 
 
+def _gguf(model_type):
+    names = [name for name, found in ARCHITECTURES.items() if found.model_type == model_type]
+    if find_architecture("llama", 8).model_type == model_type:
+        names.append("llama")  # with experts
+    return ", ".join(f"`{name}`" for name in sorted(names))
+
+
+def _drafts(spec):
+    """Return the methods of drafts that a model verifies."""
+    methods = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "medusa", "mtp")
+    allowed = []
+    for method in methods:
+        with contextlib.suppress(ConfigError):
+            config = {"method": method, "num_speculative_tokens": 3}
+            if method in ("draft_model", "eagle", "eagle3", "medusa"):
+                config["model"] = "a model"
+            check_state_drafts(SpeculativeConfig(**config), spec)
+            allowed.append(method)
+    return "all" if len(allowed) == len(methods) else ", ".join(allowed)
+
+
 def _row(model_type):
     spec, page = _spec(model_type), FAMILIES.get(model_type)
     native, device = native_refusal(spec, BLOCK_SIZE), device_refusal(spec)
@@ -72,6 +105,9 @@ def _row(model_type):
         ", ".join(page.architectures),
         "native" if native is None else f"torch: {native}",
         "yes" if device is None else f"no: {device}",
+        _gguf(model_type) or "-",
+        _drafts(spec),
+        str(len(cases_by_type().get(model_type, []))),
         wrappers or "-",
         _description(model_type),
     )

@@ -36,6 +36,27 @@ def test_stream_passes_through_byte_for_byte():
     run(work())
 
 
+def test_answers_of_ollamas_api_are_streams_unless_a_request_says_otherwise():
+    """What prompts cost is learned from streams alone."""
+
+    async def work():
+        async with backends(FakeBackend()) as (fake,), routing(fake) as router:
+            found = []
+
+            async def answer(request, writer):
+                found.extend(flight.is_streaming for flight in router.backend(fake).flights)
+                await respond(writer, {})
+
+            fake.answer = answer
+            for path in ("/api/chat", "/api/generate", "/api/embed", "/v1/chat/completions"):
+                for more in ({}, {"stream": True}, {"stream": False}, {"stream": None}):
+                    await router.post({"model": "m", **more}, path)
+            asked = [True, True, False, True], [False, True, False, False]
+            assert found == [*asked[0], *asked[0], *asked[1], *asked[1]]
+
+    run(work())
+
+
 def test_pieces_arrive_before_the_end_of_the_stream():
     async def work():
         may_end = asyncio.Event()

@@ -12,8 +12,8 @@ from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
 from quire.contracts.step import AheadRunner, SequenceStart, StepPlan
 from quire.sampling.sampler import sample
+from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.build import build_runner
-from quire.worker.step_driver import AsyncStepDriver
 from quire.worker.step_executor import NO_FAILURES, UNKNOWN
 
 FIRST, SECOND = SequenceId(0), SequenceId(1)

@@ -1,7 +1,8 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter, which must be chosen before triton is imported.
 
 QUIRE_GPU_TESTS=required makes every skip here a failure: a run that is there to test the kernels must not be green without.
-QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which takes hours in the interpreter.
+QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which takes hours in the interpreter. QUIRE_TEST_ARCH=86
+launches kernels as on GPUs of compute capability 8.6: with their tiles, without what they lack.
 """
 
 import functools
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from tests.covering import redundant_slow_combinations
 
 HAS_GPU = torch.cuda.is_available()
@@ -24,6 +26,8 @@ needs_llguidance = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="constraints need llguidance, which is not installed"
 )
 MAY_SKIP = os.environ.get("QUIRE_GPU_TESTS") != "required"
+if "QUIRE_TEST_ARCH" in os.environ:
+    choose_traits(DeviceTraits.of_arch(int(os.environ["QUIRE_TEST_ARCH"])))
 ALL_COMBINATIONS = os.environ.get("QUIRE_TEST_COMBINATIONS") == "all"
 READ_OR_COMPILED = {"test_kernel_sources.py", "test_triton_compiling.py"}
 """Modules whose tests run no kernel in their own process."""
@@ -73,12 +77,18 @@ def pytest_pycollect_makemodule(module_path, parent):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for."""
-    if ALL_COMBINATIONS:
-        return
-    redundant = set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
-    items[:] = [item for item in items if item not in redundant]
-    config.hook.pytest_deselected(items=list(redundant))
+    """Run as many of the slow combinations of parameters as have each value once, or all if they are asked for.
+
+    QUIRE_TEST_PART=i/n takes each n-th test from the i-th on: bench/gpu_tests.py runs long files in several processes.
+    """
+    left_out = set()
+    if not ALL_COMBINATIONS:
+        left_out |= set(redundant_slow_combinations([item for item in items if item.path.parent == Path(__file__).parent]))
+    if part := os.environ.get("QUIRE_TEST_PART"):
+        first, count = map(int, part.split("/"))
+        left_out |= {item for index, item in enumerate(items) if index % count != first}
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
 
 
 def fail_where_skipped(report):

@@ -1,7 +1,7 @@
 """Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
 
-MODE is plain, compile, heads, narrow with a folder to write checkpoints in, or keys with forward or backward: by what all
-kernels are found that are used in this order.
+MODE is plain, compile, heads, narrow or ahead with a folder to write checkpoints in, or keys with forward or backward: by what
+all kernels are found that are used in this order.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +24,10 @@ from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton import attention, launching
 from quire.kernels.triton.last_token_buffer import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
-from quire.kernels.triton.precompile import compile_variant, variant_of
+from quire.kernels.triton.precompile import variant_of
+from quire.kernels.triton.settled_key import settle_key
+from quire.kernels.triton.tile_table import active_table
+from quire.kernels.triton.variant import compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -37,9 +41,9 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import SAMPLINGS, HostStep
+from quire.worker.device.host_step import HostStep
 from quire.worker.device.launched_step import Kept, StepSizes
-from quire.worker.device.precompile import compile_all
+from quire.worker.device.precompile import Order, Precompilation, compile_all
 from quire.worker.device.variants import (
     NotRecording,
     ServedHead,
@@ -83,7 +87,7 @@ NARROW = [
     *(("qwen3_moe", method) for method in ("awq", "fp8", "--int4", "--fp8")),
 ]
 """Family and form; "--" is for weights that are quantised while they are loaded."""
-SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True)
+SIZES = StepSizes(24, 1000, 900, 60, has_drafts=True, has_trees=True, has_processors=True)
 SHORT = SIZES._replace(max_model_len=100)
 
 
@@ -124,11 +128,14 @@ def missing_of(decoder, kv, sizes, found):
     with torch.inference_mode(), noted_launches() as launches:
         for _ in range(60):
             kept = Kept(*(rng.random(2) < 0.3).tolist())
-            step, sampling = random_step(rng, sizes), SAMPLINGS[int(rng.integers(2))]
+            samplings = steppers[0].samplings
+            step, sampling = random_step(rng, sizes), samplings[int(rng.integers(len(samplings)))]
             has_moves = sizes.has_trees and rng.random() < 0.3
             moves = Moves([5, 6, 9], [4, 5, 8], [0, 2, 3]) if has_moves else None
             for stepper in steppers:
-                stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                launched = stepper.launch(step, sampling, BlockTableUpdates([], (), moves), kept)
+                if launched.deferred is not None and launched.logits is not None:
+                    stepper.sample_deferred(launched, {})
     launched = set(map(variant_of, launches))
     return sorted({variant.kernel for variant in launched - found}), launched, found
 
@@ -215,16 +222,44 @@ def quantized_models(folder):
 def compile_some(variants):
     """Compile some variants, and print by what they are found when they are launched."""
     chosen = [variant for variant in variants if variant.kernel in ("scan_rows", "plan_chunks", "attend_chunks")]
-    failed = compile_all([chosen[0]._replace(kernel="missing"), *chosen], 90, has_launchers=False)
-    num_cubins = len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin")))
-    hashes = [compile_variant(variant, 90, has_launchers=False) for variant in chosen]
-    last, ids, rows = (
-        torch.zeros(count, dtype=dtype) for count, dtype in ((40, torch.int64), (5, torch.int64), (5, torch.int32))
-    )
-    launch = keep_ids_launch(last, ids, rows)
-    hashes.append(compile_variant(variant_of(launch), 90, has_launchers=False))
+    failed = compile_all([chosen[0]._replace(kernel="missing"), *chosen], 90)
+    count = num_cubins()
+    hashes = [compile_variant(variant, 90) for variant in chosen]
+    launch = keep_launch()
+    hashes.append(compile_variant(variant_of(launch), 90))
     launched = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.constants, **launch.options)
-    print(json.dumps({"hashes": hashes, "launched": launched.hash, "failed": failed, "num_cubins": num_cubins}))
+    print(json.dumps({"hashes": hashes, "launched": launched.hash, "failed": failed, "num_cubins": count}))
+
+
+class FailingProcess(subprocess.Popen):
+    """A process that does not compile what it is asked for."""
+
+    def __init__(self, command, **options):
+        super().__init__([sys.executable, "-c", "import sys; sys.exit('no compiler')"], **options)
+
+
+def num_cubins():
+    return len(list(Path(os.environ["TRITON_CACHE_DIR"]).glob("*/*.cubin")))
+
+
+def compile_ahead(folder):
+    """Compile checkpoints ahead of which two are stored alike, the last one without a server, and print what became of it."""
+    for name, method in (("first", "int8"), ("second", "int8"), ("other", "fp8")):
+        path, _ = write(folder / name, "qwen3", method, torch_dtype="bfloat16")
+        spec = read_model_spec(path)
+        order = Order(path, spec, None, False, KvSpec.of(spec, 64, "bfloat16"), StepSizes(1, 4, 16), 90, active_table())
+        if name == "other":
+            subprocess.Popen = FailingProcess
+        ahead = Precompilation(order, open_parameters(path, spec))
+        ahead.wait_for(keep_launch())
+        at_launch = num_cubins()
+        told = {"is_needed": ahead.is_needed, "is_compiled": ahead.wait(), "num_at_launch": at_launch}
+        print(json.dumps({**told, "num_cubins": num_cubins()}))
+
+
+def keep_launch():
+    kinds = (40, torch.int64), (5, torch.int64), (5, torch.int32)
+    return keep_ids_launch(*(torch.zeros(count, dtype=dtype) for count, dtype in kinds))
 
 
 def print_keys(order):
@@ -235,7 +270,7 @@ def print_keys(order):
     functions = {name: part for name, part in parts if isinstance(part, triton.JITFunction)}
     keys = {}
     for name in sorted(functions, reverse=order == "backward"):
-        launching.settle_key(functions[name])
+        settle_key(functions[name])
         keys[name] = functions[name].cache_key
     print(json.dumps(keys))
 
@@ -244,6 +279,9 @@ if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
     if mode == "keys":
         print_keys(*rest)
+        sys.exit()
+    if mode == "ahead":
+        compile_ahead(Path(rest[0]))
         sys.exit()
     if mode == "heads":
         describe_head("eagle3", plain_models()["plain"], "beside", RMS)

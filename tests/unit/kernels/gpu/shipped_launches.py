@@ -1,6 +1,7 @@
-"""Launches in the shapes of real models, compiled for sm_90 without a GPU: `python -m ...shipped_launches NAME...` prints JSON.
+"""Launches in the shapes of real models, compiled without a GPU: `python -m ...shipped_launches ARCH NAME...` prints JSON.
 
-In a process of its own: where kernels are interpreted none can be compiled.
+ARCH is the compute capability of the GPU that they would run on, such as 90. In a process of its own: where kernels are
+interpreted none can be compiled.
 """
 
 import json
@@ -16,6 +17,7 @@ from quire.kernels.triton.activation import activate_launch
 from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.attention import KvCache, attend_launches
 from quire.kernels.triton.compiling import compile_launch
+from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
@@ -24,10 +26,13 @@ from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
-from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.launching import Launch, noted_launches
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
+from quire.kernels.triton.logprobs import LOGPROB_WIDTH, logprob_launches
+from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.processors import NUM_BIASES, ProcessorOptions, ProcessorTables, count_launch, process_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.recurrent import causal_conv_launch, recur_launch
@@ -138,11 +143,54 @@ def sampler_launch(index, has_cuts, vocab_size=151936, has_masks=True):
     return sample_launches(choices, meta(64, vocab_size, dtype=F32), options, has_cuts)[index]
 
 
+def processor_launch(is_counting=False, vocab_size=151936):
+    tables = ProcessorTables(meta(257, vocab_size, dtype=I32), meta(257, NUM_BIASES, dtype=F32))
+    options = ProcessorOptions(*(meta(64, dtype=dtype) for dtype in (I32, I32, F32, F32, F32, F32, I64, I64)))
+    if is_counting:
+        return count_launch(tables, meta(64, dtype=I64), options)
+    return process_launch(meta(64, vocab_size, dtype=F32), meta(64, vocab_size), tables, options)
+
+
+def logprob_launch(index, vocab_size=151936):
+    out, ids, num_tops = meta(64, LOGPROB_WIDTH, dtype=I32), meta(64, dtype=I64), meta(64, dtype=I32)
+    return logprob_launches(out, meta(64, vocab_size), ids, num_tops)[index]
+
+
 def expert_launch(index, num_tokens, num_experts=128, inner=768, width=2048):
     spec = MoeSpec(num_experts, 8, MlpSpec(inner, "silu"))
     x, logits = meta(num_tokens, width), meta(num_tokens, num_experts)
     weights = meta(num_experts, 2 * inner, width), meta(num_experts, width, inner)
     return expert_launches(meta(num_tokens, width), x, logits, spec, *weights)[index]
+
+
+def adapted_expert_launch(index, num_tokens, dtype, inner=768, width=2048):
+    """Experts whose products get what adapters add; torch.uint8: of 4-bit integers."""
+    spec, num_pairs = MoeSpec(128, 8, MlpSpec(inner, "silu")), 8 * num_tokens
+    weights = [meta(128, 2 * inner, width), meta(128, width, inner)]
+    if dtype == torch.uint8:
+        weights = [quantized_weight(dtype, shape=(128 * each.shape[1], each.shape[2])) for each in weights]
+    added = {"gate_up": meta(num_pairs, 2 * inner), "down": meta(num_pairs, width)}
+    extra = ExpertExtras(adapters=lambda experts: lambda name, x, num_slots: added[name])
+    with noted_launches():  # of the routes
+        launches = expert_launches(
+            meta(num_tokens, width), meta(num_tokens, width), meta(num_tokens, 128), spec, *weights, extra=extra
+        )
+    return launches[index]
+
+
+def lora_launch(index, num_tokens, has_experts, rank=16, num_adapters=8):
+    """Of q, k and v, or of the gate and up of 128 experts."""
+    numbers, flags = meta(num_tokens, dtype=I32), meta(num_adapters, dtype=I32)
+    outputs, count, num_slots = ((768, 768), 128, 8) if has_experts else ((4096, 512, 512), 1, 1)
+    with noted_launches() as launches:
+        groups = group_rows(numbers, num_adapters)
+        if has_experts:
+            launches.clear()
+            groups = group_pairs(numbers, flags, meta(num_tokens * num_slots, dtype=I32), count)
+        y, a = meta(num_tokens * num_slots, sum(outputs)), meta(num_adapters * count, len(outputs) * rank, 2048)
+        b = [meta(num_adapters * count, rows, rank) for rows in outputs]
+        add_low_rank(y, meta(num_tokens, 2048), a, b, groups, num_slots)
+    return launches[index]
 
 
 def clamped_expert_launch(index, num_tokens, is_packed):
@@ -351,6 +399,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "heads-4-bit": lambda: heads_launch(8, PACKED),
     "heads-4-bit-1024": lambda: heads_launch(1024, PACKED),
     "heads-k8v4": lambda: heads_launch(8, (torch.int8, PACKED)),
+    "sample-process": processor_launch,
+    "sample-count": lambda: processor_launch(is_counting=True),
+    "logprobs-scan": lambda: logprob_launch(0),
+    "logprobs-gather": lambda: logprob_launch(1),
+    "logprobs-gather-262144": lambda: logprob_launch(1, 262144),
     "sample-scan": lambda: sampler_launch(0, has_cuts=False),
     "sample-scan-cut": lambda: sampler_launch(0, has_cuts=True),
     "sample-choose": lambda: sampler_launch(1, has_cuts=False),
@@ -379,6 +432,18 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "moe-clamped-4-4096": lambda: clamped_expert_launch(3, 4096, True),
     "moe-clamped-4-down-4096": lambda: clamped_expert_launch(4, 4096, True),
     "moe-sum": lambda: expert_launch(5, 64),
+    "moe-adapted-64": lambda: adapted_expert_launch(2, 64, BF16),
+    "moe-adapted-down-64": lambda: adapted_expert_launch(3, 64, BF16),
+    "moe-adapted-4096": lambda: adapted_expert_launch(2, 4096, BF16),
+    "moe-adapted-4-64": lambda: adapted_expert_launch(2, 64, torch.uint8),
+    "lora-shrink": lambda: lora_launch(2, 16, False),
+    "lora-expand": lambda: lora_launch(3, 16, False),
+    "lora-shrink-64": lambda: lora_launch(2, 16, False, rank=64),
+    "lora-expand-64": lambda: lora_launch(3, 16, False, rank=64),
+    "lora-number-pairs": lambda: lora_launch(0, 16, True),
+    "lora-sort-pairs": lambda: lora_launch(2, 512, True),
+    "lora-shrink-experts": lambda: lora_launch(3, 512, True),
+    "lora-expand-experts": lambda: lora_launch(4, 512, True),
     "feedback-ids": lambda: feedback_launch(0),
     "feedback-tables": lambda: feedback_launch(1),
     "feedback-keep": lambda: feedback_launch(2),
@@ -421,20 +486,30 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "few-o": lambda: few_launch(1, (1024, 2048), False, residual_scale=1.0),
     "few-down": lambda: few_launch(1, (1024, 3072), False, residual_scale=1.0),
     "few-gate-up-large": lambda: few_launch(1, (24576, 4096), True, activation="silu", is_gated=True),
+    "few-down-large": lambda: few_launch(1, (4096, 12288), False, residual_scale=1.0),
+    "few-f32": lambda: few_launch(1, (6144, 1024), True, F32, activation="silu", is_gated=True),
+    "few-qkv-8": lambda: few_launch(8, (4096, 1024), True),
+    "few-gate-up-8": lambda: few_launch(2, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-down-8": lambda: few_launch(8, (1024, 3072), False, residual_scale=1.0),
+    "few-gate-up-16": lambda: few_launch(16, (6144, 1024), True, activation="silu", is_gated=True),
+    "few-down-16": lambda: few_launch(16, (1024, 3072), False, residual_scale=1.0),
     "few-gate-up-large-8": lambda: few_launch(8, (24576, 4096), True, activation="gelu", is_gated=True),
+    "few-gate-up-large-16": lambda: few_launch(16, (24576, 4096), True, activation="silu", is_gated=True),
+    "few-qkv-large-16": lambda: few_launch(16, (6144, 4096), True),
     "few-down-large-8": lambda: few_launch(8, (4096, 12288), False, residual_scale=1.0),
-    "few-f32": lambda: few_launch(4, (6144, 1024), True, F32, activation="silu", is_gated=True),
     "codes-qkv-fp8": lambda: codes_launch(1, FP8, (6144, 4096), True, scale_rows=128),
     "codes-down-fp8": lambda: codes_launch(1, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
     "codes-gate-up-4": lambda: codes_launch(1, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
     "codes-down-4": lambda: codes_launch(1, torch.uint8, (4096, 12288), False, residual_scale=1.0),
     "codes-gate-up-fp8-8": lambda: codes_launch(8, FP8, (24576, 4096), True, scale_rows=128, activation="silu", is_gated=True),
     "codes-gate-up-4-8": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
-    "codes-down-fp8-16": lambda: codes_launch(16, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
-    "codes-down-4-16": lambda: codes_launch(16, torch.uint8, (4096, 12288), False, residual_scale=1.0),
+    "codes-down-fp8-8": lambda: codes_launch(8, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
+    "codes-down-4-8": lambda: codes_launch(8, torch.uint8, (4096, 12288), False, residual_scale=1.0),
     "codes-gate-up-4-8-f16": lambda: codes_launch(
         8, torch.uint8, (24576, 4096), True, torch.float16, activation="silu", is_gated=True
     ),
+    "few-down-large-16": lambda: few_launch(9, (4096, 12288), False, residual_scale=1.0),
+    "few-f32-16": lambda: few_launch(9, (6144, 1024), True, F32, activation="silu", is_gated=True),
     "projected": lambda: projected_launch(),
     "projected-small": lambda: projected_launch((16, 8)),
     "projected-fp8": lambda: projected_launch(kv_dtype=FP8),
@@ -450,9 +525,9 @@ _MATRIX, _COPIES, _LOCAL = ("HGMMA", "QGMMA", "IGMMA", "HMMA"), "LDGSTS", ("LDL"
 _DEPENDENT = ("PREEXIT", "ACQBULK", "UBLKPF", "ATOMG")
 
 
-def describe(name):
+def describe(name, arch):
     """Return what a launch compiles to, as JSON may hold it."""
-    compiled = compile_launch(LAUNCHES[name]())
+    compiled = compile_launch(LAUNCHES[name](), arch)
     counts = {opcode: compiled.count(opcode) for opcode in (*_MATRIX, _COPIES, "UTMALDG", "FFMA", "SHFL", *_LOCAL, *_DEPENDENT)}
     return {
         "registers": compiled.num_registers,
@@ -466,5 +541,7 @@ def describe(name):
 
 
 if __name__ == "__main__":
-    for chosen in sys.argv[1:] or LAUNCHES:
-        print(json.dumps({"name": chosen, **describe(chosen)}), flush=True)
+    target = DeviceTraits.of_arch(int(sys.argv[1]))
+    choose_traits(target)
+    for chosen in sys.argv[2:] or LAUNCHES:
+        print(json.dumps({"name": chosen, **describe(chosen, target.arch)}), flush=True)

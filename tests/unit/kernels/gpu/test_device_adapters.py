@@ -6,16 +6,43 @@ from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.kernels.triton.launching import Launch
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, AdapterReader
 from quire.model.lora.device_adapters import DeviceAdapters
-from quire.model.lora.experts import LowRankPair
-from tests.lora_adapter import write_adapter
+from quire.model.lora.experts import LowRankPair, expert_adapter_bytes
+from quire.model.parameters import parameter_shapes
+from quire.worker.device.block_table_updates import BlockTableUpdates
+from quire.worker.device.host_step import SAMPLINGS
+from tests.lora_adapter import write_adapter, write_stacks
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, tokens
-from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper
+from tests.unit.kernels.gpu.test_device_engine import DEVICE, OPTIONS, PROMPTS, greedy, tokens
+from tests.unit.kernels.gpu.test_device_stepper import SPEC, make_stepper, prompt
 
 pytestmark = pytest.mark.usefixtures("few_programs")
+
+
+def adapted_mixture(folder, family):
+    """Return a checkpoint of a mixture, and adapters: of all experts and routers, none, and of some experts and attention."""
+    model = write_checkpoint(folder / "model", family)
+    weights = load_file(model / "model.safetensors")
+    is_single = any(".experts.0." in name for name in weights)
+    experts = {
+        name.removesuffix(".weight"): tuple(tensor.shape)
+        for name, tensor in weights.items()
+        if tensor.dim() == 2 and (".experts." in name or name.endswith("mlp.gate.weight"))
+    }
+    if is_single:
+        write_adapter(folder / "one", experts, rank=4, seed=1)
+    else:
+        write_stacks(folder / "one", model)
+        experts = {}
+    some = {name: shape for name, shape in experts.items() if "experts.1." in name and not name.endswith("up_proj")}
+    queries = {
+        name.removesuffix(".weight"): tuple(tensor.shape) for name, tensor in weights.items() if name.endswith("q_proj.weight")
+    }
+    write_adapter(folder / "two", some | queries, rank=8, seed=2)
+    return model, [LoRARequest("one", 1, str(folder / "one")), None, LoRARequest("two", 2, str(folder / "two"))]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +58,9 @@ def adapted(tmp_path_factory):
     return model, [LoRARequest("one", 1, str(folder / "one")), None, LoRARequest("two", 2, str(folder / "two"))]
 
 
-def outputs_of(model, loras, device):
+def outputs_of(model, loras, device, **more):
     """Return what the requests give with their adapters."""
-    options = {"max_num_seqs": 3, "max_num_batched_tokens": 6, "max_loras": 2, "max_lora_rank": 8}
+    options = {"max_num_seqs": 3, "max_num_batched_tokens": 6, "max_loras": 2, "max_lora_rank": 8, **more}
     llm = LLM(str(model), device=device, enable_lora=True, **OPTIONS, **options)
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, detokenize=False, prompt_logprobs=0)
     try:
@@ -42,15 +69,25 @@ def outputs_of(model, loras, device):
         llm.close()
 
 
-@pytest.mark.slow
-def test_tokens_and_log_probabilities_are_the_cpus_with_several_adapters_in_a_batch(adapted):
-    want, found = (outputs_of(*adapted, device) for device in ("cpu", DEVICE))
+def check_outputs(found, want):
     assert tokens(found) == tokens(want)
     for ours, theirs in zip(found, want, strict=True):
         pairs = zip(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:], strict=True)
         assert all(abs(one[key].logprob - two[key].logprob) < 1e-3 for one, two in pairs for key in one)
     first, _, last = (next(iter(output.prompt_logprobs[1].values())).logprob for output in found)
     assert abs(first - last) > 1e-2
+
+
+@pytest.mark.slow
+def test_tokens_and_log_probabilities_are_the_cpus_with_several_adapters_in_a_batch(adapted):
+    check_outputs(*(outputs_of(*adapted, device) for device in (DEVICE, "cpu")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_experts_and_routers_are_adapted_as_on_the_cpu(tmp_path, family):
+    model, loras = adapted_mixture(tmp_path, family)
+    check_outputs(*(outputs_of(model, loras, device, enable_lora_experts=True) for device in (DEVICE, "cpu")))
 
 
 def read(model, lora):
@@ -83,14 +120,39 @@ def test_more_adapters_than_places_are_an_error(adapted, device):
         holder.load(read(model, two))
 
 
-@pytest.mark.slow
-def test_adapters_of_experts_are_refused(tmp_path):
+def test_adapters_of_experts_are_refused_without_memory_for_them(tmp_path, device):
     spec = read_model_spec(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
-    holder = DeviceAdapters(spec, 1, 8, torch.device("cpu"))
-    for name in ("layers.0.experts.3.up", "layers.1.router"):
-        adapter = Adapter("a", 4, {name: LowRankPair(torch.zeros(4, 32), torch.zeros(4, 4))})
-        with pytest.raises(UnsupportedError, match=rf"experts or routers of a mixture \({name}\), .* on CPUs only"):
-            holder.load(adapter)
+    adapter = Adapter("a", 4, {"layers.0.experts.3.up": LowRankPair(torch.zeros(4, 32), torch.zeros(24, 4))})
+    with pytest.raises(UnsupportedError, match=r"experts of a mixture \(layers.0.experts.3.up\), .* set enable_lora_experts"):
+        DeviceAdapters(spec, 1, 8, device).load(adapter)
+    holder = DeviceAdapters(spec, 1, 8, device, has_experts=True)
+    holder.load(adapter)
+    stack, without = (
+        sum(tensor.nbytes for tensor in adapters.tensors()) for adapters in (holder, DeviceAdapters(spec, 1, 8, device))
+    )
+    assert stack - without == expert_adapter_bytes(spec, parameter_shapes(spec), 8, 4, (1, 1))
+
+
+def test_an_adapter_without_experts_leaves_those_of_the_one_before_unused(tmp_path, device):
+    spec = read_model_spec(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
+    generator = torch.Generator().manual_seed(1)
+    of_experts = LowRankPair(torch.randn(4, 32, generator=generator), torch.randn(24, 4, generator=generator))
+    other = LowRankPair(torch.randn(4, 32, generator=generator), torch.randn(32, 4, generator=generator))
+    x, experts = (
+        torch.randn(2, 32, generator=generator).to(device),
+        torch.tensor([3, 1, 3, 0], dtype=torch.int32, device=device),
+    )
+    numbers = torch.tensor([0, -1], dtype=torch.int32, device=device)
+    holder = DeviceAdapters(spec, 1, 8, device, has_experts=True)
+    holder.load(Adapter("a", 4, {"layers.0.experts.3.up": of_experts}))
+    added = holder.rows(numbers).of_experts("layers.0.experts")(experts)("gate_up", x, 2)
+    want = (x[0].cpu() @ of_experts.a.t()) @ of_experts.b.t()
+    torch.testing.assert_close(added[0, 24:].cpu(), want, atol=1e-5, rtol=1e-5)
+    assert not added[0, :24].any()
+    assert not added[1:].any()
+    holder.unload("a")
+    holder.load(Adapter("b", 4, {"layers.0.q": other}))
+    assert not holder.rows(numbers).of_experts("layers.0.experts")(experts)("gate_up", x, 2).any()
 
 
 def test_adapters_leave_the_device_while_the_engine_sleeps(adapted):
@@ -117,3 +179,48 @@ def test_steps_with_adapters_are_among_those_that_the_memory_plan_records(device
     stepper.record_samples()
     for kind in {type(key) for key in graphs.keys}:
         assert {key.has_adapters for key in graphs.keys if isinstance(key, kind)} == {False, True}
+
+
+def test_a_step_without_adapters_launches_what_it_launches_without_the_option(device, monkeypatch):
+    run, launches = Launch.run, []
+
+    def noting(launch):
+        given = [name for name, value in launch.arguments.items() if value is not None]
+        launches.append((launch.kernel, launch.grid, given, launch.constants))
+        run(launch)
+
+    monkeypatch.setattr(Launch, "run", noting)
+    stepper, _ = make_stepper(device, 2, adapters=DeviceAdapters(SPEC, 1, 4, device))
+    plain, _ = make_stepper(device, 2)
+    found = []
+    for each in (stepper, plain):
+        each.launch(prompt(0, [3, 5, 7]), SAMPLINGS[0], BlockTableUpdates([]))
+        found.append(list(launches))
+        launches.clear()
+    assert len(found[0]) > 5
+    assert found[0] == found[1]
+
+
+@pytest.mark.golden
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "in-order"])
+@pytest.mark.parametrize("case", ["deepseek-v3", "gemma4-moe", "qwen2-moe", "minimax-m2", "phimoe", "mixtral"])
+def test_experts_and_routers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
+    pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
+    from tests.golden.make_checkpoints import make_checkpoint
+    from tests.golden.test_lora_experts import expert_shapes
+
+    model = make_checkpoint(case, tmp_path / "model")
+    write_adapter(tmp_path / "one", expert_shapes(model), rank=3, seed=1)
+    loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
+    prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
+    found = []
+    for device, more in ((DEVICE, options), ("cpu", {})):
+        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 8}
+        llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=True, **OPTIONS, **sizes, **more)
+        found.append(llm.generate(prompts, params, use_tqdm=False, lora_request=loras))
+        llm.close()
+    assert tokens(found[0]) == tokens(found[1])
+    for ours, theirs in zip(*([output.outputs[0] for output in outputs] for outputs in found), strict=True):
+        for token, one, two in zip(ours.token_ids, ours.logprobs, theirs.logprobs, strict=True):
+            assert abs(one[token].logprob - two[token].logprob) < 1e-3

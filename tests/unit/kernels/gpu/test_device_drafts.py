@@ -294,6 +294,7 @@ def test_accepted_tokens_are_moved_with_their_scales_and_nothing_else_is(device,
             assert bits is None or torch.equal(part.view(torch.uint8), bits)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="without launches the results of the dry run would be read")
 def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, monkeypatch):
     outputs = {(tuple(PROMPTS[0]), 0): [0] * 20}  # as nothing is computed
     llm = drafting(model, "oracle", outputs)

@@ -1,16 +1,18 @@
 """Steps of the device launched before the one before is read back: the tokens are those of steps one by one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from quire import LLM, EngineConfig, LLMEngine, SamplingParams
+from quire import LLM, EngineConfig, LLMEngine, SamplingParams, StructuredOutputsParams
 from quire.base.errors import DeviceLostError, InvariantError
 from quire.base.ids import RequestId, SequenceId
 from quire.contracts.request import Request
 from quire.contracts.step import SequenceStart, StepPlan
 from quire.worker.device import gpu_executor
 from tests.tiny_checkpoint import write_checkpoint
-from tests.unit.kernels.gpu.conftest import HAS_GPU
+from tests.unit.kernels.gpu.conftest import HAS_GPU, needs_llguidance
 
 DEVICE = "cuda" if HAS_GPU else "interpreter"
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "block_size": 16, "num_kv_blocks": 40, "max_model_len": 96}
@@ -37,11 +39,15 @@ def both(folder, prompts, params, **options):
     return *found, scheduler.num_preemptions
 
 
-def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch):
+PROCESSED = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "logit_bias": {9: 1.0}, "min_tokens": 2}
+
+
+@pytest.mark.parametrize("options", [{}, PROCESSED], ids=["plain", "processed"])
+def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_before_is_read(qwen, monkeypatch, options):
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS))
     calls = []
     stepper = engine.runner.executor
-    launch, take = stepper.launch, stepper.read_sampled
+    launch, take = stepper.launch, stepper.take_sampled
 
     def note_launch(step, *rest):
         calls.append(("launch", step.given_ids.tolist()))
@@ -53,8 +59,8 @@ def test_the_device_is_ahead_by_default_and_a_step_is_launched_before_the_one_be
         return found
 
     monkeypatch.setattr(stepper, "launch", note_launch)
-    monkeypatch.setattr(stepper, "read_sampled", note_read)
-    engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **COMMON))
+    monkeypatch.setattr(stepper, "take_sampled", note_read)
+    engine.add_request("a", [5, 9, 31], SamplingParams(temperature=0.0, max_tokens=3, **options, **COMMON))
     while engine.has_unfinished_requests():
         engine.step()
     engine.close()
@@ -79,8 +85,19 @@ def test_tokens_are_those_of_steps_one_by_one_when_ends_are_found_late(qwen):
 def test_tokens_are_those_of_steps_one_by_one_when_some_are_sampled_on_the_host(qwen):
     params = [
         SamplingParams(temperature=0.0, max_tokens=9, **COMMON),
-        SamplingParams(temperature=1.0, max_tokens=3, logprobs=1, prompt_logprobs=1, **COMMON),
-        SamplingParams(temperature=0.8, max_tokens=4, repetition_penalty=1.3, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=3, typical_p=0.8, logprobs=1, prompt_logprobs=1, **COMMON),
+        SamplingParams(temperature=0.8, max_tokens=4, repetition_penalty=1.3, logprobs=3, **COMMON),
+    ]
+    one_by_one, ahead, _ = both(qwen, PROMPTS, params, max_num_seqs=2, max_num_batched_tokens=8)
+    assert ahead == one_by_one
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_steps_one_by_one_when_logits_are_processed(qwen):
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=9, **PROCESSED, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=list(range(0, 300, 4)), logprobs=1, **COMMON),
+        SamplingParams(temperature=0.8, max_tokens=4, frequency_penalty=0.7, top_p=0.9, n=2, **COMMON),
     ]
     one_by_one, ahead, _ = both(qwen, PROMPTS, params, max_num_seqs=2, max_num_batched_tokens=8)
     assert ahead == one_by_one
@@ -93,6 +110,72 @@ def test_tokens_are_those_of_steps_one_by_one_when_sequences_are_preempted(qwen)
     one_by_one, ahead, num_preemptions = both(qwen, PROMPTS, params, **options)
     assert ahead == one_by_one
     assert num_preemptions > 0
+
+
+CONSTRAINED = SamplingParams(
+    temperature=1.0, max_tokens=9, seed=5, logprobs=2, structured_outputs=StructuredOutputsParams(regex="[0-9a-f]{4,8}")
+)
+
+
+def launches_ahead(monkeypatch):
+    """Return a list of how many tokens each step of any engine leaves to the device."""
+    found, launch = [], gpu_executor.GpuStepExecutor.launch
+
+    def note(stepper, step, *rest):
+        found.append(0 if step is None else int((step.given_ids < 0).sum()))
+        return launch(stepper, step, *rest)
+
+    monkeypatch.setattr(gpu_executor.GpuStepExecutor, "launch", note)
+    return found
+
+
+@pytest.mark.slow
+@needs_llguidance
+def test_a_step_is_launched_before_the_one_before_is_read_when_masks_depend_on_its_tokens(qwen, monkeypatch):
+    unknown = launches_ahead(monkeypatch)
+    free = SamplingParams(temperature=0.0, max_tokens=6, **COMMON)
+    one_by_one, ahead, _ = both(qwen, PROMPTS[:2], [CONSTRAINED, free], skip_tokenizer_init=False)
+    assert ahead == one_by_one
+    assert sum(unknown) >= 6
+
+
+@pytest.mark.slow
+@needs_llguidance
+def test_what_a_constraint_forces_is_drafted_when_no_other_row_would_profit_from_steps_ahead(qwen, monkeypatch):
+    unknown = launches_ahead(monkeypatch)
+    engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS | {"skip_tokenizer_init": False}))
+    params = SamplingParams(max_tokens=9, seed=5, structured_outputs=StructuredOutputsParams(regex="[0-9]{2}xyz[0-9]"))
+    engine.add_request("a", PROMPTS[0], params)
+    while engine.has_unfinished_requests():
+        engine.step()
+    num_drafted = engine.stats.num_draft_tokens
+    engine.close()
+    assert num_drafted > 0
+    assert sum(unknown) == 0
+
+
+@pytest.mark.slow
+@needs_llguidance
+@pytest.mark.parametrize("is_crowded", [False, True], ids=["roomy", "crowded"])
+def test_tokens_are_those_of_steps_one_by_one_when_some_rows_have_constraints(qwen, monkeypatch, is_crowded):
+    unknown = launches_ahead(monkeypatch)
+    params = [
+        CONSTRAINED,
+        SamplingParams(temperature=0.0, max_tokens=9, logprobs=1, repetition_penalty=1.3, **COMMON),
+        SamplingParams(temperature=1.0, max_tokens=7, top_k=20, **COMMON),
+        replace(CONSTRAINED, repetition_penalty=1.3, logprobs=None),  # sampled on the host, beside steps in flight
+    ]
+    prompts = [*PROMPTS, list(range(30, 43))]
+    crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 8}
+    options = {"skip_tokenizer_init": False, **(crowded if is_crowded else {})}
+    one_by_one, ahead, num_preemptions = both(qwen, prompts, params, **options)
+    assert ahead == one_by_one
+    assert sum(unknown) >= 6
+    assert (num_preemptions > 0) == is_crowded
+    llm = LLM(str(qwen), device="cpu", **(OPTIONS | {"skip_tokenizer_init": False}))
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    llm.close()
+    assert [choice[0] for (choice,) in ahead] == [output.outputs[0].token_ids for output in expected]
 
 
 def test_logits_that_are_not_finite_end_one_request_when_its_next_step_is_on_its_way(qwen, monkeypatch):

@@ -88,16 +88,22 @@ def test_every_tensor_of_a_step_is_on_the_device(name, kv_dtype, recorder, launc
     kv = KvSpec.of(spec, 16, kv_dtype)
     with OneDevice():
         decoder = DeviceDecoder(spec, parameters, 64, META)
-        stepper = GpuStepExecutor(decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64), StepGraphs(recorder))
+        stepper = GpuStepExecutor(
+            decoder, DeviceKvPool(kv, 1, META), StepSizes(4, 32, 64, has_processors=True), StepGraphs(recorder)
+        )
         stepper.run_full(32, 4, 64)
         stepper.give_pool(DeviceKvPool(kv, 9, META))
         stepper.record_largest()
         changes = BlockTableUpdates([(0, 0, (1, 2))], ((0, 1),))
-        for sampling in SAMPLINGS:
+        for sampling in SAMPLINGS[:-1]:
             for num_tokens, kept in ((3, Kept()), (3, Kept(True, True)), (3, Kept(True)), (9, Kept(True))):
                 launched = stepper.launch(full_step(num_tokens, 3, 20, 4), sampling, changes, kept)
                 assert (launched.logits is not None, launched.hidden is not None) == kept
                 assert launched.logits is None or launched.logits.device == META
+        for num_tokens in (3, 9):
+            deferred = stepper.launch(full_step(num_tokens, 3, 20, 4), "deferred", changes)
+            words = -(-spec.vocab_size // 32)
+            assert stepper.sample_deferred(deferred, {1: torch.zeros(words, dtype=torch.int32)}).logits is None
     assert len(launches) > 100
 
 

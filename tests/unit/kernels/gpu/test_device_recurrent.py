@@ -91,7 +91,14 @@ def test_states_leave_the_device_while_the_engine_sleeps(tmp_path):
     llm.close()
 
 
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "int8"}, {"tensor_parallel_size": 2}], ids=["cache", "ranks"])
+TWO_RANKS = pytest.param(
+    {"tensor_parallel_size": 2},
+    id="ranks",
+    marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two devices before anything else"),
+)
+
+
+@pytest.mark.parametrize("options", [pytest.param({"kv_cache_dtype": "int8"}, id="cache"), TWO_RANKS])
 def test_options_that_such_models_do_not_have_are_refused(options, tmp_path):
     folder = make_checkpoint("lfm2", tmp_path / "lfm2")
     with pytest.raises(ConfigError, match=f"{next(iter(options))} .*recurrent state"):

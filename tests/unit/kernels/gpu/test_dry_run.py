@@ -85,6 +85,17 @@ def test_a_step_has_more_tokens_than_a_sequence(tmp_path, planned, address_check
     llm.close()
 
 
+@pytest.mark.golden
+def test_a_model_has_no_attention(tmp_path, planned):
+    pytest.importorskip("transformers", reason="the golden checkpoints are made by transformers")
+    from tests.golden.make_checkpoints import make_checkpoint
+
+    memory, launched = planned
+    start(make_checkpoint("mamba", tmp_path / "mamba"), enforce_eager=True, skip_tokenizer_init=True).close()
+    assert memory.num_runs
+    expect_within_tables(launched, 1)
+
+
 @pytest.mark.parametrize("quantization", ["int4", "fp8"])
 def test_weights_are_quantised(tmp_path, planned, quantization, address_check):
     _, launched = planned

@@ -34,7 +34,7 @@ class RepeatingRecorder:
 def communicator(device):
     store = torch.distributed.HashStore()
     if device.type == "cuda":
-        torch.cuda.set_device(device)
+        torch.cuda.set_device(0)
         found = TorchCommunicator.nccl(store, 0, 1)
     else:
         found = TorchCommunicator.gloo(store, 0, 1, interface="lo")

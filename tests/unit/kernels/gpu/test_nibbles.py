@@ -46,12 +46,14 @@ def run(assembly, registers):
             found = (sources[0] & sources[1] | sources[2]).astype(np.uint32)
         elif name == "prmt.b32":
             found = permuted(*sources)
+        elif name == "mov.b32":
+            found = np.full(256, sources[0], np.uint32)
         elif name == "fma.rn.f32":
             found = (sources[0].view(np.float32).astype(np.float64) * sources[1] + sources[2]).astype(np.float32)
         else:
-            kind = name.removeprefix("sub.rn.")
+            kind = name.removeprefix("fma.rn.")
             assert kind in ("f16x2", "bf16x2")
-            found = [a - b for a, b in zip(halves(sources[0], kind), halves(sources[1], kind), strict=True)]
+            found = [a * b + c for a, b, c in zip(*(halves(source, kind) for source in sources), strict=True)]
         registers[target] = found
     return registers
 
@@ -66,8 +68,8 @@ def test_codes_become_f32():
 @pytest.mark.parametrize("kind, one, bits", [("_TO_BF16", 128, 16), ("_TO_F16", 1024, 0)])
 @pytest.mark.parametrize("base", [-8, 0, -127])
 def test_codes_become_pairs_of_16_bits(kind, one, bits, base):
-    less = np.float32(one - base).view(np.uint32) >> 16 if bits else np.float16(one - base).view(np.uint16).astype(np.uint32)
-    found = run(getattr(nibbles, kind).value, {"$4": WORDS, "$5": np.full(256, less | less << 16, np.uint32)})
+    added = np.float32(base - one).view(np.uint32) >> 16 if bits else np.float16(base - one).view(np.uint16).astype(np.uint32)
+    found = run(getattr(nibbles, kind).value, {"$4": WORDS, "$5": np.full(256, added | added << 16, np.uint32)})
     for place, codes in enumerate(CODES):
         for first, expected in ((0, codes & 15), (2, codes >> 4)):
             assert np.array_equal(found[f"${first + place // 2}"][place % 2], expected.astype(np.float32) + base)

@@ -81,7 +81,7 @@ class LogRecorder:
 
     def record(self, step):
         own = self.stepper
-        lasting = [own._last_ids, own._result, own._hidden, own._logits, *self.more]
+        lasting = [*own.lasting_tensors, *self.more]
         lasting += [part for cache in own.kv_pool.caches for part in cache if part is not None]
         before = [part.clone() for part in lasting]
         log, run = [], Launch.run

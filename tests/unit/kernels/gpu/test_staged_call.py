@@ -18,6 +18,7 @@ CALLS = {
     "decode": StagedCall(ChangeCounts(), GraphKey(8, "plain"), None, "plain", 8),
     "decode with cuts": StagedCall(ChangeCounts(1), GraphKey(384, "cuts"), None, "cuts", 384),
     "prompts": StagedCall(ChangeCounts(), PromptKey(256, 4096, "single"), None, "plain", 3, keeps_hidden=True),
+    "processors": StagedCall(ChangeCounts(*[0] * 7, 3, 90000, 512), GraphKey(64, "full"), None, "full", 64),
     "trees": StagedCall(ChangeCounts(), PromptKey(64, 131072, "any", True), None, "cuts", 9),
     "one by one": StagedCall(ChangeCounts(0, 2), None, StepShape((5, 1), (70, 9)), "cuts", 2),
     "trees one by one": StagedCall(ChangeCounts(), None, StepShape((5,), (5,), True), "plain", 0, keeps_hidden=True),
@@ -48,7 +49,7 @@ def test_a_step_of_another_kind_is_refused():
 def test_counts_of_changes_are_those_of_their_arrays():
     changes = BlockTableUpdates([(0, 2, [4, 5]), (3, 0, [9])], [(1, 2)], Moves([7, 8], [6, 7], [0, 2]), [(9, 1), (8, 2)])
     counts = ChangeCounts.of(changes)
-    assert counts == (3, 1, 2, 1, 2, 0, 0)
+    assert counts == (3, 1, 2, 1, 2, 0, 0, 0, 0, 0)
     assert change_parts(*counts) == changes.parts()
     assert ChangeCounts.of(BlockTableUpdates([])).is_empty
     assert not counts.is_empty

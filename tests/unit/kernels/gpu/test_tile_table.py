@@ -138,15 +138,16 @@ def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():
 
 
 def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
-    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in ("linear", "codes", "float8", "experts")]
+    kernels = ("linear", "codes", "float8", "experts", "few", "attention-few")
+    cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in kernels]
     base = read_tables(tile_table.SHIPPED)[0]
     times = iter(range(10**6, 0, -1))
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
-    added = {kernel: len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in found.rules}
-    assert added == {"linear": 3, "codes": 8, "float8": 2, "experts": 4}
-    run_all(next(case for case in cases if case.kernel == "linear").make())
+    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 8, 2, 4, 2, 1]
+    for kernel in ("linear", "codes", "few", "attention-few"):
+        run_all(next(case for case in cases if case.kernel == kernel).make())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune")

@@ -105,7 +105,7 @@ def test_the_residual_stream_gets_the_product_with_its_bias(num_tokens, scale, d
 
 
 def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(device):
-    x, weight = draw(16, 256, dtype=torch.bfloat16).to(device), on(device, float8(24, 256, (1, 256)))
+    x, weight = draw(8, 256, dtype=torch.bfloat16).to(device), on(device, float8(24, 256, (1, 256)))
     norm = Norm(RMS, draw(256, dtype=torch.bfloat16, seed=2).to(device))
 
     def product(rows):
@@ -114,13 +114,13 @@ def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(device):
         return out
 
     all_rows = product(x)
-    for rows in (slice(3, 5), slice(1, 8), slice(3, 16)):
+    for rows in (slice(3, 5), slice(1, 7), slice(3, 8)):
         assert torch.equal(product(x[rows]), all_rows[rows])
 
 
 def test_products_refuse_what_they_would_misread():
-    x, weight = draw(17, 64, dtype=torch.bfloat16), four_bits(4, 64, 32)
-    out = draw(17, 4, dtype=torch.bfloat16)
+    x, weight = draw(9, 64, dtype=torch.bfloat16), four_bits(4, 64, 32)
+    out = draw(9, 4, dtype=torch.bfloat16)
     with pytest.raises(InvariantError, match=f"1 to {MOST_TOKENS}"):
         multiply_codes_launch(out, x, weight)
     with pytest.raises(InvariantError, match="gate"):

@@ -1,9 +1,17 @@
 """The products of LoRA adapters against torch: any grouping of rows, several parts, odd sizes."""
 
+import dataclasses
+
 import pytest
 import torch
+import torch.nn.functional as F
 
-from quire.kernels.triton.lora import add_low_rank, group_rows
+from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec
+from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
+from quire.kernels.triton.linear import widen
+from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
+from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
+from quire.kernels.triton.quantized_weights import pack_integers
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 ROWS = {
@@ -61,3 +69,63 @@ def test_a_row_has_the_same_bits_in_any_step(device):
         groups = group_rows(torch.tensor(adapters[row : row + 1], dtype=torch.int32, device=device), 3)
         add_low_rank(alone, x[row : row + 1], a, b, groups)
         assert torch.equal(alone[0], found[row])
+
+
+MIXTURE = MoeSpec(num_experts=4, top_k=2, expert=MlpSpec(32, "silu"))
+MIXTURES = {
+    "plain": MIXTURE,
+    "clamped": dataclasses.replace(MIXTURE, expert=MlpSpec(32, "silu", clamp=GateClamp(0.6, 1.702))),
+    "weighed": dataclasses.replace(MIXTURE, weighs_inputs=True),
+    "ungated": dataclasses.replace(MIXTURE, expert=MlpSpec(32, "relu2", is_gated=False)),
+    "packed": MIXTURE,
+}
+
+
+def merged(weight, a, b, adapter):
+    """Return the weights [E, O, K] of all experts with the products of an adapter added."""
+    own = slice(adapter * len(weight), (adapter + 1) * len(weight))
+    return weight + torch.cat([second[own] @ first for first, second in zip(a[own].chunk(len(b), 1), b, strict=True)], 1)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("num_tokens", [2, 16], ids=["pair-tiles", "sorted"])
+def test_adapters_of_experts_give_what_merged_experts_give(kind, num_tokens, device):
+    """Two adapters of experts, one without any, and rows without an adapter."""
+    spec, width, rank, num_adapters = MIXTURES[kind], 64, 5, 3
+    num_parts = 2 if spec.expert.is_gated else 1
+    shapes = (4, num_parts * 32, width), (4, width, 32)
+    dense = [random(*shape, dtype=torch.float32, device=device, seed=index) for index, shape in enumerate(shapes)]
+    weights = dense
+    if kind == "packed":
+        codes = [(100 * weight).round().clamp(-127, 127).to(torch.int8).flatten(0, 1) for weight in dense]
+        weights = [
+            pack_integers(each, each.new_full((len(each), each.shape[1] // 32), 1).float() / 100, None) for each in codes
+        ]
+        dense = [widen(each, torch.float32).view(shape) for each, shape in zip(weights, shapes, strict=True)]
+    count = num_adapters * spec.num_experts
+    matrices = {
+        "gate_up": sizes(device, torch.float32, rank, (32,) * num_parts, width, count),
+        "down": sizes(device, torch.float32, rank, (width,), 32, count),
+    }
+    numbers = torch.tensor([0, -1, 1, 0, 2, 1, -1, 1] * 2, dtype=torch.int32, device=device)[:num_tokens]
+    has_experts = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+
+    def of_pairs(experts):
+        groups = group_pairs(numbers, has_experts, experts, spec.num_experts)
+
+        def added(name, x, num_slots):
+            out = x.new_zeros(len(experts), sum(part.shape[1] for part in matrices[name][1]))
+            add_low_rank(out, x, *matrices[name], groups, num_slots)
+            return out
+
+        return added
+
+    x, router = (random(rows, width, dtype=torch.float32, device=device, seed=9) for rows in (num_tokens, 4))
+    found = mixture_of_experts(x, F.linear(x, router), spec, *weights, extra=ExpertExtras(adapters=of_pairs))
+    for adapter in (-1, 0, 1, 2):
+        own = dense
+        if adapter in (0, 1):
+            own = [merged(weight, *matrices[name], adapter) for weight, name in zip(dense, matrices, strict=True)]
+        expected, rows = mixture_ref(x.cpu(), spec, router.cpu(), *(each.cpu() for each in own)), numbers == adapter
+        torch.testing.assert_close(found[rows].cpu(), expected[rows.cpu()], atol=1e-4, rtol=1e-4)

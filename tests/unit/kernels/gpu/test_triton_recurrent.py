@@ -62,12 +62,13 @@ def test_states_are_those_of_the_reference(device, kind):
 
 
 def test_cut_prompt_has_the_same_bits(device):
+    names = ("q", "k", "v", "decay", "beta")
     inputs = inputs_of("rows")
+    inputs = Recurrence(**{name: getattr(inputs, name).to(device) for name in names})
     whole = recur(inputs, torch.zeros(3, *inputs.state_shape, device=device), *_run(device, 9, -1, []))
     pool, found = torch.zeros(3, *inputs.state_shape, device=device), []
     for first, last in ((0, 2), (2, 3), (3, 9)):
-        names = ("q", "k", "v", "decay", "beta")
-        part = Recurrence(**{name: getattr(inputs, name)[first:last].to(device) for name in names})
+        part = Recurrence(**{name: getattr(inputs, name)[first:last] for name in names})
         found.append(recur(part, pool, *_run(device, last - first, 1 if first else -1, [(last - first, 1)])))
     assert torch.equal(torch.cat(found), whole)
 

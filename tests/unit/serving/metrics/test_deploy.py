@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from quire.router.backend import BackendTable
+from quire.router.config import RouterConfig
+from quire.router.metrics import RouterMetrics
 from quire.serving.config import ServerConfig
 from quire.serving.errors import ApiError
-from quire.serving.metrics.instruments import Counter, Histogram
+from quire.serving.metrics.instruments import Counter, Gauge, Histogram
 from quire.serving.metrics.server_metrics import ServerMetrics
 from tests.unit.serving.metrics.promql import Parser, takes
 
@@ -22,7 +25,12 @@ INTERVAL = {"$__rate_interval": "5m", "$__range": "1h", "$__interval": "1m"}
 def exported():
     """Sample name -> (its labels, whether it is a counter)."""
     found = {}
-    for one in ServerMetrics(ServerConfig(), "demo").defined.all:
+    of_a_router = [
+        one
+        for one in vars(RouterMetrics(BackendTable(RouterConfig(adds_backends=True)))).values()
+        if isinstance(one, Counter | Gauge | Histogram)
+    ]
+    for one in [*ServerMetrics(ServerConfig(), "demo").defined.all, *of_a_router]:
         labels = frozenset(one.label_names)
         if isinstance(one, Counter):
             found[f"{one.name}_total"] = (labels, True)
@@ -71,7 +79,7 @@ def selectors_of(alert):
 
 
 def names_in(expressions):
-    return {name for expression, _ in expressions for name in re.findall(r"quire:\w+", expression)}
+    return {name for expression, _ in expressions for name in re.findall(r"quire(?:_router)?:\w+", expression)}
 
 
 @pytest.mark.parametrize("expressions", [dashboard_expressions, alert_expressions], ids=["dashboard", "alerts"])
@@ -129,6 +137,9 @@ def test_dashboard_shows_every_metric_when_it_is_not_a_shape():
                 "request_num_preemptions", "request_max_num_generation_tokens"}  # fmt: skip
     missing = [one.name for one in ServerMetrics(ServerConfig(), "demo").defined.all if one.name not in text]
     assert {name.removeprefix("quire:") for name in missing} == left_out
+    of_a_router = {re.sub("_(total|bucket|sum|count)$", "", name) for name in exported() if name.startswith("quire_router:")}
+    assert len(of_a_router) > 20
+    assert [name for name in sorted(of_a_router) if name not in text] == []
 
 
 @pytest.mark.covering

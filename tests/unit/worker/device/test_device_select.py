@@ -19,12 +19,13 @@ def machine(monkeypatch):
     """A machine with these CUDA devices, with or without Triton."""
 
     def make(num_devices, has_triton=True, capability=(9, 0), shared_kib=227):
-        properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024)
+        properties = SimpleNamespace(shared_memory_per_block_optin=shared_kib * 1024, multi_processor_count=100)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: num_devices > 0)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
         found = object() if has_triton else None
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *rest: found if name == "triton" else real_find_spec(name, *rest)
@@ -58,8 +59,12 @@ def test_cpu_stays_the_cpu_where_there_is_a_gpu(machine):
         ("cuda", {"num_devices": 0}, "finds no CUDA device"),
         ("cuda:3", {"num_devices": 2}, "there are 2 CUDA devices"),
         ("cuda", {"num_devices": 1, "has_triton": False}, "Triton is not installed: pip install"),
-        ("cuda", {"num_devices": 1, "capability": (8, 0), "shared_kib": 163}, "compute capability 8.0 .* at least 9.0"),
-        ("cuda:0", {"num_devices": 1, "capability": (12, 0), "shared_kib": 99}, "99 KiB of shared memory .* 227 KiB"),
+        (
+            "cuda",
+            {"num_devices": 1, "capability": (7, 5), "shared_kib": 64},
+            "cuda:0 .NVIDIA X. has compute capability 7.5 .* at least 8.0",
+        ),
+        ("cuda:0", {"num_devices": 1, "capability": (8, 9), "shared_kib": 64}, "64 KiB of shared memory .* 99 KiB"),
     ],
 )
 def test_a_device_that_cannot_be_used_is_refused(machine, device, there, words):
@@ -124,18 +129,40 @@ def test_fp8_weights_are_there_on_the_cpu_too(machine):
     assert choose("auto", quantization="fp8") is None
 
 
-@pytest.mark.parametrize("there", [{"capability": (8, 9), "shared_kib": 99}, {"capability": (12, 0), "shared_kib": 99}])
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_auto_takes_a_gpu_of_any_capability_from_8_0_on(machine, capability):
+    machine(1, capability=capability, shared_kib={8: 99, 12: 99}.get(capability[0], 227))
+    assert choose("auto") == choose("cuda") == torch.device("cuda", 0)
+
+
+def test_float8_keys_and_values_are_refused_before_capability_8_9(machine):
+    machine(1, capability=(8, 6), shared_kib=99)
+    with pytest.raises(ConfigError, match="needs a GPU of compute capability 8.9 .* has 8.6; choose 'auto', 'int8'"):
+        choose("auto", kv_cache_dtype="fp8")
+    assert choose("auto", quantization="fp8") == torch.device("cuda", 0)
+    machine(1, capability=(8, 9), shared_kib=99)
+    assert choose("auto", kv_cache_dtype="fp8") == torch.device("cuda", 0)
+
+
+def test_a_gpu_of_another_maker_is_refused(machine, monkeypatch):
+    machine(1, capability=(9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    with pytest.raises(ConfigError, match="NVIDIA X. is a GPU of AMD; the kernels need one of NVIDIA"):
+        choose("cuda")
+
+
+@pytest.mark.parametrize("there", [{"capability": (7, 5), "shared_kib": 64}, {"capability": (7, 0), "shared_kib": 96}])
 def test_auto_takes_the_cpu_and_says_why_when_the_gpu_is_not_one_that_the_kernels_are_made_for(machine, there, caplog):
     machine(1, **there)
     with caplog.at_level(logging.WARNING):
         assert choose("auto") is None
     assert "the CPU runs the model" in caplog.text
-    assert "the kernels need at least 9.0" in caplog.text
+    assert "the kernels need at least 8.0" in caplog.text
 
 
 def test_fp8_keys_and_values_are_refused_when_auto_takes_the_cpu(machine):
-    machine(1, capability=(8, 9), shared_kib=99)
-    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU"):
+    machine(1, capability=(7, 5), shared_kib=64)
+    with pytest.raises(ConfigError, match="kv_cache_dtype 'fp8' needs a GPU; on the CPU"):
         choose("auto", kv_cache_dtype="fp8")
 
 
@@ -205,7 +232,7 @@ def test_attention_by_a_library_is_refused_on_the_cpu_and_in_deterministic_mode(
         ("cuda:0", {"num_devices": 1}, "tensor_parallel_size is 4, but there is 1 CUDA device here.*lower .* to 1"),
         ("cuda:0", {"num_devices": 3}, "there are 3 CUDA devices here, and each rank needs one"),
         ("cuda:2", {"num_devices": 8}, "rank r runs on cuda:r: leave device out"),
-        ("cuda:0", {"num_devices": 4, "capability": (8, 0)}, "rank 0 .* cannot run on cuda:0: .*capability 8.0"),
+        ("cuda:0", {"num_devices": 4, "capability": (7, 5)}, "rank 0 .* cannot run on cuda:0: .*capability 7.5"),
     ],
 )
 def test_ranks_need_a_gpu_each(machine, device, there, words):

@@ -1,0 +1,170 @@
+"""Logits processors on the device: a word for each token of each batch slot says what becomes of its logit.
+
+A word, i32, holds how often the token is in the output, and what the request says of it; see the constants. Words are set when
+a sequence starts, and the sampler counts each token that it samples, so that the next step does not need the host. The results
+are those of sampling/processors.py, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quire.base.errors import InvariantError
+from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+
+MAX_COUNT = (1 << 20) - 1
+"""The lowest 20 bits of a word: how often the token is in the output."""
+IN_PROMPT, FORBIDDEN, ENDING, BIAS_SHIFT = 1 << 20, 1 << 21, 1 << 22, 23
+"""Bits of a word: the token is in the prompt; it is never allowed; it is allowed only from `first_endings` on; and the lowest
+of nine bits with the index of its bias."""
+NUM_BIASES = 1 << 9
+"""Biases of a batch slot; the first is 0."""
+
+_BLOCK, _ROW_BLOCK = 2048, 256
+_COUNT, _PROMPT = tl.constexpr(MAX_COUNT), tl.constexpr(IN_PROMPT)
+_FORBIDDEN, _ENDING = tl.constexpr(FORBIDDEN), tl.constexpr(ENDING)
+_SHIFT, _BIASES = tl.constexpr(BIAS_SHIFT), tl.constexpr(NUM_BIASES)
+
+
+class ProcessorTables(NamedTuple):
+    """What is kept for each of N batch slots: words [N, V] i32, biases [N, NUM_BIASES] f32."""
+
+    words: Tensor
+    biases: Tensor
+
+    @classmethod
+    def zeros(cls, num_slots: int, vocab_size: int, device: torch.device) -> ProcessorTables:
+        """Return tables that change nothing."""
+        words = torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device)
+        return cls(words, torch.zeros(num_slots, NUM_BIASES, dtype=torch.float32, device=device))
+
+
+class ProcessorOptions(NamedTuple):
+    """Processors of [R] rows, on the device.
+
+    rows                 [R] i32 batch slots; those of processed rows differ
+    is_processed         [R] i32, 0: the logits stay as they are, and nothing is counted
+    repetitions          [R] f32 repetition penalties, and inverse_repetitions [R] f32
+    frequencies          [R] f32 frequency penalties; presences [R] f32
+    first_endings        [R] i64 positions from which on ENDING tokens are allowed
+    positions            [R] i64 of the tokens that will be sampled
+    """
+
+    rows: Tensor
+    is_processed: Tensor
+    repetitions: Tensor
+    inverse_repetitions: Tensor
+    frequencies: Tensor
+    presences: Tensor
+    first_endings: Tensor
+    positions: Tensor
+
+
+def process_launch(out: Tensor, logits: Tensor, tables: ProcessorTables, options: ProcessorOptions) -> Launch:
+    """Return the launch that writes the processed logits of rows.
+
+    A NaN or +inf stays what it is, so that the sampler sees it.
+
+    out     [R, V] f32
+    logits  [R, V] float, with contiguous rows
+    """
+    num_rows, vocab_size = logits.shape
+    check_tensor("logits", logits, (None, None), torch.float32, torch.bfloat16, torch.float16)
+    check_contiguous("out", out, (num_rows, vocab_size), torch.float32)
+    check_contiguous("words", tables.words, (None, vocab_size), torch.int32)
+    check_contiguous("biases", tables.biases, (len(tables.words), NUM_BIASES), torch.float32)
+    dtypes = (torch.int32,) * 2 + (torch.float32,) * 4 + (torch.int64,) * 2
+    for name, column, dtype in zip(options._fields, options, dtypes, strict=True):
+        check_contiguous(name, column, (num_rows,), dtype)
+    arguments = {
+        "out_ptr": out,
+        "logits_ptr": logits,
+        "words_ptr": tables.words,
+        "biases_ptr": tables.biases,
+        **{f"{name}_ptr": column for name, column in options._asdict().items()},
+        "vocab_size": vocab_size,
+        "logits_stride": logits.stride(0),
+    }
+    return Launch(process_rows, (num_rows, triton.cdiv(vocab_size, _BLOCK)), arguments, {"BLOCK": _BLOCK}, 8, 1, is_fused=False)
+
+
+def count_launch(tables: ProcessorTables, token_ids: Tensor, options: ProcessorOptions) -> Launch:
+    """Return the launch that counts token_ids [R] i64 in the words of the processed rows; negative ids are skipped."""
+    num_rows, (num_slots, vocab_size) = len(token_ids), tables.words.shape
+    check_contiguous("token_ids", token_ids, (num_rows,), torch.int64)
+    if len(options.rows) != num_rows or num_slots < 1:
+        raise InvariantError(f"{num_rows} tokens are counted of {len(options.rows)} rows and {num_slots} batch slots")
+    arguments = {
+        "words_ptr": tables.words,
+        "ids_ptr": token_ids,
+        "rows_ptr": options.rows,
+        "is_processed_ptr": options.is_processed,
+        "num_rows": num_rows,
+        "vocab_size": vocab_size,
+    }
+    return Launch(count_ids, (-(-num_rows // _ROW_BLOCK),), arguments, {"BLOCK": _ROW_BLOCK}, 4, 1)
+
+
+@triton.jit
+def process_rows(
+    out_ptr: tl.tensor,
+    logits_ptr: tl.tensor,
+    words_ptr: tl.tensor,
+    biases_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    is_processed_ptr: tl.tensor,
+    repetitions_ptr: tl.tensor,
+    inverse_repetitions_ptr: tl.tensor,
+    frequencies_ptr: tl.tensor,
+    presences_ptr: tl.tensor,
+    first_endings_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    vocab_size: tl.tensor,
+    logits_stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write block program_id(1) of row program_id(0)."""
+    row = tl.program_id(0).to(tl.int64)
+    tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = tokens < vocab_size
+    raw = tl.load(logits_ptr + row * logits_stride + tokens, mask=inside, other=0.0).to(tl.float32)
+    found = raw
+    if tl.load(is_processed_ptr + row) != 0:
+        slot = tl.load(rows_ptr + row).to(tl.int64)
+        words = tl.load(words_ptr + slot * vocab_size + tokens, mask=inside, other=0)
+        found = raw + tl.load(biases_ptr + slot * _BIASES + ((words >> _SHIFT) & (_BIASES - 1)))
+        repetition, inverse = tl.load(repetitions_ptr + row), tl.load(inverse_repetitions_ptr + row)
+        is_known = (words & (_COUNT | _PROMPT)) != 0
+        found = tl.where(is_known, tl.where(found > 0, found * inverse, found * repetition), found)
+        counts = (words & _COUNT).to(tl.float32)
+        penalties = counts * tl.load(frequencies_ptr + row) + tl.load(presences_ptr + row)
+        found = tl.where(counts > 0, found - penalties, found)
+        is_early = tl.load(positions_ptr + row) < tl.load(first_endings_ptr + row)
+        forbidding = tl.where(is_early, _FORBIDDEN | _ENDING, _FORBIDDEN)
+        found = tl.where((words & forbidding) != 0, float("-inf"), found)
+        found = tl.where((raw != raw) | (raw == float("inf")), raw, found)
+    tl.store(out_ptr + row * vocab_size + tokens, found, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def count_ids(
+    words_ptr: tl.tensor,
+    ids_ptr: tl.tensor,
+    rows_ptr: tl.tensor,
+    is_processed_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    vocab_size: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    places = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < num_rows
+    ids = tl.load(ids_ptr + places, mask=inside, other=-1)
+    is_counted = inside & (ids >= 0) & (tl.load(is_processed_ptr + places, mask=inside, other=0) != 0)
+    slots = tl.load(rows_ptr + places, mask=inside, other=0).to(tl.int64)
+    words = words_ptr + slots * vocab_size + ids
+    tl.store(words, tl.load(words, mask=is_counted, other=0) + 1, mask=is_counted)
