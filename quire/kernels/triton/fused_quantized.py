@@ -63,7 +63,7 @@ def multiply_codes_launch(
     spec = None if norm is None else norm.spec
     arguments = {
         "x_ptr": x,
-        "codes_ptr": weight.codes,
+        "codes_ptr": weight.readable_codes,
         "scales_ptr": weight.scales,
         "offsets_ptr": weight.offsets,
         "norm_weight_ptr": None if norm is None else norm.weight,

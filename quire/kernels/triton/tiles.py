@@ -179,8 +179,8 @@ class FewTile(NamedTuple):
 
 
 def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
-    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since the
-    order of sums depends on the tile.
+    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since
+    the order of sums depends on the tile.
 
     Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
     would cost a round trip to memory.
