@@ -35,6 +35,7 @@ SECTIONS = [
     Section("start", 45),
     Section("decode-large", 45),
     Section("kernels", 45),
+    Section("products", 60),
     Section("decode-large-fp8", 25),
     Section("decode-large-int4", 25),
     Section("in-order-large", 20),
@@ -70,6 +71,7 @@ def section_rows(
     import gpu_kernels
     import gpu_launches
     import gpu_model
+    import gpu_products
     import gpu_profile
     import gpu_ranks
     import gpu_sampling
@@ -98,6 +100,8 @@ def section_rows(
         yield from gpu_sampling.sampling_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
+    elif name == "products":
+        yield from gpu_products.product_rows(device, is_smoke, peaks, until_s)
     elif name == "kernels":
         yield from gpu_kernels.case_rows(name, gpu_kernels.Shapes(device, is_smoke).all(), is_smoke, peaks, until_s)
     elif name == "few":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import triton
@@ -242,13 +243,18 @@ def time_case(case: Case) -> tuple[float, float]:
     """
     copies = max(1, min(_MAX_COPIES, -(-_CACHE_BYTES // max(case.num_bytes, 1))))
     sets = [case.make() for _ in range(copies)]
-    for launches in sets:
-        run_all(launches)
+    return time_runs([partial(run_all, launches) for launches in sets])
+
+
+def time_runs(runs: Sequence[Callable[[], object]]) -> tuple[float, float]:
+    """Return the median and the spread (third quartile less first), in us, of one of several runs that one graph has."""
+    for run in runs:
+        run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for launches in sets:
-            run_all(launches)
+        for run in runs:
+            run()
     graph.replay()
     times = []
     for _ in range(_REPLAYS):
@@ -257,7 +263,7 @@ def time_case(case: Case) -> tuple[float, float]:
         graph.replay()
         last.record()
         last.synchronize()
-        times.append(first.elapsed_time(last) * 1000 / copies)
+        times.append(first.elapsed_time(last) * 1000 / len(runs))
     quartiles = statistics.quantiles(times, n=4)
     return statistics.median(times), quartiles[2] - quartiles[0]
 

@@ -23,11 +23,12 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_quantized import multiply_codes_launch
 from quire.kernels.triton.launching import Launch, run_all
 from quire.kernels.triton.linear import multiply_launches
 from quire.kernels.triton.moe import expert_launches
 from quire.kernels.triton.norm import Norm
-from quire.kernels.triton.quantized_weights import pack_float8, pack_integers
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kernels.triton.tile_table import Number, TileRule, TileTable, choose_table, user_path, using
 
@@ -182,6 +183,9 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
     cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
+    cases += [
+        shapes.codes(most, is_packed, has_norm) for most in (1, 8) for is_packed in (False, True) for has_norm in (True, False)
+    ]
     cases += [shapes.float8(most) for most in (256, _MANY_TOKENS)]
     return cases + [shapes.experts(most) for most in (8, 32, 64, _MANY_TOKENS)]
 
@@ -283,26 +287,44 @@ class _Shapes:
         return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, found)
 
     def linear(self, most: int) -> TuningCase:
-        codes = torch.randint(-8, 8, (self._rows, self._columns), dtype=torch.int8)
-        weight = pack_integers(codes.to(self._device), torch.rand(self._rows, self._columns // 128).to(self._device))
+        weight = self._integers(self._rows, self._columns)
         x = self._random(self._num_tokens(most, 128), self._columns)
 
         def make() -> list[Launch]:
             return multiply_launches(self._random(len(x), self._rows), x, weight)
 
         tokens = [tokens for tokens in (16, 32, 64, 128) if tokens <= max(most, 16)]
-        candidates = _grid(rows=(64,), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
-        return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most}, make, candidates)
+        candidates = _grid(rows=(64, 128), tokens=tokens, num_warps=(4, 8), num_stages=(3, 4, 5))
+        return TuningCase("linear", {"dtype": "bfloat16", "max_tokens": most, "has_offsets": False}, make, candidates)
+
+    def codes(self, most: int, is_packed: bool, has_norm: bool) -> TuningCase:
+        """A fused product of few tokens: norm, gate and up of weights with many rows, or down."""
+        num_rows, num_columns = (2 * self._rows, self._columns) if has_norm else (self._columns, self._rows)
+        weight = self._integers(num_rows, num_columns) if is_packed else self._float8(num_rows, num_columns)
+        x = self._random(min(most, 5) if self._is_tiny else most, num_columns)
+        norm = Norm(NormSpec("rms", 1e-6), self._random(num_columns)) if has_norm else None
+        epilogue = Epilogue(activation="silu", is_gated=True) if has_norm else Epilogue(residual_scale=1.0)
+
+        def make() -> list[Launch]:
+            out = self._random(len(x), num_rows // 2 if has_norm else num_rows)
+            return [multiply_codes_launch(out, x, weight, norm, epilogue)]
+
+        fetched_bytes = (0, 16 << 10, 64 << 10)
+        candidates = _grid(rows=(16, 32, 64), bytes=(0,), num_warps=(4, 8), num_stages=(3, 4, 6), fetched_bytes=fetched_bytes)
+        if most == 1:
+            candidates += _grid(
+                rows=(4, 8, 16), bytes=(1024, 2048, 4096), num_warps=(4, 8), num_stages=(3,), fetched_bytes=fetched_bytes
+            )
+        when = {"max_tokens": most, "is_packed": is_packed, "has_norm": has_norm}
+        return TuningCase("codes", when, make, candidates)
 
     def float8(self, most: int) -> TuningCase:
-        codes = self._random(self._rows, self._columns).to(torch.float8_e4m3fn)
-        scale = torch.ones(-(-self._rows // 128), self._columns // 128, device=self._device)
-        weight, x = pack_float8(codes, scale, (128, 128)), self._random(self._num_tokens(most, 2048), self._columns)
+        weight, x = self._float8(self._rows, self._columns), self._random(self._num_tokens(most, 2048), self._columns)
 
         def make() -> list[Launch]:
             return float8_launches(self._random(len(x), self._rows), x, weight)
 
-        candidates = _grid(rows=(64, 128, 256), tokens=(64, 128), num_warps=(4, 8), num_stages=(3, 4))
+        candidates = _grid(rows=(64, 128, 256), tokens=(64, 128), num_warps=(4, 8, 16), num_stages=(3, 4))
         return TuningCase("float8", {"max_tokens": most}, make, candidates)
 
     def experts(self, most: int) -> TuningCase:
@@ -319,6 +341,16 @@ class _Shapes:
         options = {"rows": (64, 128), "columns": (64, 128), "num_warps": (4, 8), "num_stages": (3, 4)}
         candidates = _grid(pairs=pairs, is_swapped=(False, True), **options)
         return TuningCase("experts", {"dtype": "bfloat16", "max_pairs_per_expert": most}, make, candidates)
+
+    def _integers(self, num_rows: int, num_columns: int) -> DeviceQuantizedWeight:
+        codes = torch.randint(-8, 8, (num_rows, num_columns), dtype=torch.int8)
+        group_size = 32 if self._is_tiny else 128
+        return pack_integers(codes.to(self._device), torch.rand(num_rows, num_columns // group_size).to(self._device))
+
+    def _float8(self, num_rows: int, num_columns: int) -> DeviceQuantizedWeight:
+        codes = self._random(num_rows, num_columns).to(torch.float8_e4m3fn)
+        scale = torch.ones(-(-num_rows // 128), -(-num_columns // 128), device=self._device)
+        return pack_float8(codes, scale, (128, 128))
 
     def _num_tokens(self, most: int, otherwise: int) -> int:
         return 5 if self._is_tiny else min(most, otherwise)

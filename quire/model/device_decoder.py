@@ -123,7 +123,7 @@ class DeviceDecoder:
         self._features: Tensor | None = None
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
-        reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived)) is not None)
+        reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         self.fusion = _fusion(len(self._layers), reasons, FEW_TOKENS, 5 if ranks is None else 7)
 
     def on_device(self) -> AbstractContextManager[object]:
@@ -224,7 +224,7 @@ class DeviceDecoder:
             cache, places = pool.caches[source], step
             if pool.is_windowed[source] and step.window is not None:
                 places = step.window
-            if is_few and layer.fused is not None:
+            if is_few and layer.fused is not None and len(positions) <= layer.fused.most_tokens:
                 layer.fused.forward(x, positions, places, cache)
                 y = None
                 continue
@@ -364,9 +364,9 @@ class DeviceLayer:
             closing.add("shared.down")
         return self._ranks.row_parallel >= closing
 
-    def fuse(self, arrived: Tensor) -> str | None:
-        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in FusedLayer."""
-        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks)
+    def fuse(self, arrived: Tensor, dtype: torch.dtype) -> str | None:
+        """Set `fused` if the layer can be fused, otherwise return why not; `arrived` as in ProjectedAttention."""
+        reason = reason_not_to_fuse(self._spec, self._linears, self._ranks, dtype)
         if reason is None:
             norms = self.attn_in, self._mlp_in
             attention = ProjectedAttention(self._spec.attention, self._rope, self._qk_norms, arrived)

@@ -13,15 +13,22 @@ from quire.kernels.reference.activation import ACTIVATIONS
 from quire.kernels.reference.norm import normalize as normalize_by_torch
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.fused_attention import ProjectedAttention
-from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_linear import FEW_TOKENS, Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_quantized import MOST_TOKENS, multiply_codes_launch, reason_not_to_fuse_codes
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
+from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.model.device_linear import DeviceLinear
+from quire.model.device_linear import DeviceLinear, DeviceWeight
 from quire.model.device_ranks import LayerRanks
 
 
-def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ranks: LayerRanks | None = None) -> str | None:
-    """Return the feature of a layer that fused kernels do not support; None if it can be fused."""
+def reason_not_to_fuse(
+    spec: LayerSpec,
+    linears: Mapping[str, DeviceLinear],
+    ranks: LayerRanks | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> str | None:
+    """Return the feature of a layer that fused kernels do not support; None if it can be fused. dtype: of its inputs."""
     if any(linear.is_in_order for linear in linears.values()):
         return "sums in one order at any number of rows"
     if spec.mixer is not None or spec.attention == NO_ATTENTION or spec.mlp == NO_MLP:
@@ -56,8 +63,13 @@ def reason_not_to_fuse(spec: LayerSpec, linears: Mapping[str, DeviceLinear], ran
         return "a norm that is no RMSNorm"
     if spec.attention.qk_norm is not None and spec.attention.qk_norm_over == "all":
         return "a norm over all heads"
-    if not all(linear.is_dense for linear in linears.values()):
-        return "quantised weights"
+    for name, linear in linears.items():
+        quantised = [part for part in linear.parts if isinstance(part, DeviceQuantizedWeight)]
+        if len(linear.parts) > 1 and (name != "qkv" or len(quantised) < len(linear.parts)):
+            return "quantised weights beside others of the same input"
+        reason = next((found for part in quantised if (found := reason_not_to_fuse_codes(part, dtype)) is not None), None)
+        if reason is not None:
+            return reason
     if ranks is not None and not ranks.row_parallel >= {"o", "down"}:
         return "weights cut by their outputs"
     return None
@@ -139,6 +151,8 @@ class SharedBlock:
 class FusedLayer:
     """Norm and q, k, v; attention; its output and the residual; norm, gate, up and activation; down and the residual.
 
+    Quantised weights of q, k and v that are of different kinds are one launch each.
+
     linears    qkv, o, gate_up and down; `reason_not_to_fuse` has none against them
     norms      before attention, and before the feed-forward block
     attention  with its rope and the norms of q and k
@@ -156,7 +170,10 @@ class FusedLayer:
         assert isinstance(spec.mlp, MlpSpec)
         self._attn_in, self._mlp_in = norms
         self._attention, self._ranks, self._residual_scale = attention, ranks, spec.residual_scale
-        self._weights = {name: linear.parts[0] for name, linear in linears.items() if isinstance(linear.parts[0], Tensor)}
+        self._weights = {name: linear.parts for name, linear in linears.items()}
+        self._qkv_width = sum(part.shape[0] for part in linears["qkv"].parts)
+        is_quantised = any(isinstance(part, DeviceQuantizedWeight) for linear in linears.values() for part in linear.parts)
+        self.most_tokens = MOST_TOKENS if is_quantised else FEW_TOKENS
         self._attention_width = spec.attention.num_heads * spec.attention.head_dim
         self._inner_width = spec.mlp.intermediate_size
         scale = spec.residual_scale if ranks is None else None
@@ -170,9 +187,9 @@ class FusedLayer:
     def forward(self, x: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache) -> None:
         """Change the residual stream x [S, hidden_size], in one piece, in place.
 
-        positions  [S] i64; step is a decode step of at most FEW_TOKENS sequences
+        positions  [S] i64; step is a decode step of at most `most_tokens` sequences
         """
-        qkv = self._new(x, len(self._weights["qkv"]))
+        qkv = self._new(x, self._qkv_width)
         self._multiply("qkv", qkv, x, self._attn_in)
         attended = self._new(x, self._attention_width)
         self._attention.launch(attended, qkv, cache, step, positions).run()
@@ -191,7 +208,20 @@ class FusedLayer:
         self._ranks.add_sum(x, part, self._residual_scale)
 
     def _multiply(self, name: str, out: Tensor, x: Tensor, norm: Norm | None = None) -> None:
-        multiply_few_launch(out, x, self._weights[name], norm, self._epilogues[name]).run()
+        parts, epilogue = self._weights[name], self._epilogues[name]
+        if len(parts) == 1:
+            self._launch(parts[0], out, x, norm, epilogue)
+            return
+        sizes = [part.shape[0] for part in parts]  # of q, k and v, whose only epilogue is a bias
+        biases = [None] * len(sizes) if epilogue.bias is None else epilogue.bias.split(sizes)
+        for part, columns, bias in zip(parts, out.split(sizes, 1), biases, strict=True):
+            self._launch(part, columns, x, norm, Epilogue(bias))
+
+    def _launch(self, weight: DeviceWeight, out: Tensor, x: Tensor, norm: Norm | None, epilogue: Epilogue) -> None:
+        if isinstance(weight, DeviceQuantizedWeight):
+            multiply_codes_launch(out, x, weight, norm, epilogue).run()
+        else:
+            multiply_few_launch(out, x, weight, norm, epilogue).run()
 
     def _new(self, x: Tensor, width: int) -> Tensor:
         return torch.empty(x.shape[0], width, dtype=x.dtype, device=x.device)

@@ -3,7 +3,7 @@
 The interpreter computes with the bit patterns of bfloat16 and float8 as if they were integers, and truncates when it casts to
 them. So kernels widen what they load to f32 at once, multiply matrices only with `dot`, and cast only with `cast_to`. A mask is
 never a block of booleans combined with a scalar one, which some versions of the interpreter turn into a number. Kernels use no
-libdevice functions and no inline assembly, which the interpreter does not support.
+libdevice functions, which the interpreter does not support, and inline assembly only beside another version (nibbles.py).
 """
 
 from __future__ import annotations

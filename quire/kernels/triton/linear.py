@@ -42,7 +42,7 @@ def multiply_launches(
     num_rows, num_columns = weight.shape
     _check(out, x, (num_rows, num_columns), bias)
     num_tokens = x.shape[0]
-    tile = linear_tile(num_tokens, x.dtype)
+    tile = linear_tile(num_tokens, x.dtype, num_rows, weight.offsets is not None)
     num_steps = -(-num_columns // weight.run)
     tiles = -(-num_rows // tile.rows), -(-num_tokens // tile.tokens)
     splits = _split(whole_rows or num_rows, num_steps, tiles[0] * tiles[1])
@@ -150,6 +150,14 @@ def widen_launch(out: Tensor, weight: DeviceQuantizedWeight, ids: Tensor | None 
     return Launch(widen_rows, grid, arguments, constants, num_warps=4, num_stages=1, is_fused=False)
 
 
+def add_splits_launch(out: Tensor, parts: Tensor, bias: Tensor | None) -> Launch:
+    """Return the launch that writes to out [T, O] the sum of parts [S, T, O] f32, one after the other, and the bias [O]."""
+    num_splits, num_tokens, num_rows = parts.shape
+    arguments = {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}
+    constants = {"NUM_ROWS": num_rows, "NUM_SPLITS": num_splits, "BLOCK": _BLOCK}
+    return Launch(add_splits, (num_tokens, ceil_divide(num_rows, _BLOCK)), arguments, constants, 4, 1)
+
+
 class _Splits(NamedTuple):
     """count: parts of a sum; are_shared: each part is computed by its own program, and the parts are added afterwards."""
 
@@ -167,7 +175,7 @@ def _split(num_rows: int, num_steps: int, num_programs: int) -> _Splits:
     num_rows  of the whole weight, so that the bits do not depend on the number of ranks that share it
     """
     count = 1
-    while count < 8 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:
+    while count < 4 and count * -(-num_rows // _ROWS_OF_PROGRAM) < _MANY_PROGRAMS and num_steps >= 8 * count:
         count *= 2
     return _Splits(count, count > 1 and num_programs < _MANY_PROGRAMS)
 
@@ -179,12 +187,7 @@ def _parts(out: Tensor, splits: _Splits) -> Tensor:
 
 
 def _add_launches(out: Tensor, parts: Tensor, bias: Tensor | None, splits: _Splits) -> list[Launch]:
-    if not splits.are_shared:
-        return []
-    num_tokens, num_rows = out.shape
-    arguments = {"parts_ptr": parts, "bias_ptr": bias, "out_ptr": out, "num_tokens": num_tokens}
-    constants = {"NUM_ROWS": num_rows, "NUM_SPLITS": splits.count, "BLOCK": _BLOCK}
-    return [Launch(add_splits, (num_tokens, ceil_divide(num_rows, _BLOCK)), arguments, constants, 4, 1)]
+    return [add_splits_launch(out, parts, bias)] if splits.are_shared else []
 
 
 def _weight_constants(weight: DeviceQuantizedWeight) -> dict[str, object]:

@@ -10,19 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.triton.arithmetic import cast_to, dot, widened
-
-
-@triton.jit
-def numbers_of(nibbles: tl.tensor, BASE: tl.constexpr) -> tl.tensor:
-    """Return the values of 4-bit codes, f32: code + BASE; BASE None: floats (e2m1), doubled."""
-    if BASE is None:
-        # The bits are moved to those of an f16, whose exponent bias is 14 higher; the result is exact.
-        codes = nibbles.to(tl.int32)
-        halves = ((codes & 7) << 9 | (codes & 8) << 12).to(tl.uint16).to(tl.float16, bitcast=True)
-        numbers = halves.to(tl.float32) * 32768.0
-    else:
-        numbers = (nibbles.to(tl.int32) + BASE).to(tl.float32)
-    return numbers
+from quire.kernels.triton.nibbles import numbers_of, split_operands
 
 
 @triton.jit
@@ -50,8 +38,7 @@ def add_run(
     zeros = tl.zeros(acc.shape, tl.float32)
     codes = tl.load(codes_ptr + code_places, mask=is_code, other=0.0)
     if IS_PACKED:
-        low = cast_to(numbers_of(codes & 15, BASE), DTYPE)
-        high = cast_to(numbers_of(codes >> 4, BASE), DTYPE)
+        low, high = split_operands(codes, BASE, DTYPE)
         part = dot(high, tl.trans(high_x), dot(low, tl.trans(x), zeros))
     else:
         part = dot(cast_to(widened(codes), DTYPE), tl.trans(x), zeros)

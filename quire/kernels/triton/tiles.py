@@ -156,9 +156,10 @@ class LinearTile(NamedTuple):
     num_stages: int
 
 
-def linear_tile(num_tokens: int, dtype: torch.dtype) -> LinearTile:
-    """Return the tile for a linear layer with quantised weights."""
-    return LinearTile(**active_table().find("linear", {"dtype": _name(dtype), "tokens": num_tokens}))
+def linear_tile(num_tokens: int, dtype: torch.dtype, num_rows: int, has_offsets: bool) -> LinearTile:
+    """Return the tile for a linear layer with quantised weights; offsets take sums, and registers, of their own."""
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "has_offsets": has_offsets}
+    return LinearTile(**active_table().find("linear", shape))
 
 
 class DenseTile(NamedTuple):
@@ -220,3 +221,22 @@ def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: in
     tile = FewTile(**active_table().find("few", shape))
     columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
     return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))
+
+
+class CodesTile(NamedTuple):
+    """rows of the weight; bytes of codes processed at once, 0: matrix units process a run of columns for each warp.
+
+    fetched_bytes  prefetched by a program while the previous kernel runs
+    """
+
+    rows: int
+    bytes: int
+    num_warps: int
+    num_stages: int
+    fetched_bytes: int
+
+
+def codes_tile(num_tokens: int, num_rows: int, row_bytes: int, is_packed: bool, has_norm: bool) -> CodesTile:
+    """Return the tile for a fused linear layer with quantised weights, whose rows have `row_bytes` of codes."""
+    shape = {"tokens": num_tokens, "rows": num_rows, "row_bytes": row_bytes, "is_packed": is_packed, "has_norm": has_norm}
+    return CodesTile(**active_table().find("codes", shape))

@@ -21,6 +21,7 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.float8 import float8_launches
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
+from quire.kernels.triton.fused_quantized import multiply_codes_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
@@ -265,6 +266,15 @@ def few_launch(num_tokens, shape, has_norm, dtype=BF16, **epilogue):
     return multiply_few_launch(out, meta(num_tokens, num_columns, dtype=dtype), meta(*shape, dtype=dtype), norm, found)
 
 
+def codes_launch(num_tokens, dtype, shape, has_norm, x_dtype=BF16, scale_rows=1, **epilogue):
+    num_rows, num_columns = shape
+    weight = quantized_weight(dtype, scale_rows, shape=shape)
+    norm = Norm(NormSpec("rms", 1e-6), meta(num_columns, dtype=x_dtype)) if has_norm else None
+    found = Epilogue(**epilogue)
+    out = meta(num_tokens, num_rows // 2 if found.is_gated else num_rows, dtype=x_dtype)
+    return multiply_codes_launch(out, meta(num_tokens, num_columns, dtype=x_dtype), weight, norm, found)
+
+
 def projected_launch(heads=(32, 8), head_dim=128, dtype=BF16, kv_dtype=BF16, block_size=64, **spec):
     num_sequences, num_heads, num_kv_heads = 2, *heads
     places, starts = meta(num_sequences, dtype=I64), meta(num_sequences + 1, dtype=I32)
@@ -502,6 +512,17 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "few-gate-up-large-16": lambda: few_launch(16, (24576, 4096), True, activation="silu", is_gated=True),
     "few-qkv-large-16": lambda: few_launch(16, (6144, 4096), True),
     "few-down-large-8": lambda: few_launch(8, (4096, 12288), False, residual_scale=1.0),
+    "codes-qkv-fp8": lambda: codes_launch(1, FP8, (6144, 4096), True, scale_rows=128),
+    "codes-down-fp8": lambda: codes_launch(1, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
+    "codes-gate-up-4": lambda: codes_launch(1, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
+    "codes-down-4": lambda: codes_launch(1, torch.uint8, (4096, 12288), False, residual_scale=1.0),
+    "codes-gate-up-fp8-8": lambda: codes_launch(8, FP8, (24576, 4096), True, scale_rows=128, activation="silu", is_gated=True),
+    "codes-gate-up-4-8": lambda: codes_launch(8, torch.uint8, (24576, 4096), True, activation="silu", is_gated=True),
+    "codes-down-fp8-8": lambda: codes_launch(8, FP8, (4096, 12288), False, scale_rows=128, residual_scale=1.0),
+    "codes-down-4-8": lambda: codes_launch(8, torch.uint8, (4096, 12288), False, residual_scale=1.0),
+    "codes-gate-up-4-8-f16": lambda: codes_launch(
+        8, torch.uint8, (24576, 4096), True, torch.float16, activation="silu", is_gated=True
+    ),
     "few-down-large-16": lambda: few_launch(9, (4096, 12288), False, residual_scale=1.0),
     "few-f32-16": lambda: few_launch(9, (6144, 1024), True, F32, activation="silu", is_gated=True),
     "projected": lambda: projected_launch(),

@@ -47,9 +47,10 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
                     tile = tiles.short_attention_tile(head_dim, group, dtype, kv_dtype)
                     assert tiles.CHUNK % tile.keys == 0
         for count in (1, 16, 17, 10**6):
-            assert tiles.linear_tile(count, dtype).tokens >= 16
+            assert tiles.linear_tile(count, dtype, 100, False).tokens >= 16
             assert tiles.expert_tile(count, 8, dtype).pairs >= 16
             assert tiles.float8_tile(count).tokens >= 16
+            assert tiles.codes_tile(count, 100, 64, True, False).rows >= 4
 
 
 def test_the_first_rule_that_holds_counts():
@@ -64,7 +65,7 @@ def test_the_first_rule_that_holds_counts():
 
 def test_tables_are_taken_from_the_option_the_environment_and_the_user_in_this_order(tmp_path, monkeypatch):
     def tokens():
-        return tiles.linear_tile(5, BF16).tokens
+        return tiles.linear_tile(5, BF16, 100, False).tokens
 
     choose_table(H200, "9.0")
     assert tokens() == 16
@@ -76,7 +77,7 @@ def test_tables_are_taken_from_the_option_the_environment_and_the_user_in_this_o
     assert tokens() == 64
     choose_table(H200, "9.0", str(write(tmp_path / "option.json", linear_table(128, max_tokens=5))))
     assert tokens() == 128
-    assert tiles.linear_tile(6, BF16).tokens == 16  # what a table does not have is as shipped
+    assert tiles.linear_tile(6, BF16, 100, False).tokens == 16  # what a table does not have is as shipped
 
 
 def test_a_device_without_a_table_gets_the_shipped_one():
@@ -107,7 +108,7 @@ def compiled(shared_bytes=0, stack_bytes=0):
 def fake_case(candidates):
     """A case whose launches are the tile in use."""
     when = {"dtype": "bfloat16", "max_tokens": 16}
-    return TuningCase("linear", when, lambda: [tiles.linear_tile(16, BF16)], candidates)
+    return TuningCase("linear", when, lambda: [tiles.linear_tile(16, BF16, 100, False)], candidates)
 
 
 def test_tuning_takes_the_fastest_tile_within_the_limits():
@@ -138,15 +139,15 @@ def test_tuning_keeps_the_present_tile_when_the_gain_may_be_chance():
 
 
 def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
-    kernels = ("linear", "float8", "experts", "few", "attention-few")
+    kernels = ("linear", "codes", "float8", "experts", "few", "attention-few")
     cases = [case for case in tuning_cases(device, is_tiny=True) if case.kernel in kernels]
     base = read_tables(tile_table.SHIPPED)[0]
     times = iter(range(10**6, 0, -1))
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
-    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 2, 4, 3, 1]
-    for kernel in ("linear", "few", "attention-few"):
+    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 8, 2, 4, 3, 1]
+    for kernel in ("linear", "codes", "few", "attention-few"):
         run_all(next(case for case in cases if case.kernel == kernel).make())
 
 

@@ -138,7 +138,7 @@ OTHER_LIMITS = {
     "moe-gate-up-4096": (255, {"HGMMA": 8, "wide_copies": 12}),
     "moe-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
     "moe-4-1": (96, {"HGMMA": 8, "wide_copies": 8}),
-    "moe-4-1024": (176, {"HGMMA": 8, "wide_copies": 8}),
+    "moe-4-1024": (192, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-64": (104, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-4096": (232, {"HGMMA": 8, "wide_copies": 8}),
     "moe-fp8-down-4096": (168, {"HGMMA": 4, "wide_copies": 8}),
@@ -167,11 +167,11 @@ OTHER_LIMITS = {
     "move-fp8": (40, {}),
     "linear-4": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-offset": (128, {"HGMMA": 4, "wide_copies": 4}),
-    "linear-4-64": (168, {"HGMMA": 4, "wide_copies": 4}),
+    "linear-4-64": (128, {"HGMMA": 8, "wide_copies": 16}),
     "linear-4-offset-64": (168, {"HGMMA": 8, "wide_copies": 4}),
     "linear-8": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-8-offset": (128, {"HGMMA": 8, "wide_copies": 4}),
-    "linear-4-4096": (216, {"HGMMA": 8, "wide_copies": 16}),
+    "linear-4-4096": (255, {"HGMMA": 8, "wide_copies": 16}),
     "linear-add": (40, {}),
     "widen-4": (40, {}),
     "widen-fp8-rows": (40, {}),
@@ -187,9 +187,9 @@ OTHER_LIMITS = {
     "linear-fp8-64": (168, {"HGMMA": 4, "wide_copies": 4}),
     "float8-quantize": (64, {}),
     "float8-quantize-token": (96, {}),
-    "float8-128": (240, {"QGMMA": 4, "wide_copies": 8}),
-    "float8-1024": (240, {"QGMMA": 4, "wide_copies": 8}),
-    "float8-1024-token": (240, {"QGMMA": 4, "wide_copies": 8}),
+    "float8-128": (192, {"QGMMA": 4, "wide_copies": 16}),
+    "float8-1024": (192, {"QGMMA": 4, "wide_copies": 16}),
+    "float8-1024-token": (192, {"QGMMA": 4, "wide_copies": 16}),
 }
 # Launches that begin before their predecessor ends. EARLY_LOADS stand before they wait: those of weights, which nobody writes,
 # and of the step's inputs. Nothing is left to fetch where all columns are loaded early.
@@ -215,6 +215,15 @@ FUSED_LIMITS = {
     "few-down-large-8": (88, {**_FETCHING, "HMMA": 24, "wide_loads": 16, "wide_copies": 32}),
     "few-down-large-16": (112, {**_FETCHING, "HMMA": 48, "wide_loads": 16, "wide_copies": 32}),
     "few-f32-16": (136, {**_FETCHING, "FFMA": 256, "wide_loads": 8}),
+    "codes-qkv-fp8": (144, {**_OVERLAPPED, "wide_loads": 16}),
+    "codes-down-fp8": (96, {**_FETCHING, "HMMA": 8, "wide_copies": 24}),
+    "codes-down-fp8-8": (96, {**_FETCHING, "HMMA": 8, "wide_copies": 24}),
+    "codes-gate-up-fp8-8": (144, {**_OVERLAPPED, "HMMA": 16, "wide_copies": 32}),
+    "codes-down-4": (104, {**_FETCHING, "HMMA": 16, "wide_copies": 24}),
+    "codes-down-4-8": (104, {**_FETCHING, "HMMA": 16, "wide_copies": 24}),
+    "codes-gate-up-4": (184, {**_FETCHING, "HMMA": 32, "wide_copies": 32}),
+    "codes-gate-up-4-8": (184, {**_FETCHING, "HMMA": 32, "wide_copies": 32}),
+    "codes-gate-up-4-8-f16": (184, {**_FETCHING, "HMMA": 32, "wide_copies": 32}),
     "projected": (144, {**_MERGING, "wide_copies": 64}),
     "projected-small": (168, {**_MERGING, "wide_copies": 64}),
     "projected-fp8": (168, {**_MERGING, "wide_copies": 8}),
@@ -244,13 +253,15 @@ EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")}
     "few-down-large-16": 16,
     "few-f32-16": 8,
 }
+# Scales are loaded with the codes of one token; codes for matrix units are only prefetched.
+EARLY_LOADS |= {name: 0 if "HMMA" in limits[1] else 16 for name, limits in FUSED_LIMITS.items() if name.startswith("codes")}
 LIMITS = ATTENTION_LIMITS | OTHER_LIMITS | FUSED_LIMITS
 FAST = [
     *("decode", "prefill", "norm", "heads-decode", "sample-scan", "feedback-tables", "few-qkv", "few-down", "projected"),
     "widen-4",
     "parts-8",
 ]
-LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "projected")
+LARGE_GROUPS = ("decode", "prefill", "verify", "sample", "moe", "linear", "dense", "few", "codes", "projected")
 # Where no multiply becomes one with an add: the noise is the CPU's only so, and so are weights that are made dense; a tile of
 # keys gives the same bits whole and masked. Products of f32 matrices and logarithms are made of such operations.
 UNFUSED = [
@@ -275,7 +286,7 @@ MOST_STACK_BYTES = 32
 
 def archs_of(name):
     """Return the GPUs that a launch is there for: before 8.9 there are neither float8 keys and values nor float8 inputs."""
-    of_weights = name.startswith(("linear", "widen", "moe"))
+    of_weights = name.startswith(("linear", "widen", "moe", "codes"))
     return OTHER_ARCHS[2:] if ("fp8" in name or name.startswith("float8")) and not of_weights else OTHER_ARCHS
 
 
@@ -345,7 +356,7 @@ def test_all_launches_compile_for_other_gpus(arch):
     assert [kernel["name"] for kernel in found] == names
     assert [kernel for kernel in found if kernel["shared"] > most_shared or kernel["stack"] > MOST_STACK_BYTES] == []
     ahead = [kernel["name"] for kernel in found if kernel.get("PREEXIT") or kernel.get("ACQBULK") or kernel.get("UBLKPF")]
-    assert ahead == [name for name in names if name in FUSED_LIMITS and arch >= 90]
+    assert ahead == [name for name in names if arch >= 90 and (name in FUSED_LIMITS or name.startswith("float8"))]
     assert [kernel["name"] for kernel in found if "wide_copies" in LIMITS[kernel["name"]][1] and not kernel["LDGSTS"]] == []
 
 
@@ -369,7 +380,7 @@ def test_what_the_steps_of_a_model_launch_compiles_without_spills():
         "_keep_ids",
         "_move_rows",
     }
-    of_weights = {"_add_parts", "multiply_packed", "widen_rows", "add_splits", "multiply_dense"}
+    of_weights = {"_add_parts", "multiply_packed", "multiply_few_codes", "widen_rows", "add_splits", "multiply_dense"}
     assert usual | of_weights <= {kernel["name"] for kernel in found}
     over = [kernel for kernel in found if kernel["stack"] + kernel["spills"] or kernel["shared"] > MAX_SHARED_BYTES]
     assert over == []
@@ -410,6 +421,7 @@ def test_the_benchmark_runs_every_kernel_and_whole_models_when_it_is_tried_witho
     found = json.loads((tmp_path / "found.json").read_text())
     assert len([row for row in found["kernels"] if "name" in row]) == 15
     assert len([row for row in found["few"] if "name" in row]) == 3
+    assert {"o fp8 1, fused", "o int4 65, dequantised, cuBLAS"} <= {row.get("name") for row in found["products"]}
     assert {row["section"] for row in found["engine"]} == {"prefill", "mixed", "engine"}
     assert [row["is_cold"] for row in found["start"][:2]] == [True, False]
     assert all(0 < row["weights_s"] < row["total_s"] for row in found["start"][:2])

@@ -6,9 +6,11 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton import float8
-from quire.kernels.triton.float8 import multiply_float8, quantize, suits_float8
+from quire.kernels.triton.float8 import float8_launches, multiply_float8, quantize, suits_float8
+from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.linear import multiply
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
+from quire.kernels.triton.tile_table import TileRule, TileTable, using
 from quire.model.device_linear import DeviceLinear
 from tests.unit.kernels.gpu.conftest import HAS_GPU
 
@@ -68,6 +70,22 @@ def test_products_are_those_of_the_rounded_rows(shape, block, dtype, device):
     assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
     plain = x.double() @ dense.T + bias.double()
     assert (found.double() - plain).norm() <= 0.04 * plain.norm()
+
+
+@pytest.mark.parametrize("tile", [(256, 16), (64, 16)], ids=["rows in two parts", "sums in two parts"])
+def test_products_of_wide_tiles_and_of_parts_of_sums_are_those_of_the_rounded_rows(tile, device):
+    shape = (300, 256) if tile[0] == 256 else (20, 2048)  # few rows and many columns: two programs share a sum
+    rules = {"float8": (TileRule({}, {"rows": tile[0], "tokens": tile[1], "num_warps": 4, "num_stages": 3}),)}
+    weight, dense = make_weight(*shape, (128, 128), device)
+    x, bias = torch.randn(9, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16(), torch.linspace(-3, 3, shape[0])
+    codes, scales = (part.cpu() for part in quantize(x.to(device), 128))
+    expected = codes.double() * spread(scales, 128) @ dense.T + bias.double()
+    with using(TileTable("d", "9.0", rules)):
+        out = torch.empty(9, shape[0], dtype=torch.bfloat16, device=device)
+        launches = float8_launches(out, x.to(device), weight, bias.to(device))
+        run_all(launches)
+    assert len(launches) == (2 if tile[0] == 256 else 3)
+    assert (out.cpu().double() - expected).abs().max() <= 8e-3 * expected.abs().max()
 
 
 def rounded_sums(a, b, d, make_handle):
