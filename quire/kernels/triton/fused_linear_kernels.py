@@ -4,9 +4,9 @@ A program handles a few rows of the weight and all of their columns, so even a s
 and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS parts, which different warps multiply and which
 are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
 
-One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by matrix
-units, whose long side are the rows of the weight where a program has 16 or more of them, else the tokens. The order of a sum
-depends on the tile, which depends on the weight's shape and the padded number of tokens; the tokens of a step do not affect each
+One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by
+matrix units, whose long side are the rows of the weight where a program has 16 or more of them, else the tokens. The order
+of a sum depends on the tile, which depends on the weight's shape and the padded number of tokens; tokens do not affect each
 other.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
