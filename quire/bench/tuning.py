@@ -255,7 +255,10 @@ class _Shapes:
         if num_tokens == 1:
             found = _grid(rows=(4, 8), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(2, 3))
         else:
-            found = _grid(rows=(16, 32), columns=(1024,), splits=(8,), early=(1, 3), num_warps=(8,), num_stages=(2,))
+            found = _grid(
+                rows=(8,) * (num_tokens == 16), columns=(512, 1024), splits=(4,), early=(2, 6), num_warps=(4,), num_stages=(2,)
+            )
+            found += _grid(rows=(16, 32), columns=(1024,), splits=(8,), early=(1, 3), num_warps=(8,), num_stages=(2,))
             found += _grid(rows=(16, 32), columns=(1024,), splits=(4,), early=(1,), num_warps=(4,), num_stages=(2,))
             found += _grid(rows=(32, 64), columns=(512,), splits=(4,), early=(1, 2), num_warps=(8,), num_stages=(2, 3))
             found += _grid(rows=(16, 32), columns=(256,), splits=(4,), early=(1, 2), num_warps=(4,), num_stages=(4,))

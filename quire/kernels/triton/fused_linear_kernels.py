@@ -4,9 +4,10 @@ A program handles a few rows of the weight and all of their columns, so even a s
 and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS parts, which different warps multiply and which
 are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
 
-One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by matrix
-units, the rows of the weight being the long side. The order of a sum depends on the tile, which depends on the weight's shape
-and the padded number of tokens; the tokens of a step do not affect each other.
+One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by
+matrix units, whose long side are the rows of the weight where a program has 16 or more of them, else the tokens. The order
+of a sum depends on the tile, which depends on the weight's shape and the padded number of tokens; tokens do not affect each
+other.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
@@ -69,6 +70,8 @@ def _add_products(
         products = weight.to(tl.float32) * x.to(tl.float32)
         SHAPE: tl.constexpr = [products.shape[0], products.shape[1], products.shape[2] // _RUN, _RUN]
         acc += tl.sum(tl.reshape(products, SHAPE), 3)
+    elif weight.shape[1] < 16:
+        acc = dot(x, tl.permute(weight, (0, 2, 1)), acc)
     else:
         acc = dot(weight, tl.permute(x, (0, 2, 1)), acc)
     return acc
@@ -191,7 +194,11 @@ def multiply_few(
             wide = _load_columns(token_rows, is_token, columns, first, NUM_COLUMNS).to(tl.float32)
             squares += wide * wide
         factors = tl.rsqrt(tl.sum(tl.sum(squares, 2), 0) / NUM_COLUMNS + EPS)
-    acc = tl.zeros([SPLITS, BLOCK_N, WIDTH // _RUN if TOKENS == 1 else TOKENS], tl.float32)
+    IS_LONG: tl.constexpr = TOKENS == 1 or BLOCK_N >= 16
+    if IS_LONG:
+        acc = tl.zeros([SPLITS, BLOCK_N, WIDTH // _RUN if TOKENS == 1 else TOKENS], tl.float32)
+    else:
+        acc = tl.zeros([SPLITS, TOKENS, BLOCK_N], tl.float32)
     for tile in tl.static_range(EARLY):
         norm_weight = norm_weights[tile] if HAS_NORM else factors
         acc = _add_products(acc, weights[tile], rows_of_x[tile], factors, norm_weight, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
@@ -202,7 +209,12 @@ def multiply_few(
             late = _load_columns(norm_row, is_norm, columns, first, NUM_COLUMNS) if HAS_NORM else factors
             acc = _add_products(acc, weight, x, factors, late, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
 
-    y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N]) if TOKENS == 1 else tl.trans(tl.sum(acc, 0))
+    if TOKENS == 1:
+        y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N])
+    else:
+        y = tl.sum(acc, 0)
+        if IS_LONG:
+            y = tl.trans(y)
     _write(
         y, rows, first_row, is_row, bias_ptr, out_ptr, num_tokens, residual_scale,
         NUM_ROWS, TOKENS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,

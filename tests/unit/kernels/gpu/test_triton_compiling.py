@@ -208,7 +208,7 @@ FUSED_LIMITS = {
     "few-gate-up-8": (104, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 17}),
     "few-down-8": (72, {**_OVERLAPPED, "HMMA": 24, "wide_loads": 24}),
     "few-gate-up-16": (240, {**_OVERLAPPED, "HMMA": 128, "wide_loads": 34}),
-    "few-down-16": (128, {**_OVERLAPPED, "HMMA": 48, "wide_loads": 24}),
+    "few-down-16": (176, {**_OVERLAPPED, "HMMA": 48, "wide_loads": 24}),
     "few-gate-up-large-8": (168, {**_FETCHING, "HMMA": 32, "wide_loads": 9, "wide_copies": 32}),
     "few-gate-up-large-16": (168, {**_FETCHING, "HMMA": 64, "wide_loads": 9, "wide_copies": 32}),
     "few-qkv-large-16": (168, {**_FETCHING, "HMMA": 48, "wide_loads": 18, "wide_copies": 32}),
