@@ -189,9 +189,9 @@ class DiskTier:
         uses = self._tier.take_uses()
         if uses and not self._is_broken:
             self._submit(lambda: self._touch(uses, uses))
-        if result.is_failed or not plan.page_saves:
+        pages = [(key, slot) for slot in self._scheduler.kv.saved_slots if (key := self._tier.key_of(slot)) is not None]
+        if not pages:
             return
-        pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]
         room = 0 if time.monotonic() < self._paused_until_s or self._is_broken else self._max_writing - self._num_writing
         self.stats.num_not_written += max(0, len(pages) - room)
         pages = pages[: max(0, room)]

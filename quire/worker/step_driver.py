@@ -40,7 +40,7 @@ from quire.worker.sampled_results import (
     take_matches,
     take_sampled,
 )
-from quire.worker.step_executor import BlockScorer, PageMover, SlotSampling, StepExecutor
+from quire.worker.step_executor import AsyncPageMover, BlockScorer, PageMover, SlotSampling, StepExecutor
 
 _NO_PROMPT_LOGPROBS: PromptLogprobs = {}
 
@@ -303,7 +303,7 @@ class StepDriver:
             row = batch.row(start.sequence_id)
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, not row.is_host_sampled))
         if self._page_mover is not None and (plan.page_saves or plan.page_loads):
-            self._page_mover.move_pages(plan.page_saves, plan.page_loads)
+            self._page_mover.move_pages(plan.step_id, plan.page_saves, plan.page_loads)
         copies = batch.block_copies(plan)
         if entries or copies:
             executor.begin_step(entries, copies)
@@ -544,6 +544,7 @@ class AsyncStepDriver(StepDriver):
     is_ahead   whether the caller launches the next step early where it may
     mark_step  returns a context in which a step is launched, for profilers
     adapters   as in StepDriver
+    page_mover the executor, where there is a host tier
     """
 
     def __init__(
@@ -554,8 +555,10 @@ class AsyncStepDriver(StepDriver):
         is_ahead: bool = True,
         mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
         adapters: AdapterStore | None = None,
+        page_mover: AsyncPageMover | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors, adapters=adapters)
+        super().__init__(executor, speculator, draft_executors, page_mover, adapters)
+        self._async_mover = page_mover
         self._mark_step = mark_step
         self._is_ahead, self._num_in_flight = is_ahead, 0
 
@@ -581,7 +584,16 @@ class AsyncStepDriver(StepDriver):
         result = super().collect(running)
         if self._num_in_flight > 0:
             self._speculator.restart_clock()
-        return result
+        if self._async_mover is None:
+            return result
+        # A plan without tokens is made where there is nothing else to do than to wait for pages.
+        waits = isinstance(running, EmptyStep) and self._num_in_flight == 0
+        return replace(result, moved_steps=self._async_mover.take_moved(waits))
+
+    def close(self) -> None:
+        """See StepDriver."""
+        self._async_mover = None
+        super().close()
 
 
 def _prompt_results(step: StepInput) -> _PromptResults | None:

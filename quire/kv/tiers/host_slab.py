@@ -67,15 +67,24 @@ class HostSlab:
     save_s, load_s  seconds of `move` so far
     """
 
-    def __init__(self, pool: KvPool | None, num_slots: int, is_shared: bool = False, part: PagePart | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool | None,
+        num_slots: int,
+        is_shared: bool = False,
+        part: PagePart | None = None,
+        page_bytes: int | None = None,
+    ) -> None:
         """Make the slots, or map those of `part`.
 
-        pool       None: this process has no blocks, but reads and writes pages
-        is_shared  other engines are to read them, see `shared`
+        pool        None: this process has no blocks on the host, but reads and writes pages
+        is_shared   other engines are to read them, see `shared`
+        page_bytes  without a pool or part: of a page
         """
         self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
         sizes = [blocks.shape[1] for blocks in self._blocks]
-        self.page_bytes = sum(sizes) if part is None else part.whole.bytes_per_block
+        own_bytes = sum(sizes) if page_bytes is None else page_bytes
+        self.page_bytes = own_bytes if part is None else part.whole.bytes_per_block
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
         self.stride = stride = slot_stride(self.page_bytes)
@@ -100,6 +109,10 @@ class HostSlab:
     def address(self) -> int:
         """Where slot 0 is in the memory of this process."""
         return int(self._slots.ctypes.data)
+
+    def slots(self) -> NDArray[np.uint8]:
+        """Return the bytes of the pages in all slots [num_slots, page_bytes], `stride` apart."""
+        return self._slots[:, : self.page_bytes]
 
     def attach(self, pool: KvPool | None) -> None:
         """Copy from and to another pool of the same shape from now on; None: to none, so that the pool can be freed."""

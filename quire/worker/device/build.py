@@ -55,6 +55,7 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import launch_options
 from quire.worker.step_driver import AsyncStepDriver
+from quire.worker.tiers import max_page_saves, num_host_pages
 
 logger = get_logger(__name__)
 
@@ -99,7 +100,8 @@ def build_device_runner(
     mark_step = nvtx_range if config.nvtx_ranges else None
     adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters)
     is_async = config.async_scheduling is not False
-    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters), report
+    mover = None if built.executor.host_slab is None else built.executor
+    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, mover), report
 
 
 def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
@@ -185,6 +187,9 @@ def build_rank(
         stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
+        if config.host_tier_bytes:
+            sizes_of_tier = num_host_pages(config, report), max_page_saves(report)
+            stepper.open_host_tier(*sizes_of_tier, is_shared=config.prefill_listen is not None)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
