@@ -102,7 +102,7 @@ class HostSlab:
             self.shared = SharedSlots(fd, num_slots, stride)
             weakref.finalize(self, os.close, fd)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
-        firsts = np.cumsum([0, *sizes[:-1]]).tolist() if part is None else part.offsets()
+        firsts = (np.cumsum(sizes) - sizes).tolist() if part is None else part.offsets()
         self._parts = [self._slots[:, first : first + size] for first, size in zip(firsts, sizes, strict=True)]
 
     @property
