@@ -14,10 +14,7 @@ from torch import Tensor
 from quire.base.errors import WorkerError
 from quire.kernels.triton.page_copy import copy_pages_launch
 from quire.kv.device_pool import DeviceKvPool
-from quire.kv.tiers.host_slab import HostSlab
-
-STAGING_BYTES = 64 << 20
-"""Of the buffer that loads pass through; at least two pages."""
+from quire.kv.tiers.host_slab import HostSlab, staged_pages
 
 
 class Mark(Protocol):
@@ -144,18 +141,16 @@ class DevicePages:
         self,
         pool: DeviceKvPool,
         slab: HostSlab,
-        num_saved: int,
         make_stream: Callable[[], CopyStream] | None = None,
     ) -> None:
         """Take the buffers, and pin the memory of the slab.
 
-        num_saved    pages that the steps may save without waiting for earlier saves
         make_stream  None: as the device of the pool has them
         Raises WorkerError where the memory cannot be pinned.
         """
         self._pool, self._slab, self._layout, self._device = pool, slab, pool.page_layout(), pool.device
         self._slots = torch.from_numpy(slab.slots())
-        num_places = staged_pages(slab.page_bytes, num_saved)
+        num_places = staged_pages(slab.page_bytes, slab.num_slots)
         self._saved, self._loaded = (
             torch.empty(count, slab.page_bytes, dtype=torch.uint8, device=pool.device) for count in num_places
         )
@@ -241,11 +236,6 @@ class DevicePages:
         if self._device.type == "cuda":
             numbers = numbers.pin_memory().to(self._device, non_blocking=True)
         copy_pages_launch(self._pool.memory, pages, self._layout, numbers[0], numbers[1], to_pages).run()
-
-
-def staged_pages(page_bytes: int, num_saved: int) -> tuple[int, int]:
-    """Return how many pages the buffers of saves and of loads have on the device."""
-    return num_saved, max(2, STAGING_BYTES // max(1, page_bytes))
 
 
 def _groups(pairs: Sequence[tuple[int, int]], size: int) -> list[Sequence[tuple[int, int]]]:

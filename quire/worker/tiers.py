@@ -13,11 +13,11 @@ from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
+from quire.kv.tiers.host_slab import MAX_SAVED_BYTES_ON_GPU
 from quire.worker.memory import uses_native_kernels
 
 _MAX_SAVED_BYTES = 64 << 20
-_MAX_SAVED_BYTES_ON_GPU = 256 << 20
-"""The most that one step copies to the host tier. On a GPU, which copies next to the steps, a buffer has as much."""
+"""The most that one step of a CPU copies to the host tier."""
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".gguf")
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _NUM_TRANSFER_SAMPLES = 4096
@@ -74,7 +74,7 @@ def num_host_pages(config: EngineConfig, report: ModelReport) -> int:
 
 def max_page_saves(report: ModelReport) -> int:
     """Return how many pages one step copies to the host tier at most."""
-    most = _MAX_SAVED_BYTES if report.device == "cpu" else _MAX_SAVED_BYTES_ON_GPU
+    most = _MAX_SAVED_BYTES if report.device == "cpu" else MAX_SAVED_BYTES_ON_GPU
     return max(1, most // max(1, page_bytes(report.memory)))
 
 

@@ -19,6 +19,9 @@ from quire.contracts.shared_slots import SharedSlots
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
+MAX_SAVED_BYTES_ON_GPU = 256 << 20
+"""The most that one step of a GPU copies to the host tier, next to the steps: a buffer on the GPU has as much."""
+_LOAD_STAGING_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +137,12 @@ class HostSlab:
                 blocks[block_id] = part[slot]
         self.save_s += saved_s - started_s
         self.load_s += time.perf_counter() - saved_s
+
+
+def staged_pages(page_bytes: int, num_slots: int) -> tuple[int, int]:
+    """Return how many pages the buffers on a GPU have that saves and loads of a slab pass through."""
+    saved, loaded = (num_bytes // max(1, page_bytes) for num_bytes in (MAX_SAVED_BYTES_ON_GPU, _LOAD_STAGING_BYTES))
+    return max(1, min(num_slots, saved)), max(1, min(num_slots, max(2, loaded)))
 
 
 def slot_stride(page_bytes: int) -> int:

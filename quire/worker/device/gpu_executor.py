@@ -184,13 +184,13 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
-    def open_host_tier(self, num_pages: int, num_saved: int, is_shared: bool = False) -> None:
+    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
         """Make the slab of the host tier, if it has any pages; see HostSlab and DevicePages."""
         if num_pages > 0:
             page_bytes = self._pool.spec.bytes_per_block
             self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes)
             with self._decoder.on_device():
-                self._pages = DevicePages(self._pool, self.host_slab, min(num_saved, num_pages))
+                self._pages = DevicePages(self._pool, self.host_slab)
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
         """See PageMover: refused, as pinning the memory of two slabs may take more than the host has."""
