@@ -85,8 +85,7 @@ class DeviceKvPool:
         return [part for part in (cache[::2] if self.spec.is_joined else cache) if part is not None]
 
     def page_layout(self) -> PageLayout:
-        """Return where the arrays of a block are, in the memory and in a page: layer by layer, each as _parts has them. There is
-        no window group."""
+        """Return where the arrays of a block are, in the memory and in a page, layer by layer; there is no window group."""
         parts = [part for cache in self.caches for part in self._parts(cache) if part.numel() > 0]
         starts = [part.data_ptr() - self.memory.data_ptr() for part in parts]
         return PageLayout.of(starts, [part.nbytes // self.num_blocks for part in parts], self.device)

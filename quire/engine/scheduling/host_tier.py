@@ -234,6 +234,10 @@ class HostTier:
         self._num_loading.update(block_id for _, block_id in loads)
         return saves, loads
 
+    def saved_slots(self, step_ids: Iterable[int]) -> list[int]:
+        """Return the slots of the page_saves of these plans, before `end_moves`."""
+        return [slot for step_id in step_ids for _, slot in self._moving.get(step_id, ((), ()))[0]]
+
     def end_moves(self, step_id: int) -> tuple[PageMoves, PageMoves]:
         """Record that the pages of a plan have been copied, or never will be; return its saves and loads. A plan without any,
         or one whose moves have ended, has none."""

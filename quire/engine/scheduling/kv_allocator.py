@@ -94,8 +94,6 @@ class KvAllocator:
         if window is not None:
             self.windows = WindowBlocks(window, block_size, self.index.__contains__)
         self._num_cached_blocks = 0
-        self.saved_slots: list[int] = []
-        """Of the host tier, whose pages are there since the result that was committed last."""
         self.block_size = block_size
         self._is_caching = enable_prefix_caching
 
@@ -220,7 +218,6 @@ class KvAllocator:
         """Record which pages have been saved and loaded. If the step failed, its own saved pages and loaded blocks are dropped;
         return these blocks."""
         tier = self.host_tier
-        self.saved_slots = []
         if tier is None:
             return _NO_BLOCKS
         if result.is_failed:
@@ -229,8 +226,8 @@ class KvAllocator:
             for _, block_id in loads:
                 self.index.drop(block_id)
             return frozenset(block_id for _, block_id in loads)
-        for step_id in (result.step_id,) if result.moved_steps is None else result.moved_steps:
-            self.saved_slots += [slot for _, slot in tier.end_moves(step_id)[0]]
+        for step_id in result.done_moves:
+            tier.end_moves(step_id)
         return _NO_BLOCKS
 
     def save_cached(self, max_blocks: int) -> None:

@@ -258,11 +258,10 @@ def live(seed, num_events=120, is_late=False):
             fail_step(driver, plan)
             continue
         result = driver.worker.execute(plan)
+        for slot in tier.saved_slots(result.done_moves):
+            disk[tier.key_of(slot)] = list(driver.worker.pages[slot])
         act()
         driver.commit(plan, result)
-        for slot in driver.scheduler.kv.saved_slots:
-            if tier.key_of(slot) is not None:
-                disk[tier.key_of(slot)] = list(driver.worker.pages[slot])
     driver.run()
     driver.check_outputs()
     while (plan := driver.scheduler.schedule_moves()) is not None:
