@@ -163,6 +163,13 @@ class DevicePages:
         if is_cuda:
             _pin(self, slab.address, slab.num_slots * slab.stride)
 
+    def warm_up(self) -> None:
+        """Compile the kernels, and start the streams, before anything waits for them; no page may be in use."""
+        self.move(0, [(0, 0)], [(0, 0)])
+        self.settle()
+        self.take_done()
+        self._slab.save_s = self._slab.load_s = 0.0
+
     def move(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """Start to copy blocks to slots, (block, slot), as they stand now, and then slots to blocks, (slot, block).
 

@@ -15,8 +15,10 @@ from quire.kernels.triton.launching import Launch, check_contiguous
 
 WORD_BYTES = 4
 """What is copied at a time: arrays begin and end on multiples of it, in the pool and in a page."""
-_CHUNK_WORDS = 8192
+_CHUNK_WORDS = 4096
 """Of one array and block, for one program."""
+_WIDE_WORDS = 4
+"""That a thread copies at a time, where all arrays consist of so many."""
 
 
 class PageLayout(NamedTuple):
@@ -26,12 +28,14 @@ class PageLayout(NamedTuple):
     sizes    [A] i64 of a block of it
     offsets  [A] i64 of its block in a page
     most     the largest of sizes
+    is_wide  all numbers are multiples of _WIDE_WORDS
     """
 
     starts: Tensor
     sizes: Tensor
     offsets: Tensor
     most: int
+    is_wide: bool
 
     @classmethod
     def of(cls, starts_bytes: Sequence[int], sizes_bytes: Sequence[int], device: torch.device) -> PageLayout:
@@ -40,7 +44,9 @@ class PageLayout(NamedTuple):
             raise InvariantError(f"the arrays of a page have to consist of words of {WORD_BYTES} bytes, got {sizes_bytes}")
         starts, sizes = (torch.tensor(numbers, dtype=torch.int64) // WORD_BYTES for numbers in (starts_bytes, sizes_bytes))
         offsets = sizes.cumsum(0) - sizes
-        return cls(starts.to(device), sizes.to(device), offsets.to(device), int(sizes.max()) if len(sizes) else 0)
+        is_wide = not bool((torch.cat([starts, sizes]) % _WIDE_WORDS).any())
+        most = int(sizes.max()) if len(sizes) else 0
+        return cls(starts.to(device), sizes.to(device), offsets.to(device), most, is_wide)
 
 
 def copy_pages_launch(
@@ -67,6 +73,7 @@ def copy_pages_launch(
     constants = {
         "PAGE_WORDS": pages.shape[1] // WORD_BYTES,
         "TO_PAGES": to_pages,
+        "MULTIPLE": _WIDE_WORDS if layout.is_wide else 1,
         "CHUNK": min(_CHUNK_WORDS, triton.next_power_of_2(max(1, layout.most))),
     }
     grid = (num_moves, len(layout.sizes), -(-layout.most // _CHUNK_WORDS))
@@ -84,15 +91,18 @@ def _copy_words(
     offsets_ptr: tl.tensor,
     PAGE_WORDS: tl.constexpr,
     TO_PAGES: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
     """Copy chunk program_id(2) of array program_id(1) in block program_id(0)."""
     move, array = tl.program_id(0), tl.program_id(1)
-    size = tl.load(sizes_ptr + array)
+    size = tl.multiple_of(tl.load(sizes_ptr + array), MULTIPLE)
+    start = tl.multiple_of(tl.load(starts_ptr + array), MULTIPLE)
+    offset = tl.multiple_of(tl.load(offsets_ptr + array), MULTIPLE)
     words = tl.program_id(2).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     is_there = words < size
-    in_memory = memory_ptr + tl.load(starts_ptr + array) + tl.load(blocks_ptr + move) * size + words
-    in_page = pages_ptr + tl.load(places_ptr + move) * PAGE_WORDS + tl.load(offsets_ptr + array) + words
+    in_memory = memory_ptr + start + tl.load(blocks_ptr + move) * size + words
+    in_page = pages_ptr + tl.load(places_ptr + move) * PAGE_WORDS + offset + words
     if TO_PAGES:
         tl.store(in_page, tl.load(in_memory, mask=is_there), mask=is_there)
     else:

@@ -189,8 +189,9 @@ class GpuStepExecutor:
         if num_pages > 0:
             page_bytes = self._pool.spec.bytes_per_block
             self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes)
-            with self._decoder.on_device():
+            with torch.inference_mode(), self._decoder.on_device():
                 self._pages = DevicePages(self._pool, self.host_slab)
+                self._pages.warm_up()
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
         """See PageMover: refused, as pinning the memory of two slabs may take more than the host has."""

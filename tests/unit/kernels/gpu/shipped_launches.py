@@ -22,6 +22,7 @@ from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
+from quire.kernels.triton.page_copy import PageLayout, copy_pages_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
@@ -239,6 +240,12 @@ def move_launch(kv_dtype=BF16):
     return move_tokens_launch(KvCache(*cache), meta(9, dtype=I64), meta(9, dtype=I64), meta(5, dtype=I32))
 
 
+def page_launch(to_pages):
+    layout = PageLayout.of([0, 1 << 29], [131072, 131072], META)
+    memory, pages = meta(1 << 28, dtype=F32), meta(36, 262144, dtype=torch.uint8)
+    return copy_pages_launch(memory, pages, layout, meta(9, dtype=I64), meta(9, dtype=I64), to_pages)
+
+
 def recur_of(heads, k_dim, v_dim, key_heads=None, decay=None, has_beta=False, has_rates=False):
     count = 64
     q, k = (meta(count, key_heads or heads, k_dim, dtype=F32) for _ in range(2))
@@ -373,6 +380,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "feedback-tables": lambda: feedback_launch(1),
     "feedback-keep": lambda: feedback_launch(2),
     "move": lambda: move_launch(),
+    "pages-saved": lambda: page_launch(True),
+    "pages-loaded": lambda: page_launch(False),
     "move-fp8": lambda: move_launch(FP8),
     "verify-chain": lambda: attention_launches(count=4)[1],
     "verify-chain-long": lambda: attention_launches(count=6)[0],
