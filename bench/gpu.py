@@ -40,6 +40,7 @@ SECTIONS = [
     Section("in-order-small", 15),
     Section("launches", 10),
     Section("ranks", 40),
+    Section("tiers", 35),
     Section("profile", 40),
 ]
 MODELS = {
@@ -70,6 +71,7 @@ def section_rows(
     import gpu_profile
     import gpu_ranks
     import gpu_start
+    import gpu_tiers
     import torch
 
     device = torch.device("cpu") if is_smoke else torch.device("cuda", 0)
@@ -90,6 +92,8 @@ def section_rows(
         yield from gpu_profile.profile_rows(place, small, until_s)
     elif name == "ranks":
         yield from gpu_ranks.rank_rows(place, small, until_s)
+    elif name == "tiers":
+        yield from gpu_tiers.tier_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "kernels":
