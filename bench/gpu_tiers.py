@@ -92,7 +92,7 @@ def _make_llm(place: Place, folder: str, has_tier: bool) -> LLM:
         "deterministic": True,
         "max_num_seqs": 4 if place.is_tiny else 32,
         "max_model_len": 32 if place.is_tiny else 4608,
-        "num_kv_blocks": 5 if place.is_tiny else 200,
+        "num_kv_blocks": 4 if place.is_tiny else 200,
         "block_size": 8 if place.is_tiny else 64,
         "max_num_batched_tokens": 32 if place.is_tiny else 8192,
     }

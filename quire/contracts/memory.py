@@ -52,8 +52,8 @@ class MemoryPlan:
                       blocks
     host              what the ranks on this host hold, where tensor-parallel ranks share the model; weight_bytes and kv are of
                       the whole model
-    pinned_bytes      of the host tier of a GPU, which cannot be swapped out; activation_bytes has the buffers that its pages pass
-                      through on the GPU
+    pinned_bytes      of the host tier of a GPU, which cannot be swapped out; activation_bytes has the buffers on the GPU that
+                      its pages pass through
     offloaded_bytes   of weights in host memory that a GPU copies before use, see EngineConfig.cpu_offload_gb; weight_bytes are
                       those on the GPU, with the staging buffers
     """

@@ -19,8 +19,9 @@ from quire.base.ids import BlockId, RequestId
 from quire.contracts.config import KvSave
 from quire.engine.scheduling.prefix_index import PrefixEntry
 
-PageMoves = tuple[tuple[int, int], ...]
-"""The page_saves, (block, slot), or page_loads, (slot, block), of a plan."""
+PageMoves = tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]
+"""The page_saves, (block, slot), and page_loads, (slot, block), of a plan."""
+_NO_MOVES: PageMoves = ((), ())
 
 _MAX_SEEN_KEYS = 1 << 16
 """Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
@@ -74,7 +75,7 @@ class HostTier:
         self._saves: dict[int, BlockId] = {}
         self._written_later: OrderedDict[int, PrefixEntry] = OrderedDict()  # blocks to save at once, by key
         self._loads: dict[BlockId, int] = {}
-        self._moving: dict[int, tuple[PageMoves, PageMoves]] = {}  # by step: its saves and loads, which may not be made yet
+        self._moving: dict[int, PageMoves] = {}  # by step: its saves and loads, which may not be made yet
         self._num_loading: Counter[BlockId] = Counter()
         self._seen: OrderedDict[int, None] = OrderedDict()
         self.stats = HostTierStats()
@@ -220,7 +221,7 @@ class HostTier:
                 self.note_use(key)
         self.pin([slot])
 
-    def take_moves(self, step_id: int) -> tuple[PageMoves, PageMoves]:
+    def take_moves(self, step_id: int) -> PageMoves:
         """Return the page_saves and page_loads of a plan. Their slots are pinned until `end_moves`."""
         self._write_through()
         saves = tuple((block_id, slot) for slot, block_id in self._saves.items())
@@ -236,12 +237,12 @@ class HostTier:
 
     def saved_slots(self, step_ids: Iterable[int]) -> list[int]:
         """Return the slots of the page_saves of these plans, before `end_moves`."""
-        return [slot for step_id in step_ids for _, slot in self._moving.get(step_id, ((), ()))[0]]
+        return [slot for step_id in step_ids for _, slot in self._moving.get(step_id, _NO_MOVES)[0]]
 
-    def end_moves(self, step_id: int) -> tuple[PageMoves, PageMoves]:
+    def end_moves(self, step_id: int) -> PageMoves:
         """Record that the pages of a plan have been copied, or never will be; return its saves and loads. A plan without any,
         or one whose moves have ended, has none."""
-        saves, loads = self._moving.pop(step_id, ((), ()))
+        saves, loads = self._moving.pop(step_id, _NO_MOVES)
         self.unpin(slot for _, slot in saves)
         self.unpin(slot for slot, _ in loads)
         self._num_loading -= Counter(block_id for _, block_id in loads)

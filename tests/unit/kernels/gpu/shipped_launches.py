@@ -22,12 +22,12 @@ from quire.kernels.triton.fused_linear import Epilogue, multiply_few_launch
 from quire.kernels.triton.head_products import multiply_heads_launch
 from quire.kernels.triton.indexer import IndexInputs, score_keys_launch
 from quire.kernels.triton.kv_move import move_tokens_launch
-from quire.kernels.triton.page_copy import PageLayout, copy_pages_launch
 from quire.kernels.triton.last_token_buffer import keep_ids_launch, take_inputs_launches
 from quire.kernels.triton.launching import Launch
 from quire.kernels.triton.linear import in_order_launches, multiply_launches, widen_launch
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.page_copy import PageLayout, copy_pages_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 from quire.kernels.triton.recurrent import causal_conv_launch, recur_launch
