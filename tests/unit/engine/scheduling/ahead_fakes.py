@@ -118,7 +118,7 @@ class FakeDevice(LatePages):
             self._run(1)
         self.log.append(("collect", step.plan.step_id))
         if self.failing_collections():
-            self.fail(step.plan.step_id, step.result.moved_steps)
+            self.fail(step.plan.step_id, step.result.moved_steps or ())
             raise RuntimeError("the device has stumbled")
         return self.spoil(step.result, step.plan)
 

@@ -450,6 +450,7 @@ class LatePages(FakeWorker):
     """Copies pages some time after the step that asks for it, as a GPU does next to its steps; a step that needs a page waits.
 
     num_waits   steps that have waited for a page that they read
+    is_late     otherwise pages are copied with the step that asks for it
     keeps_late  nothing is copied before a step needs it, or there is nothing else to do
     """
 
@@ -461,8 +462,12 @@ class LatePages(FakeWorker):
         self._rng_of_moves = random.Random(7)
         self._lost: list[int] = []
 
+    is_late = True
+
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
+        if not self.is_late:
+            return result
         num_done = 0 if self.keeps_late else self._rng_of_moves.randint(0, len(self.late))
         if not plan.num_scheduled_tokens:
             num_done = len(self.late)
@@ -479,6 +484,9 @@ class LatePages(FakeWorker):
         self._lost += moved_steps
 
     def _move_pages(self, plan: StepPlan) -> None:
+        if not self.is_late:
+            super()._move_pages(plan)
+            return
         move = LateMove(plan.step_id, {}, {block_id: slot for slot, block_id in plan.page_loads})
         self._use(block_id for block_id, _ in plan.page_saves)
         for block_id, slot in plan.page_saves:
