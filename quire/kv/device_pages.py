@@ -222,8 +222,8 @@ class DevicePages:
         self._copy(self._saved, [block_id for block_id, _ in saves], places, to_pages=True)
 
         def work() -> None:
-            for place, (_, slot) in zip(places, saves, strict=True):
-                self._slots[slot].copy_(self._saved[place], non_blocking=True)
+            for slot, place, end in self._runs([slot for _, slot in saves], places):
+                self._slots[slot : slot + end - place].copy_(self._saved[place:end], non_blocking=True)
 
         mark = self._save_stream.run(work, after)
         for place in places:
@@ -232,11 +232,26 @@ class DevicePages:
 
     def _load(self, loads: Sequence[tuple[int, int]], after: Iterable[Mark]) -> Mark:
         def work() -> None:
-            for place, (slot, _) in enumerate(loads):
-                self._loaded[place].copy_(self._slots[slot], non_blocking=True)
+            for slot, place, end in self._runs([slot for slot, _ in loads], range(len(loads))):
+                self._loaded[place:end].copy_(self._slots[slot : slot + end - place], non_blocking=True)
             self._copy(self._loaded, [block_id for _, block_id in loads], range(len(loads)), to_pages=False)
 
         return self._load_stream.run(work, after)
+
+    def _runs(self, slots: Sequence[int], places: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Return which pages are copied at once: the first slot, the first place and the last one, exclusively.
+
+        Pages that follow one another in both are, where the slots have no gaps between them: each copy takes the host time.
+        """
+        found: list[tuple[int, int, int]] = []
+        for slot, place in zip(slots, places, strict=True):
+            if found and self._slots.is_contiguous():
+                first_slot, first, end = found[-1]
+                if place == end and slot == first_slot + end - first:
+                    found[-1] = first_slot, first, end + 1
+                    continue
+            found.append((slot, place, place + 1))
+        return found
 
     def _copy(self, pages: Tensor, block_ids: Sequence[int], places: Sequence[int], to_pages: bool) -> None:
         numbers = torch.tensor([block_ids, list(places)], dtype=torch.int64)

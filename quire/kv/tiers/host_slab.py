@@ -19,9 +19,9 @@ from quire.contracts.shared_slots import SharedSlots
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
-MAX_SAVED_BYTES_ON_GPU = 256 << 20
+MAX_SAVED_BYTES_ON_GPU = 1 << 30
 """The most that one step of a GPU copies to the host tier, next to the steps: a buffer on the GPU has as much."""
-_LOAD_STAGING_BYTES = 64 << 20
+_LOAD_STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
