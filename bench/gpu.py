@@ -43,6 +43,7 @@ SECTIONS = [
     Section("launches", 10),
     Section("sampling", 40),
     Section("ranks", 40),
+    Section("tiers", 35),
     Section("profile", 40),
 ]
 MODELS = {
@@ -76,6 +77,7 @@ def section_rows(
     import gpu_ranks
     import gpu_sampling
     import gpu_start
+    import gpu_tiers
     import torch
 
     device = torch.device("cpu") if is_smoke else torch.device("cuda", 0)
@@ -98,6 +100,8 @@ def section_rows(
         yield from gpu_ranks.rank_rows(place, small, until_s)
     elif name == "sampling":
         yield from gpu_sampling.sampling_rows(place, small, until_s)
+    elif name == "tiers":
+        yield from gpu_tiers.tier_rows(place, small, until_s)
     elif name == "launches":
         yield from gpu_launches.launch_rows(device)
     elif name == "products":

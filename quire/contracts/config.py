@@ -73,6 +73,7 @@ class SchedulerConfig:
     num_host_pages          pages (full KV blocks) that the host tier holds; 0: there is none
     max_page_saves          pages that one step may save; more are dropped
     kv_save                 see EngineConfig
+    loads_aside             pages are loaded next to the steps, so that a sequence is not computed before its own are there
     window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
     num_block_places        ranks that share the tokens of a sequence; each has an equal part of the blocks. block_chunk
                             consecutive blocks of a sequence are on one rank, the next ones on the next
@@ -96,6 +97,7 @@ class SchedulerConfig:
     num_host_pages: int = 0
     max_page_saves: int = 1024
     kv_save: KvSave = "reused"
+    loads_aside: bool = False
     window_tokens: int | None = None
     num_window_blocks: int = 0
     num_block_places: int = 1

@@ -52,6 +52,8 @@ class MemoryPlan:
                       blocks
     host              what the ranks on this host hold, where tensor-parallel ranks share the model; weight_bytes and kv are of
                       the whole model
+    pinned_bytes      of the host tier of a GPU, which cannot be swapped out; activation_bytes has the buffers on the GPU that
+                      its pages pass through
     offloaded_bytes   of weights in host memory that a GPU copies before use, see EngineConfig.cpu_offload_gb; weight_bytes are
                       those on the GPU, with the staging buffers
     """
@@ -69,6 +71,7 @@ class MemoryPlan:
     offloaded_bytes: int = 0
     num_block_places: int = 1
     num_homes: int = 1
+    pinned_bytes: int = 0
 
     @property
     def num_local_blocks(self) -> int:
@@ -151,6 +154,7 @@ class MemoryPlan:
                 + ("" if self.fits else ": THE MODEL DOES NOT FIT"),
                 f"weights     {format_bytes(self.host_weight_bytes)}{self._describe_ranks()}",
                 *self._describe_offload(),
+                *self._describe_pinned(),
                 f"activations {format_bytes(self.activation_bytes)} at most in one step (estimate)",
                 f"KV cache    {format_bytes(self.kv_bytes)}: {self.num_kv_blocks:,} blocks of {self.kv.block_size} "
                 f"tokens, {self.num_kv_tokens:,} tokens, {self.num_long_sequences:.1f} sequences of "
@@ -187,6 +191,9 @@ class MemoryPlan:
         if self.offloaded_bytes == 0:
             return ()
         return (f"offloaded   {format_bytes(self.offloaded_bytes)} of weights in host memory, copied before each use",)
+
+    def _describe_pinned(self) -> tuple[str, ...]:
+        return (f"host tier   {format_bytes(self.pinned_bytes)} of pinned host memory",) if self.pinned_bytes else ()
 
     def _describe_ranks(self) -> str:
         host = self.host

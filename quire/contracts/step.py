@@ -127,6 +127,8 @@ class StepResult:
     error_params     sequence -> the field of its request that is at fault, of errors of constraints that cannot go on
     block_scores     sequence -> score of each of its scored_blocks of the plan; the lowest are evicted first
     is_failed        the step failed as a whole: whether its pages were saved and loaded is not known
+    moved_steps      steps, perhaps earlier ones, whose page_saves and page_loads have been made since the last result; None:
+                     those of this step, and it waited for them
     """
 
     step_id: int
@@ -143,6 +145,14 @@ class StepResult:
     error_params: dict[SequenceId, str] = field(default_factory=lambda: {})
     is_failed: bool = False
     block_scores: dict[SequenceId, tuple[float, ...]] = field(default_factory=lambda: {})
+    moved_steps: tuple[int, ...] | None = None
+
+    @property
+    def done_moves(self) -> tuple[int, ...]:
+        """Steps whose pages have been saved and loaded, as this result says; none if it failed."""
+        if self.is_failed:
+            return ()
+        return (self.step_id,) if self.moved_steps is None else self.moved_steps
 
 
 class Runner(Protocol):

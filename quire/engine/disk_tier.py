@@ -182,16 +182,17 @@ class DiskTier:
         )
 
     def note_step(self, plan: StepPlan, result: StepResult, duration_s: float) -> None:
-        """Write the pages that a step has saved, and take in how fast it computed."""
+        """Write the pages that are saved now, and take in how fast the step computed; before its result is committed."""
         block_size = self._scheduler.config.block_size
         if plan.num_tokens >= 2 * block_size and duration_s > 0 and not result.is_failed:
             self._tokens_per_s = _blend(self._tokens_per_s, plan.num_tokens / duration_s)
         uses = self._tier.take_uses()
         if uses and not self._is_broken:
             self._submit(lambda: self._touch(uses, uses))
-        if result.is_failed or not plan.page_saves:
+        slots = self._tier.saved_slots(result.done_moves)
+        pages = [(key, slot) for slot in slots if (key := self._tier.key_of(slot)) is not None]
+        if not pages:
             return
-        pages = [(key, slot) for _, slot in plan.page_saves if (key := self._tier.key_of(slot)) is not None]
         room = 0 if time.monotonic() < self._paused_until_s or self._is_broken else self._max_writing - self._num_writing
         self.stats.num_not_written += max(0, len(pages) - room)
         pages = pages[: max(0, room)]

@@ -578,6 +578,7 @@ class LLMEngine:
             self.abort_request(request_id)
         self._undelivered.clear()
         if not self._is_closed and self._disk is not None:
+            self._steps.drain()
             deadline_s = time.monotonic() + _CLOSE_SAVE_S
             while time.monotonic() < deadline_s and (self.save_pages() or self._disk.wait_written()):
                 pass

@@ -105,8 +105,8 @@ class PrefillService:
 
     @property
     def has_work(self) -> bool:
-        """Whether `advance` has something to do, or a step has pages to save."""
-        return self._is_changed or self._tier.has_moves
+        """Whether `advance` has something to do, or a step has pages to save, or to wait for."""
+        return self._is_changed or self._tier.has_moves or self._tier.is_moving
 
     @property
     def num_lendings(self) -> int:

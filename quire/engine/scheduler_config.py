@@ -7,12 +7,9 @@ from quire.contracts.config import EngineConfig, SchedulerConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.worker.memory import max_num_batched_tokens, max_state_drafts
-from quire.worker.tiers import num_host_pages, page_bytes
+from quire.worker.tiers import max_page_saves, num_host_pages
 
 logger = get_logger(__name__)
-
-_MAX_SAVED_BYTES = 64 << 20
-"""The most that one step copies to the host tier."""
 
 
 def make_scheduler_config(config: EngineConfig, report: ModelReport) -> SchedulerConfig:
@@ -32,8 +29,9 @@ def make_scheduler_config(config: EngineConfig, report: ModelReport) -> Schedule
         num_state_checkpoints=report.memory.num_state_checkpoints if report.spec.has_recurrent_state else None,
         max_num_drafts=max_state_drafts(config) if report.spec.has_recurrent_state else None,
         num_host_pages=num_host_pages(config, report),
-        max_page_saves=max(1, _MAX_SAVED_BYTES // max(1, page_bytes(report.memory))),
+        max_page_saves=max_page_saves(report),
         kv_save=config.kv_save,
+        loads_aside=report.device != "cpu",
         window_tokens=report.memory.kv.window_tokens,
         num_window_blocks=report.memory.num_window_blocks,
         num_block_places=report.memory.num_block_places,

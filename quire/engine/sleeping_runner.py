@@ -86,6 +86,8 @@ class SleepingRunner:
             return None
         if config.distributed_executor_backend == "ray" or launched_group(config) is not None:
             return "ranks that a launcher has started, because they cannot be started again: use level 1"
+        if self._slab is not None and report.device != "cpu":
+            return "a host tier on a GPU, because the memory of two would be pinned while the model is loaded: use level 1"
         if self._slab is not None and config.parallel.world_size > 1:
             return "a host tier on several ranks or stages, because its pages would be lost: use level 1"
         if config.save_expert_load is not None:

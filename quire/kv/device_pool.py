@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from quire.contracts.kv_spec import QUANTIZED_KV_BITS, KvSpec
 from quire.kernels.triton.attention import KvCache
 from quire.kernels.triton.kv_move import move_tokens_launch
+from quire.kernels.triton.page_copy import PageLayout
 from quire.kernels.triton.rotated_codes import PACKED, width_of
+
+_ALIGNMENT = 256
+"""Bytes; of the tensors in the memory of a pool, as of memory that torch takes."""
 
 
 class DeviceKvPool:
     """Per layer a KvCache whose k and v are [num_blocks, kv_heads, block_size, head_dim], or head_dim / 2 bytes of codes of
     four bits; quantised ones have scales.
 
-    The memory is taken at once and not written: nothing reads what no token was stored in. Where the spec says that they are
-    joined, v is k. The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of num_blocks.
+    The memory is taken at once, in one piece, and not written: nothing reads what no token was stored in. Where the spec says
+    that they are joined, v is k. The layers of the window group (KvSpec.is_windowed) have num_window_blocks in place of
+    num_blocks.
 
+    memory  f32 words, of all caches
     states  for each layer the tensors of recurrent states, [num_states, ...]; empty where the model has none
     is_windowed  of each layer
     """
@@ -30,17 +40,21 @@ class DeviceKvPool:
         self.device = device
         self.is_windowed = spec.is_windowed or (False,) * len(spec.layer_shapes)
         dtypes, is_quantised = _dtypes_of(spec), spec.dtype in QUANTIZED_KV_BITS
-        self.caches: list[KvCache] = []
-        for (heads, dim), is_windowed in zip(spec.layer_shapes, self.is_windowed, strict=True):
+        shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []  # five a layer: k, v, their scales, index
+        for layer, ((heads, dim), is_windowed) in enumerate(zip(spec.layer_shapes, self.is_windowed, strict=True)):
             shape = (num_window_blocks if is_windowed else num_blocks, heads, spec.block_size)
-            parts = [torch.empty(*shape, width_of(dtype, dim), dtype=dtype, device=device) for dtype in dtypes]
-            if is_quantised:
-                parts += (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+            rows = [((*shape, width_of(dtype, dim)), dtype) for dtype in dtypes]
+            scales = [(shape, torch.float32) if is_quantised else None] * 2
+            index_dim = spec.index_dims[layer] if spec.index_dims else 0
+            own = [*rows, *scales, ((*shape, index_dim), dtypes[0]) if index_dim else None]
             if spec.is_joined:
-                parts[1::2] = parts[::2]
-            index_dim = spec.index_dims[len(self.caches)] if spec.index_dims else 0
-            index = torch.empty(*shape, index_dim, dtype=dtypes[0], device=device) if index_dim else None
-            self.caches.append(KvCache(*parts)._replace(index=index))
+                own[1] = own[3] = None
+            shapes += own
+        self.memory, parts = _take(shapes, device)
+        self.caches: list[KvCache] = []
+        for k, v, k_scales, v_scales, index in zip(*(parts[place::5] for place in range(5)), strict=True):
+            assert k is not None
+            self.caches.append(KvCache(k, k if v is None else v, k_scales, k_scales if v is None else v_scales, index))
 
         wide = torch.float32 if is_quantised else getattr(torch, spec.dtype)
         self.states = [
@@ -70,6 +84,12 @@ class DeviceKvPool:
         """Return the tensors of a cache, each once."""
         return [part for part in (cache[::2] if self.spec.is_joined else cache) if part is not None]
 
+    def page_layout(self) -> PageLayout:
+        """Return where the arrays of a block are, in the memory and in a page, layer by layer; there is no window group."""
+        parts = [part for cache in self.caches for part in self._parts(cache) if part.numel() > 0]
+        starts = [part.data_ptr() - self.memory.data_ptr() for part in parts]
+        return PageLayout.of(starts, [part.nbytes // self.num_blocks for part in parts], self.device)
+
     def copy_blocks(self, sources: Tensor, targets: Tensor, is_windowed: bool = False) -> None:
         """Copy whole blocks [N] i64 in every layer of a group, all on the device; all sources are read before any target is
         written."""
@@ -91,6 +111,20 @@ class DeviceKvPool:
     def _caches_of(self, is_windowed: bool) -> list[KvCache]:
         """Return the caches of the layers of one group."""
         return [cache for cache, flag in zip(self.caches, self.is_windowed, strict=True) if flag is is_windowed]
+
+
+def _take(
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype] | None], device: torch.device
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Return memory for tensors of these shapes and dtypes, and the tensors; None: there is none in this place."""
+    sizes = [0 if one is None else math.prod(one[0]) * one[1].itemsize for one in shapes]
+    ends = list(accumulate(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes))
+    memory = torch.empty((ends[-1] if ends else 0) // 4, dtype=torch.float32, device=device)
+    seen = memory.view(torch.uint8)
+    tensors: list[Tensor | None] = []
+    for one, size, first in zip(shapes, sizes, [0, *ends], strict=False):
+        tensors.append(None if one is None else seen[first : first + size].view(one[1]).view(one[0]))
+    return memory, tensors
 
 
 def _dtypes_of(spec: KvSpec) -> tuple[torch.dtype, torch.dtype]:

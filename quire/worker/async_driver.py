@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 from quire.base.errors import InvariantError
 from quire.contracts.step import StepPlan, StepResult
@@ -14,7 +15,7 @@ from quire.worker.input_batch import StepInput
 from quire.worker.lora import AdapterStore
 from quire.worker.row_processing import masks_of, prefers_drafts
 from quire.worker.step_driver import ClosedWith, EmptyStep, RunningStep, StepDriver
-from quire.worker.step_executor import RowProcessor, StepExecutor
+from quire.worker.step_executor import AsyncPageMover, RowProcessor, StepExecutor
 
 
 class AsyncStepDriver(StepDriver):
@@ -27,6 +28,7 @@ class AsyncStepDriver(StepDriver):
     is_ahead   whether the caller launches the next step early where it may
     mark_step  returns a context in which a step is launched, for profilers
     adapters, row_processor  as in StepDriver
+    page_mover  the executor, where there is a host tier
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class AsyncStepDriver(StepDriver):
         mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
         adapters: AdapterStore | None = None,
         row_processor: RowProcessor | None = None,
+        page_mover: AsyncPageMover | None = None,
     ) -> None:
-        super().__init__(executor, speculator, draft_executors, adapters=adapters, row_processor=row_processor)
+        super().__init__(executor, speculator, draft_executors, page_mover, adapters, row_processor=row_processor)
+        self._async_mover = page_mover
         self._mark_step = mark_step
         self._is_ahead = is_ahead
         self._in_flight: list[RunningStep | EmptyStep] = []
@@ -104,4 +108,13 @@ class AsyncStepDriver(StepDriver):
                         behind.masks = self._start_masks(behind.step)
         if self._in_flight:
             self._speculator.restart_clock()
-        return result
+        if self._async_mover is None:
+            return result
+        # A plan without tokens is made where there is nothing else to do than to wait for pages.
+        waits = isinstance(running, EmptyStep) and not self._in_flight
+        return replace(result, moved_steps=self._async_mover.take_moved(waits))
+
+    def close(self) -> None:
+        """See StepDriver."""
+        self._async_mover = None
+        super().close()

@@ -90,7 +90,7 @@ class CpuStepExecutor:
         slab.attach(self._kv)
         self.host_slab = slab
 
-    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""
         if self.host_slab is None:
             raise InvariantError("a step saves or loads pages, but there is no host tier")

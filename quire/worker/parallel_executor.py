@@ -115,12 +115,12 @@ class LeaderExecutor(CpuStepExecutor):
                 self._rebalancer.note_step()
             return started
 
-    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every rank copies its part."""
         with self._group():
             self._send(encode_page_moves(saves, loads))
         self._is_moving = True
-        super().move_pages(saves, loads)
+        super().move_pages(step_id, saves, loads)
 
     def flush(self) -> None:
         """See StepExecutor: every rank has moved its pages before this returns."""

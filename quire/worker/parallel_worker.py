@@ -110,7 +110,7 @@ def make_call(
             sources, targets = (array.tolist() for array in message.arrays)
             executor.move_tokens(Moves(sources, targets, []))
         elif call is Call.MOVE_PAGES:
-            executor.move_pages(*decode_page_moves(message))
+            executor.move_pages(0, *decode_page_moves(message))
         elif call is Call.LOGITS:
             decoder.logits_of(message.arrays[0].tolist())
         elif call is Call.ONE_TOKEN:

@@ -149,7 +149,7 @@ class PipelineExecutor:
         if entries or block_copies:
             self._send(encode_changes(Changes(list(entries), list(block_copies))))
 
-    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every stage copies its part, in the order of the steps."""
         self._send(encode_page_moves(saves, loads))
         self._is_moving = True

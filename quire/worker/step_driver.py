@@ -328,7 +328,7 @@ class StepDriver:
             executor.set_sampling(row.batch_slot, SlotSampling.of(row.sampling, is_executors(row)))
             set_processors(batch.row_processor, row)
         if self._page_mover is not None and (plan.page_saves or plan.page_loads):
-            self._page_mover.move_pages(plan.page_saves, plan.page_loads)
+            self._page_mover.move_pages(plan.step_id, plan.page_saves, plan.page_loads)
         copies = batch.block_copies(plan)
         if entries or copies:
             executor.begin_step(entries, copies)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -177,12 +177,22 @@ class PageMover(Protocol):
 
     host_slab: HostSlab | None
 
-    def move_pages(self, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks to slots of the host tier, (block, slot), and then slots to blocks, (slot, block); before begin_step."""
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks to slots of the host tier, (block, slot), and then slots to blocks, (slot, block); before begin_step of
+        this step. The copies may go on when it returns, see AsyncPageMover."""
         ...
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
         """Use a slab that another executor of the same model had, with its pages, in place of its own."""
+        ...
+
+
+@runtime_checkable
+class AsyncPageMover(PageMover, Protocol):
+    """A PageMover whose copies run next to the steps. Steps that use loaded blocks, and copies, wait for what they need."""
+
+    def take_moved(self, waits: bool) -> tuple[int, ...]:
+        """Return the steps whose pages have been saved and loaded, in order, each once. waits: all, when they have."""
         ...
 
 

@@ -13,8 +13,11 @@ from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.kernels.native import load_native
+from quire.kv.tiers.host_slab import MAX_SAVED_BYTES_ON_GPU
 from quire.worker.memory import uses_native_kernels
 
+_MAX_SAVED_BYTES = 64 << 20
+"""The most that one step of a CPU copies to the host tier."""
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".gguf")
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 _NUM_TRANSFER_SAMPLES = 4096
@@ -29,10 +32,10 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
-    if report.device != "cpu":
+    if report.device != "cpu" and config.tensor_parallel_size > 1:
         raise ConfigError(
-            f"{name} is {value!r}, but the model runs on {report.device}: KV tiers are supported on a CPU only; leave it "
-            "out, or choose device='cpu'"
+            f"{name} is {value!r} and tensor_parallel_size {config.tensor_parallel_size}, but the model runs on "
+            f"{report.device}: KV tiers are supported on one GPU; leave one of them out"
         )
     if report.spec.has_recurrent_state:
         raise ConfigError(
@@ -69,6 +72,12 @@ def num_host_pages(config: EngineConfig, report: ModelReport) -> int:
     return config.host_tier_bytes // max(1, page_bytes(report.memory))
 
 
+def max_page_saves(report: ModelReport) -> int:
+    """Return how many pages one step copies to the host tier at most."""
+    most = _MAX_SAVED_BYTES if report.device == "cpu" else MAX_SAVED_BYTES_ON_GPU
+    return max(1, most // max(1, page_bytes(report.memory)))
+
+
 def page_bytes(memory: MemoryPlan) -> int:
     """Return the bytes of a page over all ranks, or over those of this host where these hold more: key and value heads that
     several ranks hold count for each."""
@@ -83,7 +92,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
     kv = report.memory.kv
     return {
         "version": quire.__version__,
-        "kernels": _kernels(config, report),
+        "kernels": kernels_name(config, report),
         "weights": _weights_hash(report.folder),
         "model": repr((config.dtype, config.quantization, report.spec.rope_switch_len(report.memory.max_model_len))),
         "max_model_len": str(report.memory.max_model_len),
@@ -100,7 +109,7 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
     spec, kv = report.spec, report.memory.kv
     return {
         "version": quire.__version__,
-        "kernels": _kernels(config, report),
+        "kernels": kernels_name(config, report),
         "model": f"{spec.model_type}, {len(spec.layers)} layers, hidden size {spec.hidden_size}, vocabulary {spec.vocab_size}",
         "dtype": str(spec.dtype),
         "quantization": str(config.quantization),
@@ -118,12 +127,24 @@ def _runs(shapes: tuple[tuple[int, int], ...]) -> str:
     return ", ".join(f"{count} layers of {heads} x {dim}" for (heads, dim), count in runs)
 
 
-def _kernels(config: EngineConfig, report: ModelReport) -> str:
-    """Return what computes the model: the native kernels lay out keys and values in their own way."""
+def kernels_name(config: EngineConfig, report: ModelReport) -> str:
+    """Return what computes the model: each kind of kernels lays out keys and values in its own way."""
+    if report.device != "cpu":
+        return _gpu_kernels(config, report)
     native = load_native()
     if native is None or native.__file__ is None or not uses_native_kernels(config, report.spec):
         return f"torch {torch.__version__}"
     return hashlib.sha256(Path(native.__file__).read_bytes()).hexdigest()[:16] + f" {native.isa()}"
+
+
+def _gpu_kernels(config: EngineConfig, report: ModelReport) -> str:
+    """Return what of a GPU and its kernels decides the bits of keys and values."""
+    name, library = "interpreted", config.attention_backend
+    if report.device.startswith("cuda"):
+        major, minor = torch.cuda.get_device_capability(report.device)
+        name = f"sm_{major}{minor}"
+    order = "in order" if config.deterministic else "in any order"
+    return f"triton {name}, {order}, attention by {library}, rows {'joined' if report.memory.kv.is_joined else 'apart'}"
 
 
 def _weights_hash(folder: Path, has_times: bool = True) -> str:

@@ -9,7 +9,7 @@ from is never given to a save of the same step; and a block that the step loads 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,6 +18,10 @@ from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
 from quire.contracts.config import KvSave
 from quire.engine.scheduling.prefix_index import PrefixEntry
+
+PageMoves = tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]
+"""The page_saves, (block, slot), and page_loads, (slot, block), of a plan."""
+_NO_MOVES: PageMoves = ((), ())
 
 _MAX_SEEN_KEYS = 1 << 16
 """Keys that are remembered of pages which were dropped without being saved: what comes a second time is worth saving."""
@@ -71,6 +75,8 @@ class HostTier:
         self._saves: dict[int, BlockId] = {}
         self._written_later: OrderedDict[int, PrefixEntry] = OrderedDict()  # blocks to save at once, by key
         self._loads: dict[BlockId, int] = {}
+        self._moving: dict[int, PageMoves] = {}  # by step: its saves and loads, which may not be made yet
+        self._num_loading: Counter[BlockId] = Counter()
         self._seen: OrderedDict[int, None] = OrderedDict()
         self.stats = HostTierStats()
 
@@ -89,8 +95,15 @@ class HostTier:
         return self._slots.get(key)
 
     def is_saving(self, slot: int) -> bool:
-        """Return whether the next plan saves into a slot, which has other bytes until then."""
-        return slot in self._saves
+        """Return whether the next plan saves into a slot, or one whose pages are still being copied: it has other bytes until
+        then."""
+        return slot in self._saves or any(slot == other for saves, _ in self._moving.values() for _, other in saves)
+
+    def is_loading(self, block_ids: Iterable[BlockId]) -> bool:
+        """Return whether pages are being copied into one of these blocks, or will be by the next plan."""
+        if not self._num_loading and not self._loads:
+            return False
+        return any(block_id in self._num_loading or block_id in self._loads for block_id in block_ids)
 
     def match(self, keys: Iterable[int]) -> list[int]:
         """Return the slots of the pages that a chain of keys begins with. They count as used: what is read next for the rest of
@@ -208,8 +221,8 @@ class HostTier:
                 self.note_use(key)
         self.pin([slot])
 
-    def take_moves(self) -> tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]:
-        """Return the page_saves and page_loads of a plan, and forget them."""
+    def take_moves(self, step_id: int) -> PageMoves:
+        """Return the page_saves and page_loads of a plan. Their slots are pinned until `end_moves`."""
         self._write_through()
         saves = tuple((block_id, slot) for slot, block_id in self._saves.items())
         loads = tuple((slot, block_id) for block_id, slot in self._loads.items())
@@ -217,12 +230,33 @@ class HostTier:
         self._loads.clear()
         self.stats.num_saved += len(saves)
         self.stats.num_loaded += len(loads)
+        self.pin([slot for _, slot in saves])  # those of loads are
+        self._moving[step_id] = saves, loads
+        self._num_loading.update(block_id for _, block_id in loads)
+        return saves, loads
+
+    def saved_slots(self, step_ids: Iterable[int]) -> list[int]:
+        """Return the slots of the page_saves of these plans, before `end_moves`."""
+        return [slot for step_id in step_ids for _, slot in self._moving.get(step_id, _NO_MOVES)[0]]
+
+    def end_moves(self, step_id: int) -> PageMoves:
+        """Record that the pages of a plan have been copied, or never will be; return its saves and loads. A plan without any,
+        or one whose moves have ended, has none."""
+        saves, loads = self._moving.pop(step_id, _NO_MOVES)
+        self.unpin(slot for _, slot in saves)
+        self.unpin(slot for slot, _ in loads)
+        self._num_loading -= Counter(block_id for _, block_id in loads)
         return saves, loads
 
     @property
     def has_moves(self) -> bool:
         """Whether the next plan saves or loads a page."""
         return bool(self._saves or self._loads or self._written_later)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether pages of an earlier plan may still be on their way."""
+        return bool(self._moving)
 
     def reserve(self, num_slots: int) -> list[int]:
         """Return up to num_slots slots without a page, pinned, to be filled from the disk tier or a peer."""

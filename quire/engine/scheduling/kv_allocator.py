@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, SequenceId
 from quire.contracts.block_keys import block_key, root_key
-from quire.contracts.step import StepPlan, TableRun
+from quire.contracts.step import StepPlan, StepResult, TableRun
 from quire.engine.scheduling.block_pool import BlockLayout, BlockPool
 from quire.engine.scheduling.host_tier import HostTier
 from quire.engine.scheduling.prefix_index import BlockContent, PrefixEntry, PrefixIndex
@@ -42,6 +42,7 @@ class BlockGrowth:
 
 
 NO_GROWTH = BlockGrowth()
+_NO_BLOCKS: frozenset[BlockId] = frozenset()
 
 _MARK = "\udfff"
 """Prefix of roots that are not only a salt. It is a lone surrogate, with which few salts begin; such salts are escaped."""
@@ -210,21 +211,24 @@ class KvAllocator:
         """Return a plan with the pages that it saves and loads."""
         if self.host_tier is None or not self.host_tier.has_moves:
             return plan
-        saves, loads = self.host_tier.take_moves()
-        self.host_tier.pin([slot for _, slot in saves])  # nothing else may be written there before the step has run
+        saves, loads = self.host_tier.take_moves(plan.step_id)
         return replace(plan, page_saves=saves, page_loads=loads)
 
-    def end_page_moves(self, plan: StepPlan, is_failed: bool) -> None:
-        """Record that a plan was executed; if it failed, its saved pages and loaded blocks are dropped."""
+    def end_page_moves(self, result: StepResult) -> frozenset[BlockId]:
+        """Record which pages have been saved and loaded. If the step failed, its own saved pages and loaded blocks are dropped;
+        return these blocks."""
         tier = self.host_tier
         if tier is None:
-            return
-        if is_failed:
-            tier.drop_slots(slot for _, slot in plan.page_saves)
-            for _, block_id in plan.page_loads:
+            return _NO_BLOCKS
+        if result.is_failed:
+            saves, loads = tier.end_moves(result.step_id)
+            tier.drop_slots(slot for _, slot in saves)
+            for _, block_id in loads:
                 self.index.drop(block_id)
-        tier.unpin(slot for _, slot in plan.page_saves)
-        tier.unpin(slot for slot, _ in plan.page_loads)
+            return frozenset(block_id for _, block_id in loads)
+        for step_id in result.done_moves:
+            tier.end_moves(step_id)
+        return _NO_BLOCKS
 
     def save_cached(self, max_blocks: int) -> None:
         """Save the pages of up to max_blocks published blocks that no tier has, in the order in which they came."""

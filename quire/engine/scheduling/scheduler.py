@@ -44,10 +44,11 @@ With pipeline stages several steps are in flight (schedule_pipelined), each of o
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from itertools import count
 
 from quire.base.errors import InvariantError, RequestError
-from quire.base.ids import RequestId, SequenceId
+from quire.base.ids import BlockId, RequestId, SequenceId
 from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
@@ -192,9 +193,10 @@ class Scheduler:
         return self.schedule_moves(now)
 
     def schedule_moves(self, now: float = 0.0) -> StepPlan | None:
-        """Return a step that only saves the pages that are to be saved; None if there are none."""
+        """Return a step that only saves the pages that are to be saved, and waits for those on their way; None if there are
+        none."""
         tier = self.kv.host_tier
-        if tier is None or len(self.in_flight) > 0 or not tier.has_moves:
+        if tier is None or len(self.in_flight) > 0 or not (tier.has_moves or tier.is_moving):
             return None
         plan = self.kv.with_page_moves(StepPlanBuilder(0).build(next(self._step_ids), tuple(self._ended)))
         self._ended = []
@@ -271,8 +273,10 @@ class Scheduler:
                 self._schedule_waiting(draft, is_background, may_preempt=not launched)
         if not launched:  # the next drafts are not known earlier
             give_draft_slots(draft, self.kv, len(self.running), self.config.max_num_drafts)
-        if draft.is_empty and (len(self.in_flight) > 0 or not any(sequence.is_mask_pending for sequence in self.running)):
-            return None
+        if draft.is_empty:
+            is_waiting = any(sequence.is_mask_pending or sequence.is_loading for sequence in self.running)
+            if len(self.in_flight) > 0 or not is_waiting:
+                return None
         ended = self._ended
         if limits is not None:  # the worker's rows cannot change until the step is collected
             ended = [sequence_id for sequence_id in ended if self.in_flight.last_with(sequence_id) is None]
@@ -294,7 +298,9 @@ class Scheduler:
         """
         for held in self.in_flight.end(plan, result):
             self.kv.free(held)
-        self.kv.end_page_moves(plan, result.is_failed)
+        lost_ids = self.kv.end_page_moves(result)
+        if lost_ids or result.moved_steps:
+            self._end_loading(lost_ids)
         behind = self.in_flight.first
         launched = _NOTHING if behind is None else behind.num_scheduled_tokens
         updates: list[SequenceUpdate] = []
@@ -379,9 +385,31 @@ class Scheduler:
                 if self.config.enable_prefix_caching and sequence.max_cached_tokens == sequence.num_tokens - 1:
                     self._num_queried_tokens += sequence.num_tokens
                     self._num_hit_tokens += num_cached
+            if self._waits_for_pages(sequence, draft):
+                continue
             num_tokens = self._chunk(draft, sequence, sequence.num_uncomputed_tokens)
             self.kv.cover_start(sequence, num_tokens)
             draft.add(sequence, num_tokens, NO_GROWTH)
+
+    def _waits_for_pages(self, sequence: Sequence, draft: StepPlanBuilder) -> bool:
+        """Return whether an admitted sequence is left out of plans until its pages are loaded.
+
+        It is where it would have others in the step wait for them.
+        """
+        tier = self.kv.host_tier
+        if tier is not None and self.config.loads_aside and not draft.is_empty:
+            sequence.is_loading = tier.is_loading(sequence.block_ids)
+        return sequence.is_loading
+
+    def _end_loading(self, lost_ids: AbstractSet[BlockId]) -> None:
+        """Let sequences go on whose pages were loaded. lost_ids: blocks whose pages may not be; who waits for one starts
+        again."""
+        tier = self.kv.host_tier
+        for sequence in [sequence for sequence in self.running if sequence.is_loading]:
+            if not lost_ids.isdisjoint(sequence.block_ids):
+                self._preempt(sequence, "kv_blocks")
+            elif tier is None or not tier.is_loading(sequence.block_ids):
+                sequence.is_loading = False
 
     def _start_running(self, sequence: Sequence) -> None:
         if sequence.status is SequenceStatus.WAITING:
@@ -424,7 +452,7 @@ class Scheduler:
         self._forget_row(sequence)
         self._start_waiting(sequence)
         sequence.num_requested_drafts = 0
-        sequence.is_mask_pending = False
+        sequence.is_mask_pending = sequence.is_loading = False
 
     def _forget_row(self, sequence: Sequence) -> None:
         self._evicted.pop(sequence.sequence_id, None)

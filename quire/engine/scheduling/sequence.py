@@ -59,6 +59,7 @@ class Sequence:
     last_entry           the index entry of the last of them
     next_prompt_logprob  next prompt position whose log probabilities are to be returned
     num_requested_drafts drafts that the worker could use after its last known token; 0 unless it decodes
+    is_loading           pages of its cached tokens are still being loaded; it is left out of plans. Only if RUNNING
     is_mask_pending      the mask of its constraint is not filled yet; its last known token is computed again; only if RUNNING
     short_rope_len       the longest length with the short variant of the rope; beyond it the sequence is computed again with
                          the long variant, and this is None. Also None if there are no variants
@@ -95,6 +96,7 @@ class Sequence:
     last_entry: PrefixEntry | None = None
     num_requested_drafts: int = 0
     is_mask_pending: bool = False
+    is_loading: bool = False
     short_rope_len: int | None = None
     state_slot: int | None = None
     fork_slot: int | None = None

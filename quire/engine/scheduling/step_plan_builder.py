@@ -197,14 +197,14 @@ def find_remaining(
 ) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
     """Return the sequences with one token to compute, which decode, and those with more, with how many.
 
-    Late ones are in neither.
+    Late ones are in neither, nor those whose pages are still being loaded.
 
     launched  tokens that a step in flight computes: what is left is counted behind it
     """
     decoding: list[Sequence] = []
     prefilling: list[tuple[Sequence, int]] = []
     for sequence in running:
-        if sequence.is_mask_pending:
+        if sequence.is_mask_pending or sequence.is_loading:
             continue
         num_left = len(sequence.token_ids) - sequence.num_computed_tokens
         if launched:

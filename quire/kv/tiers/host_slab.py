@@ -19,6 +19,9 @@ from quire.contracts.shared_slots import SharedSlots
 from quire.kv.pool import KvPool
 
 _ALIGNMENT = 64
+MAX_SAVED_BYTES_ON_GPU = 1 << 30
+"""The most that one step of a GPU copies to the host tier, next to the steps: a buffer on the GPU has as much."""
+_LOAD_STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +70,24 @@ class HostSlab:
     save_s, load_s  seconds of `move` so far
     """
 
-    def __init__(self, pool: KvPool | None, num_slots: int, is_shared: bool = False, part: PagePart | None = None) -> None:
+    def __init__(
+        self,
+        pool: KvPool | None,
+        num_slots: int,
+        is_shared: bool = False,
+        part: PagePart | None = None,
+        page_bytes: int | None = None,
+    ) -> None:
         """Make the slots, or map those of `part`.
 
-        pool       None: this process has no blocks, but reads and writes pages
-        is_shared  other engines are to read them, see `shared`
+        pool        None: this process has no blocks on the host, but reads and writes pages
+        is_shared   other engines are to read them, see `shared`
+        page_bytes  without a pool or part: of a page
         """
         self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
         sizes = [blocks.shape[1] for blocks in self._blocks]
-        self.page_bytes = sum(sizes) if part is None else part.whole.bytes_per_block
+        own_bytes = sum(sizes) if page_bytes is None else page_bytes
+        self.page_bytes = own_bytes if part is None else part.whole.bytes_per_block
         self.num_slots = num_slots
         self.save_s = self.load_s = 0.0
         self.stride = stride = slot_stride(self.page_bytes)
@@ -93,13 +105,17 @@ class HostSlab:
             self.shared = SharedSlots(fd, num_slots, stride)
             weakref.finalize(self, os.close, fd)
         self._slots: NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8).reshape(num_slots, stride)
-        firsts = np.cumsum([0, *sizes[:-1]]).tolist() if part is None else part.offsets()
+        firsts = (np.cumsum(sizes) - sizes).tolist() if part is None else part.offsets()
         self._parts = [self._slots[:, first : first + size] for first, size in zip(firsts, sizes, strict=True)]
 
     @property
     def address(self) -> int:
         """Where slot 0 is in the memory of this process."""
         return int(self._slots.ctypes.data)
+
+    def slots(self) -> NDArray[np.uint8]:
+        """Return the bytes of the pages in all slots [num_slots, page_bytes], `stride` apart."""
+        return self._slots[:, : self.page_bytes]
 
     def attach(self, pool: KvPool | None) -> None:
         """Copy from and to another pool of the same shape from now on; None: to none, so that the pool can be freed."""
@@ -121,6 +137,12 @@ class HostSlab:
                 blocks[block_id] = part[slot]
         self.save_s += saved_s - started_s
         self.load_s += time.perf_counter() - saved_s
+
+
+def staged_pages(page_bytes: int, num_slots: int) -> tuple[int, int]:
+    """Return how many pages the buffers on a GPU have that saves and loads of a slab pass through."""
+    saved, loaded = (num_bytes // max(1, page_bytes) for num_bytes in (MAX_SAVED_BYTES_ON_GPU, _LOAD_STAGING_BYTES))
+    return max(1, min(num_slots, saved)), max(1, min(num_slots, max(2, loaded)))
 
 
 def slot_stride(page_bytes: int) -> int:

@@ -52,11 +52,13 @@ from quire.worker.device.memory import (
     most_step_tokens,
     offload_plan,
     plan_device_memory,
+    tier_staging_bytes,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import launch_options
+from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
 
@@ -102,7 +104,9 @@ def build_device_runner(
     adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
-    return AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor), report
+    mover = None if built.executor.host_slab is None else built.executor
+    driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
+    return driver, report
 
 
 def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
@@ -180,7 +184,8 @@ def build_rank(
             group.wait()  # for what rank 0 has compiled
         own = _Measured(stepper, sizes, drafter, ranks)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
-        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes)
+        pinned_bytes = report.memory.pinned_bytes
+        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes, pinned_bytes=pinned_bytes)
         if group is not None:
             least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
             plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
@@ -189,6 +194,8 @@ def build_rank(
         stepper.give_pool(DeviceKvPool(kv, num_blocks[0], device, plan.num_states, num_blocks[1]), *states)
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
+        if config.host_tier_bytes:
+            stepper.open_host_tier(num_host_pages(config, report), is_shared=config.prefill_listen is not None)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -295,6 +302,6 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
-    usage = replace(usage, activation_bytes=usage.activation_bytes + held)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv))
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

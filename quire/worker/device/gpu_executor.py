@@ -24,7 +24,9 @@ from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
+from quire.kv.device_pages import DevicePages
 from quire.kv.device_pool import DeviceKvPool
+from quire.kv.tiers.host_slab import HostSlab
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.heads.device_head import DeviceHead
 from quire.model.lora.device_adapters import AdaptedRows, DeviceAdapters
@@ -130,6 +132,8 @@ class GpuStepExecutor:
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
         self._sleeping: SleepingMemory | None = None
+        self.host_slab: HostSlab | None = None
+        self._pages: DevicePages | None = None
         self._logit_rows: list[int] = []  # of the step that was started last
         # What CUDA graphs read and write besides their staged arrays.
         most_slots = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
@@ -184,13 +188,41 @@ class GpuStepExecutor:
                 yield
         except Exception as error:
             self._entries, self._block_copies = (), ()  # of a step that was not started: its sequences have failed
+            has_lost = is_lost(device)  # it waits for all that was launched, copies of pages too, whose slots may be taken next
             if is_out_of_memory(error):
                 clear_frames(error.__traceback__)  # which hold the step's tensors
                 release_unused(device)
                 raise WorkerError(f"the device has not enough memory for this step: {HOW_TO_SAVE} ({error})") from error
-            if is_lost(device):
+            if has_lost:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
+
+    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
+        """Make the slab of the host tier, if it has any pages; see HostSlab and DevicePages."""
+        if num_pages > 0:
+            page_bytes = self._pool.spec.bytes_per_block
+            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes)
+            with torch.inference_mode(), self._decoder.on_device():
+                self._pages = DevicePages(self._pool, self.host_slab)
+                self._pages.warm_up()
+
+    def adopt_host_slab(self, slab: HostSlab) -> None:
+        """See PageMover: refused, as pinning the memory of two slabs may take more than the host has."""
+        raise InvariantError("a GPU executor adopts no host tier")
+
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover."""
+        if self._pages is None:
+            raise InvariantError("a step saves or loads pages, but there is no host tier")
+        self._pages.move(step_id, saves, loads)
+
+    def take_moved(self, waits: bool) -> tuple[int, ...]:
+        """See AsyncPageMover."""
+        if self._pages is None:
+            return ()
+        if waits:
+            self._pages.settle()
+        return self._pages.take_done()
 
     def _wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for an event of the device."""
@@ -211,6 +243,9 @@ class GpuStepExecutor:
     def begin_step(self, entries: Sequence[TableEntry], block_copies: Sequence[tuple[int, int]]) -> None:
         """See StepExecutor. The changes are sent with the step."""
         self._entries, self._block_copies = entries, block_copies
+        if self._pages is not None:
+            self._pages.use(block_id for _, _, block_ids in entries for block_id in block_ids)
+            self._pages.use(block_id for copy in block_copies for block_id in copy)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor. The moves are made with the next step that is started, also if one fails before that."""
@@ -341,6 +376,8 @@ class GpuStepExecutor:
         """See StepExecutor. CUDA graphs are dropped, since the weights will have other addresses."""
         with self._decoder.on_device():
             self._drop_graphs()
+            if self._pages is not None:
+                self._pages.settle()
             self._sleeping = sleep_on_device(self._decoder, self._pool, self._adapters)
 
     def wake_up(self) -> None:
@@ -361,6 +398,9 @@ class GpuStepExecutor:
     def close(self) -> None:
         """Drop all CUDA graphs, so that their memory can be freed."""
         self._drop_graphs()
+        if self._pages is not None:
+            self._pages.settle()
+        self._pages = self.host_slab = None
 
     def launch(
         self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING

@@ -17,6 +17,7 @@ from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
 from quire.contracts.memory import MemoryPlan, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
+from quire.kv.tiers.host_slab import staged_pages
 from quire.model.checkpoint import distinct_shapes
 from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
@@ -290,8 +291,28 @@ def estimate_memory(
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
+    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
-    return replace(plan, offloaded_bytes=num_offloaded_bytes)
+    return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=check_pinned(config, num_offloaded_bytes))
+
+
+def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:
+    """Return the bytes of the host tier. Raises ConfigError where the host has less; num_offloaded_bytes: of weights there."""
+    wanted, available = config.host_tier_bytes, available_memory_bytes() - num_offloaded_bytes
+    if wanted > available:
+        raise ConfigError(
+            f"kv_host_bytes is {wanted}, which a GPU needs as pinned host memory, but {format_bytes(max(0, available))} are "
+            "available there: lower it"
+        )
+    return wanted
+
+
+def tier_staging_bytes(config: EngineConfig, kv: KvSpec) -> int:
+    """Return the bytes of the buffers on a device that pages of the host tier pass through; 0 without a host tier."""
+    if config.host_tier_bytes == 0 or kv.bytes_per_block == 0:
+        return 0
+    num_pages = config.host_tier_bytes // kv.bytes_per_block
+    return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
 
 
 def offload_plan(

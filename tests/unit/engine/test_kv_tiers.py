@@ -163,9 +163,9 @@ def test_unsupported_options_are_refused(options, match):
         make_llm(**options)
 
 
-def test_host_tier_is_refused_on_a_gpu():
-    config = EngineConfig(model="demo", kv_host_bytes=64 << 20, device="cpu")
-    with pytest.raises(ConfigError, match="kv_host_bytes is 67108864, but the model runs on cuda:0"):
+def test_host_tier_is_refused_with_ranks_on_gpus():
+    config = EngineConfig(model="demo", kv_host_bytes=64 << 20, device="cpu", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="kv_host_bytes is 67108864 and tensor_parallel_size 2, but the model runs on cuda:0"):
         check_tiers(config, replace(inspect_model(config), device="cuda:0"))
 
 

@@ -478,9 +478,9 @@ def test_unsupported_options_are_refused(options, match):
         LLM(**{"model": "demo", **SIZES, **options})
 
 
-def test_gpus_are_refused():
-    config = EngineConfig(model="demo", role="decode", prefill_urls=("unix:/x",), **SIZES)
-    with pytest.raises(ConfigError, match="role is 'decode', but the model runs on cuda:0"):
+def test_ranks_on_gpus_are_refused():
+    config = EngineConfig(model="demo", role="decode", prefill_urls=("unix:/x",), **SIZES, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="role is 'decode' and tensor_parallel_size 2, but the model runs on cuda:0"):
         check_tiers(config, replace(inspect_model(config), device="cuda:0"))
 
 

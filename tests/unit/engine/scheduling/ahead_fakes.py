@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from random_lives import fail_some
-from scheduling_fakes import Driver, FakeWorker
+from scheduling_fakes import Driver, LatePages
 
 from quire.base.ids import SequenceId
 from quire.contracts.config import SchedulerConfig
@@ -77,7 +77,7 @@ class FakeStep:
         return self.device.collect(self)
 
 
-class FakeDevice(FakeWorker):
+class FakeDevice(LatePages):
     """Runs launched steps in order at random times, at the latest when their result is awaited.
 
     samples_on_host  says of a request whether its tokens reach the device only when they are collected
@@ -118,6 +118,7 @@ class FakeDevice(FakeWorker):
             self._run(1)
         self.log.append(("collect", step.plan.step_id))
         if self.failing_collections():
+            self.fail(step.plan.step_id, step.result.moved_steps or ())
             raise RuntimeError("the device has stumbled")
         return self.spoil(step.result, step.plan)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 from quire.base.ids import BlockId, RequestId, SequenceId
@@ -435,6 +435,92 @@ class FakeWorker:
 
 
 @dataclass
+class LateMove:
+    """The pages of a step that are still being copied: slots that get what blocks held, and blocks that get what slots hold."""
+
+    step_id: int
+    saves: dict[int, list[int]]
+    loads: dict[BlockId, int]
+
+    def __bool__(self) -> bool:
+        return bool(self.saves or self.loads)
+
+
+class LatePages(FakeWorker):
+    """Copies pages some time after the step that asks for it, as a GPU does next to its steps; a step that needs a page waits.
+
+    num_waits   steps that have waited for a page that they read
+    is_late     otherwise pages are copied with the step that asks for it
+    keeps_late  nothing is copied before a step needs it, or there is nothing else to do
+    """
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.late: list[LateMove] = []
+        self.num_waits = 0
+        self.keeps_late = False
+        self._rng_of_moves = random.Random(7)
+        self._lost: list[int] = []
+
+    is_late = True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if not self.is_late:
+            return result
+        num_done = 0 if self.keeps_late else self._rng_of_moves.randint(0, len(self.late))
+        if not plan.num_scheduled_tokens:
+            num_done = len(self.late)
+        done, self.late = self.late[:num_done], self.late[num_done:]
+        for move in done:
+            self._finish(move, move.saves, move.loads)
+        moved = [*self._lost, *(move.step_id for move in done)]
+        self._lost = []
+        return replace(result, moved_steps=tuple(moved))
+
+    def fail(self, step_id: int, moved_steps: tuple[int, ...] = ()) -> None:
+        """Forget the copies of a step that has failed; its moved_steps are told with the next result."""
+        self.late = [move for move in self.late if move.step_id != step_id]
+        self._lost += moved_steps
+
+    def _move_pages(self, plan: StepPlan) -> None:
+        if not self.is_late:
+            super()._move_pages(plan)
+            return
+        move = LateMove(plan.step_id, {}, {block_id: slot for slot, block_id in plan.page_loads})
+        self._use(block_id for block_id, _ in plan.page_saves)
+        for block_id, slot in plan.page_saves:
+            assert -1 not in self.kv[block_id], "a block is saved that was never filled"
+            move.saves[slot] = list(self.kv[block_id])
+        for other in self.late:  # a slot is written after it was read, and read after it was written
+            self._finish(other, (), [block_id for block_id, slot in other.loads.items() if slot in move.saves])
+            self._finish(other, other.saves.keys() & set(move.loads.values()), other.loads.keys() & move.loads.keys())
+        if move:
+            self.late.append(move)
+        if any(self._use(self.rows[key].table) for key in plan.num_scheduled_tokens):
+            self.num_waits += 1
+        self._use(block_id for copy in plan.block_copies for block_id in copy)
+
+    def _use(self, block_ids) -> bool:
+        """Finish the loads into these blocks; return whether there were any."""
+        wanted, found = set(block_ids), False
+        for move in self.late:
+            needed = move.loads.keys() & wanted
+            self._finish(move, (), needed)
+            found |= bool(needed)
+        return found
+
+    def _finish(self, move, slots, block_ids) -> None:
+        for slot in list(slots):
+            self.pages[slot] = move.saves.pop(slot)
+        for block_id in list(block_ids):
+            slot = move.loads.pop(block_id)
+            if slot in move.saves:
+                self.pages[slot] = move.saves.pop(slot)
+            self.kv[block_id] = list(self.pages[slot])
+
+
+@dataclass
 class Output:
     """What the driver has seen of one choice."""
 
@@ -467,7 +553,7 @@ class Driver:
 
     def schedule(self) -> StepPlan | None:
         scheduler = self.scheduler
-        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1 and not s.is_mask_pending]
+        decoding = [s for s in scheduler.running if s.num_uncomputed_tokens == 1 and not (s.is_mask_pending or s.is_loading)]
         plan = scheduler.schedule(now=self.now)
         assert (plan is not None) == scheduler.has_unfinished
         if plan is not None:

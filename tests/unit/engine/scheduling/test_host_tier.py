@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from random_lives import random_config, random_request, seeds
-from scheduling_fakes import Driver, make_config, make_request
+from scheduling_fakes import Driver, LatePages, make_config, make_request
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import BlockId, RequestId
@@ -200,16 +200,18 @@ def test_block_is_forgotten_when_the_step_that_loads_it_has_failed():
 
 def fail_step(driver, plan):
     """Make a whole step fail, so that its copies are unknown."""
-    driver.worker.execute(plan)
+    result = driver.worker.execute(plan)
     for _, slot in plan.page_saves:
         driver.worker.pages[slot] = [GARBAGE] * driver.config.block_size
     for _, block_id in plan.page_loads:
         driver.worker.kv[block_id] = [GARBAGE] * driver.config.block_size
+    if isinstance(driver.worker, LatePages):
+        driver.worker.fail(plan.step_id, result.moved_steps)
     errors = dict.fromkeys(plan.num_scheduled_tokens, "the step failed")
     driver.commit(plan, StepResult(plan.step_id, {}, {}, {}, errors, is_failed=True))
 
 
-def live(seed, num_events=120):
+def live(seed, num_events=120, is_late=False):
     """Return a driver that has lived through random events with a host tier and a pretended disk tier, and then drained."""
     rng = random.Random(seed)
     config = replace(
@@ -218,8 +220,11 @@ def live(seed, num_events=120):
         num_host_pages=rng.choice([1, 2, 5, 20, 100]),
         max_page_saves=rng.choice([1, 3, 100]),
         kv_save=rng.choice(["all", "all", "reused"]),
+        loads_aside=is_late,
     )
     driver = Driver(config, max_sampled=rng.choice([1, 1, 3]), seed=seed, max_drafts=(0, 1, 4)[seed % 3])
+    if is_late:
+        driver.worker = LatePages(config, driver.worker.max_sampled, seed, driver.worker.max_drafts)
     prefixes = [[rng.randrange(3) for _ in range(rng.randint(0, 24))] for _ in range(4)]
     tier, disk, names = driver.scheduler.kv.host_tier, {}, []
 
@@ -253,12 +258,14 @@ def live(seed, num_events=120):
             fail_step(driver, plan)
             continue
         result = driver.worker.execute(plan)
-        for _, slot in plan.page_saves:
+        for slot in tier.saved_slots(result.done_moves):
             disk[tier.key_of(slot)] = list(driver.worker.pages[slot])
         act()
         driver.commit(plan, result)
     driver.run()
     driver.check_outputs()
+    while (plan := driver.scheduler.schedule_moves()) is not None:
+        driver.commit(plan, driver.worker.execute(plan))
     assert tier.num_pinned == 0
     return driver
 
@@ -270,6 +277,33 @@ lived = functools.cache(live)
 @pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
 def test_outputs_equal_isolated_runs_when_events_are_random(seed):
     lived(seed)
+
+
+def test_sequence_waits_for_its_pages_while_others_are_computed():
+    config = tier_config(num_kv_blocks=16, loads_aside=True)
+    driver = Driver(config)
+    driver.worker = LatePages(config)
+    prompt = list(range(24))
+    for name, tokens in enumerate((prompt, range(50, 110))):  # the second takes all blocks of the pool
+        run_one(driver, name, tokens)
+    driver.add(make_request("beside", 3, max_tokens=20))
+    driver.step()
+    driver.worker.keeps_late = True
+    driver.add(make_request("loaded", prompt, max_tokens=2))
+    plans = [driver.step() for _ in range(4)]
+    assert [len(plan.page_loads) for plan in plans] == [5, 0, 0, 0]
+    assert [len(plan.num_scheduled_tokens) for plan in plans] == [1] * 4
+    driver.worker.keeps_late = False
+    driver.run()
+    driver.check_outputs()
+    assert driver.outputs["loaded", 0].last.stats.num_cached_tokens == 20
+    assert driver.worker.num_waits == 0
+
+
+@pytest.mark.one_in(4, keep=False)
+@pytest.mark.parametrize("seed", seeds(0, 80, num_fast=24))
+def test_outputs_equal_isolated_runs_when_pages_are_copied_next_to_steps(seed):
+    live(seed, is_late=True)
 
 
 @pytest.mark.slow
@@ -290,7 +324,8 @@ def test_slot_is_never_taken_while_it_is_pinned():
     tier = HostTier(2, 10, "all")
     assert tier.save(BlockId(0), 100)
     assert tier.save(BlockId(1), 101)
-    tier.take_moves()
+    tier.take_moves(0)
+    tier.end_moves(0)
     tier.pin(tier.match([100, 101]))
     assert not tier.save(BlockId(2), 102)
     assert tier.stats.num_not_saved == 1
@@ -312,7 +347,8 @@ def test_pages_that_were_found_are_not_replaced_by_those_that_are_read_after_the
     tier = HostTier(4, 4, "all")
     for key in range(4):
         assert tier.save(BlockId(key), key)
-    tier.take_moves()
+    tier.take_moves(0)
+    tier.end_moves(0)
     assert len(tier.match([0, 1, 9])) == 2  # the least recently used, and 9 comes from the disk
     assert len(tier.reserve(2)) == 2
     assert (len(tier.match([0, 1])), 2 in tier, 3 in tier) == (2, False, False)

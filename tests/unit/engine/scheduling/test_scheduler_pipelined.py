@@ -51,6 +51,8 @@ class PipelinedScheduler(Scheduler):
 class Stages(FakeDevice):
     """A worker of several stages: steps run in order, at the latest when they are collected."""
 
+    is_late = False
+
     def __init__(self, config, seed, max_drafts):
         super().__init__(config, seed, samples_on_host=lambda request: True)
         self.num_stages, self.max_drafts = config.num_pipeline_stages, max_drafts

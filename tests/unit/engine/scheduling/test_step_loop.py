@@ -2,6 +2,7 @@
 
 import functools
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -18,10 +19,13 @@ def ask_for_logprobs(request):
     return request.params.needs_logprob
 
 
-def live(seed, num_events, is_ahead=True, is_calm=False, late_share=0.0):
+def live(seed, num_events, is_ahead=True, is_calm=False, late_share=0.0, has_tier=False):
     """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted."""
     rng = random.Random(seed)
     config = random_config(rng)
+    if has_tier:
+        tier = {"num_host_pages": 1 + seed % 40, "max_page_saves": 1 + seed % 7, "kv_save": "all", "loads_aside": True}
+        config = replace(config, enable_prefix_caching=True, **tier)
     samples_on_host = ask_for_logprobs if rng.random() < 0.5 else lambda request: False
     driver = AheadDriver(config, seed=seed, is_ahead=is_ahead, samples_on_host=samples_on_host)
     if late_share:
@@ -221,6 +225,14 @@ def test_outputs_equal_those_of_steps_one_by_one(seed):
 @pytest.mark.parametrize("seed", seeds(0, 40, num_fast=20))
 def test_outputs_equal_isolated_runs_when_sequences_are_late(seed):
     live(seed, num_events=80, late_share=(0.1, 0.6)[seed % 2])
+
+
+@pytest.mark.one_in(4, keep=False)
+@pytest.mark.parametrize("seed", seeds(900, 60, num_fast=20))
+def test_outputs_equal_isolated_runs_when_pages_are_copied_next_to_steps(seed):
+    driver = live(seed, num_events=80, has_tier=True)
+    driver.loop.move_pages()
+    assert driver.scheduler.kv.host_tier.num_pinned == 0
 
 
 @pytest.mark.slow

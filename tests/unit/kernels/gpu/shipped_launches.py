@@ -32,6 +32,7 @@ from quire.kernels.triton.logprobs import LOGPROB_WIDTH, logprob_launches
 from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, expert_launches
 from quire.kernels.triton.norm import Norm, add_and_normalize_launch
+from quire.kernels.triton.page_copy import PageLayout, copy_pages_launch
 from quire.kernels.triton.processors import NUM_BIASES, ProcessorOptions, ProcessorTables, count_launch, process_launch
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
@@ -307,6 +308,12 @@ def move_launch(kv_dtype=BF16):
     return move_tokens_launch(KvCache(*cache), meta(9, dtype=I64), meta(9, dtype=I64), meta(5, dtype=I32))
 
 
+def page_launch(to_pages):
+    layout = PageLayout.of([0, 1 << 29], [131072, 131072], META)
+    memory, pages = meta(1 << 28, dtype=F32), meta(36, 262144, dtype=torch.uint8)
+    return copy_pages_launch(memory, pages, layout, meta(9, dtype=I64), meta(9, dtype=I64), to_pages)
+
+
 def recur_of(heads, k_dim, v_dim, key_heads=None, decay=None, has_beta=False, has_rates=False):
     count = 64
     q, k = (meta(count, key_heads or heads, k_dim, dtype=F32) for _ in range(2))
@@ -463,6 +470,8 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "feedback-tables": lambda: feedback_launch(1),
     "feedback-keep": lambda: feedback_launch(2),
     "move": lambda: move_launch(),
+    "pages-saved": lambda: page_launch(True),
+    "pages-loaded": lambda: page_launch(False),
     "move-fp8": lambda: move_launch(FP8),
     "verify-chain": lambda: attention_launches(count=4)[1],
     "verify-chain-long": lambda: attention_launches(count=6)[0],

@@ -165,6 +165,8 @@ OTHER_LIMITS = {
     "feedback-keep": (40, {}),
     "move": (40, {}),
     "move-fp8": (40, {}),
+    "pages-saved": (64, {"wide_loads": 4}),
+    "pages-loaded": (64, {"wide_loads": 4}),
     "linear-4": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-offset": (128, {"HGMMA": 4, "wide_copies": 4}),
     "linear-4-64": (128, {"HGMMA": 8, "wide_copies": 16}),
