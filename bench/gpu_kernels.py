@@ -224,7 +224,7 @@ class Shapes:
             ]  # fmt: skip
         cases = [self.decode(num, length) for num, length in ((1, 1024), (1, 32768), (64, 1024), (64, 4096), (256, 600))]
         cases += [self.prefill(num, length) for num, length in ((2048, 2048), (8192, 8192), (2048, 32768))]
-        tiles = ((128, 2, False), (128, 2, True), (128, 3, True), (64, 4, True))
+        tiles = ((128, 2, True), (128, 3, True), (64, 4, True))
         cases += [self.specialized(num, 8192, *tile) for num in (8192, 2048) for tile in tiles]
         cases += [self.with_float8_cache(num, length) for num, length in ((1, 32768), (64, 1024), (64, 4096))]
         cases += [self.with_window(64, 4096, 1, 1024), self.with_window(1, 8192, 8192, 1024)]
