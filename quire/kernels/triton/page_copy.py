@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.launching import Launch, check_contiguous
+from quire.kernels.triton.page_copy_kernels import copy_words
 
 WORD_BYTES = 4
 """What is copied at a time: arrays begin and end on multiples of it, in the pool and in a page."""
@@ -77,33 +77,4 @@ def copy_pages_launch(
         "CHUNK": min(_CHUNK_WORDS, triton.next_power_of_2(max(1, layout.most))),
     }
     grid = (num_moves, len(layout.sizes), -(-layout.most // _CHUNK_WORDS))
-    return Launch(_copy_words, grid, arguments, constants, num_warps=8, num_stages=1)
-
-
-@triton.jit
-def _copy_words(
-    memory_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    blocks_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    sizes_ptr: tl.tensor,
-    offsets_ptr: tl.tensor,
-    PAGE_WORDS: tl.constexpr,
-    TO_PAGES: tl.constexpr,
-    MULTIPLE: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Copy chunk program_id(2) of array program_id(1) in block program_id(0)."""
-    move, array = tl.program_id(0), tl.program_id(1)
-    size = tl.multiple_of(tl.load(sizes_ptr + array), MULTIPLE)
-    start = tl.multiple_of(tl.load(starts_ptr + array), MULTIPLE)
-    offset = tl.multiple_of(tl.load(offsets_ptr + array), MULTIPLE)
-    words = tl.program_id(2).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
-    is_there = words < size
-    in_memory = memory_ptr + start + tl.load(blocks_ptr + move) * size + words
-    in_page = pages_ptr + tl.load(places_ptr + move) * PAGE_WORDS + offset + words
-    if TO_PAGES:
-        tl.store(in_page, tl.load(in_memory, mask=is_there), mask=is_there)
-    else:
-        tl.store(in_memory, tl.load(in_page, mask=is_there), mask=is_there)
+    return Launch(copy_words, grid, arguments, constants, num_warps=8, num_stages=1)

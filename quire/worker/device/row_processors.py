@@ -11,15 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from quire.kernels.triton.logprobs import MAX_TOP
-from quire.kernels.triton.processors import (
-    BIAS_SHIFT,
-    ENDING,
-    FORBIDDEN,
-    IN_PROMPT,
-    MAX_COUNT,
-    NUM_BIASES,
-    ProcessorTables,
-)
+from quire.kernels.triton.processors import ProcessorTables
+from quire.kernels.triton.processors_kernels import BIAS_SHIFT, ENDING, FORBIDDEN, IN_PROMPT, MAX_COUNT, NUM_BIASES
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.staging import Part
 
