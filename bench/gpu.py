@@ -30,6 +30,7 @@ SECTIONS = [
     Section("roofline", 20),
     Section("tests", 100),
     Section("decode-small", 40),
+    Section("few", 25),
     Section("engine", 80),
     Section("start", 45),
     Section("decode-large", 45),
@@ -66,6 +67,7 @@ def section_rows(
     name: str, is_smoke: bool, peaks: tuple[float, float], folder: Path, limit_s: float, logs: Path
 ) -> Iterator[Row]:
     """Yield the rows of a section, in its own process; whole outputs of tests are written to logs / "tests"."""
+    import gpu_few
     import gpu_kernels
     import gpu_launches
     import gpu_model
@@ -101,7 +103,9 @@ def section_rows(
     elif name == "products":
         yield from gpu_products.product_rows(device, is_smoke, peaks, until_s)
     elif name == "kernels":
-        yield from gpu_kernels.case_rows(device, is_smoke, peaks, until_s)
+        yield from gpu_kernels.case_rows(name, gpu_kernels.Shapes(device, is_smoke).all(), is_smoke, peaks, until_s)
+    elif name == "few":
+        yield from gpu_few.few_rows(device, is_smoke, peaks, until_s)
     else:
         is_small, weights, is_in_order = MODELS[name]
         options = gpu_model.Options(weights, is_in_order)

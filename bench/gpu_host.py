@@ -1,7 +1,7 @@
 """What the host does for a step with prompt tokens on a GPU, without one: `python -m bench.gpu_host` prints a row a kind.
 
-The model lies on torch's meta device, has the shapes of Qwen3-0.6B, and nothing is launched: neither Triton's launcher, about
-15 us a launch one by one, nor CUDA's launch of a recorded step is in the figures. TRITON_INTERPRET must not be set.
+The model lies on torch's meta device, has the shapes of Qwen3-0.6B, and nothing is launched: neither the packing of arguments,
+about 5 us a launch one by one, nor CUDA's launch is in the figures. TRITON_INTERPRET must not be set.
 """
 
 from __future__ import annotations

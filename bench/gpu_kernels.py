@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,6 +27,7 @@ from quire.kernels.triton.qk_rope_store import Projections, place_heads_launch, 
 from quire.kernels.triton.quantized_weights import pack_float8, pack_integers
 from quire.kernels.triton.sampling import Choices, row_options, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 _CACHE_BYTES = 120 << 20
 _MAX_COPIES = 16
@@ -65,6 +66,18 @@ class Shapes:
     def prefill(self, num_tokens: int, length: int) -> Case:
         """The last tokens of one sequence."""
         return self._attention(f"attend prefill {num_tokens} of {length}", 1, length, num_tokens)
+
+    def specialized(self, num_tokens: int, length: int, keys: int, num_stages: int, takes_turns: bool) -> Case:
+        """The same by the kernel for Hopper, which the table of tiles may choose."""
+        case = self.prefill(num_tokens, length)
+        tile = {"is_specialized": True, "keys": keys, "num_stages": num_stages, "takes_turns": takes_turns}
+        table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, tile),)})
+
+        def make() -> list[Launch]:
+            with using(table.over(active_table())):
+                return case.make()
+
+        return replace(case, name=f"{case.name}, {keys} keys x {num_stages}{', in turns' if takes_turns else ''}", make=make)
 
     def with_float8_cache(self, num_sequences: int, length: int) -> Case:
         """One token for each of some sequences, keys and values in float8 with a scale per token and head."""
@@ -211,6 +224,8 @@ class Shapes:
             ]  # fmt: skip
         cases = [self.decode(num, length) for num, length in ((1, 1024), (1, 32768), (64, 1024), (64, 4096), (256, 600))]
         cases += [self.prefill(num, length) for num, length in ((2048, 2048), (8192, 8192), (2048, 32768))]
+        tiles = ((128, 2, False), (128, 2, True), (128, 3, True), (64, 4, True))
+        cases += [self.specialized(num, 8192, *tile) for num in (8192, 2048) for tile in tiles]
         cases += [self.with_float8_cache(num, length) for num, length in ((1, 32768), (64, 1024), (64, 4096))]
         cases += [self.with_window(64, 4096, 1, 1024), self.with_window(1, 8192, 8192, 1024)]
         cases += [self.sampler(num, has_cuts) for num in (1, 64, 256) for has_cuts in (False, True)]
@@ -291,16 +306,18 @@ def measure_roofline(device: torch.device) -> dict[str, float]:
     }
 
 
-def case_rows(device: torch.device, is_smoke: bool, peaks: tuple[float, float], until_s: float) -> Iterator[dict[str, object]]:
-    """Yield the times of all kernels, with their share of the roofline; is_smoke: run each once, tiny."""
-    for case in Shapes(device, is_smoke).all():
+def case_rows(
+    section: str, cases: Iterable[Case], is_smoke: bool, peaks: tuple[float, float], until_s: float
+) -> Iterator[dict[str, object]]:
+    """Yield the times of kernels, with their share of the roofline; is_smoke: run each once, tiny."""
+    for case in cases:
         if time.perf_counter() > until_s:
             return
         if is_smoke:
             run_all(case.make())
-            yield {"section": "kernels", "name": case.name}
+            yield {"section": section, "name": case.name}
             continue
         median_us, spread_us = time_case(case)
         bound_us = max(case.num_bytes / peaks[0], case.num_flops / peaks[1]) * 1e6
-        yield {"section": "kernels", "name": case.name, "us": median_us, "spread_us": spread_us, "share": bound_us / median_us}
+        yield {"section": section, "name": case.name, "us": median_us, "spread_us": spread_us, "share": bound_us / median_us}
         torch.cuda.empty_cache()

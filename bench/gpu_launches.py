@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from quire.kernels.triton.bound import run_by_triton
+from quire.kernels.triton.launching import Launch
 from quire.worker.device.graphs import CudaGraphRecorder, GraphRecorder
 
 Row = dict[str, object]
@@ -36,31 +38,31 @@ def launch_rows(device: torch.device) -> Iterator[Row]:
     """Yield the time of a kernel that does next to nothing, one behind the other, in us: what each launch adds to a step."""
     x = torch.zeros(1, dtype=torch.int32, device=device)
     if device.type != "cuda":
-        _launch(x, is_ahead=False)
+        _launch(x, is_ahead=False).run()
         yield {"section": "launches", "kind": "one by one", "us": None}
         return
-    for name, is_ahead, is_recorded in (
-        ("in a graph", False, True),
-        ("in a graph, ahead", True, True),
-        ("one by one", False, False),
+    for name, is_ahead, is_recorded, run in (
+        ("in a graph", False, True, Launch.run),
+        ("in a graph, ahead", True, True, Launch.run),
+        ("one by one", False, False, Launch.run),
+        ("one by one, by Triton", False, False, run_by_triton),
     ):
         x.zero_()
-        seconds = _time_launches(x, is_ahead, is_recorded)
+        seconds = _time_launches(x, is_ahead, is_recorded, run)
         row: Row = {"section": "launches", "kind": name, "us": seconds * 1e6}
         yield row | {"is_right": int(x) % _LAUNCHES == 0 and int(x) > 0}
 
 
-def _launch(x: Tensor, is_ahead: bool) -> None:
-    options = {"launch_pdl": True} if is_ahead else {}
-    add_one[(1,)](x, IS_AHEAD=is_ahead, num_warps=1, **options)
+def _launch(x: Tensor, is_ahead: bool) -> Launch:
+    return Launch(add_one, (1,), {"x_ptr": x}, {"IS_AHEAD": is_ahead}, num_warps=1, is_pdl=is_ahead)
 
 
-def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool) -> float:
+def _time_launches(x: Tensor, is_ahead: bool, is_recorded: bool, launch: Callable[[Launch], None]) -> float:
     """Return the median seconds of a launch, of so many one behind the other."""
 
     def run() -> None:
         for _ in range(_LAUNCHES):
-            _launch(x, is_ahead)
+            launch(_launch(x, is_ahead))
 
     run()
     torch.cuda.synchronize()

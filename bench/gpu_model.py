@@ -300,7 +300,9 @@ class RandomModel(NamedTuple):
 
 def decode_cases(place: Place) -> list[tuple[int, int]]:
     """Return how many sequences of how much context decode steps are timed with."""
-    return [(2, 40)] if place.is_tiny else [(1, 960), (1, 4000), (8, 960), (64, 960), (64, 4000), (256, 960)]
+    if place.is_tiny:
+        return [(2, 40)]
+    return [(1, 960), (1, 4000), (8, 960), (4, 960), (16, 960), (64, 960), (64, 4000), (256, 960)]
 
 
 def make_model(
@@ -358,7 +360,7 @@ def _rows_of_kind(place: Place, model: RandomModel, is_recorded: bool, until_s: 
     shape, decoder, kv, cases = model.shape, model.decoder, model.kv, decode_cases(place)
     recorder = stamped_recorder(place.device) if is_recorded else None
     stepper = model.stepper(place, recorder)
-    chosen = cases if decoder.is_fused and is_recorded else cases[: 3 if is_recorded else 0 if place.is_tiny else 1]
+    chosen = cases if decoder.is_fused and is_recorded else cases[: 5 if is_recorded else 0 if place.is_tiny else 1]
     for count, length in chosen:
         if time.perf_counter() > until_s:
             break

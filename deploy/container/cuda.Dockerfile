@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# quire for NVIDIA GPUs (compute capability 9.0 or later). From the root of a checkout:
+# quire for NVIDIA GPUs (compute capability 8.0 or later). From the root of a checkout:
 # docker build -f deploy/container/cuda.Dockerfile -t quire:0.1.0-cuda .
 FROM python:3.12.11-slim-bookworm AS build
 RUN apt-get update \

@@ -73,7 +73,8 @@ def tune(
 ) -> TileTable:
     """Return a table with the fastest tile for each case.
 
-    base     the table with the present tile of each case, and of kernels that are not tuned
+    base     the table with the present tile of each case, and of kernels that are not tuned; tiles that were found count for
+             the cases after theirs
     measure  returns the seconds that launches take
     inspect  compiles a launch: tiles over the limits are not run
     """
@@ -82,7 +83,7 @@ def tune(
         present = _present_tile(case, base)
         best, best_s, first_s = present, float("inf"), float("inf")
         for tile in [present, *(tile for tile in case.candidates if tile != present)]:
-            with using(TileTable(base.device, base.capability, {case.kernel: (TileRule({}, tile),)}).over(base)):
+            with using(_table(base, {case.kernel: [TileRule({}, tile)]}).over(_table(base, rules)).over(base)):
                 launches = case.make()
                 if not _is_within(launches, limits, inspect):
                     continue
@@ -96,6 +97,10 @@ def tune(
             continue
         logger.info("%s %s: %s, %.1f us, before %.1f us", case.kernel, dict(case.when), dict(best), best_s * 1e6, first_s * 1e6)
         rules.setdefault(case.kernel, []).append(TileRule(case.when, best))
+    return _table(base, rules)
+
+
+def _table(base: TileTable, rules: Mapping[str, Sequence[TileRule]]) -> TileTable:
     return TileTable(base.device, base.capability, {kernel: tuple(found) for kernel, found in rules.items()})
 
 
@@ -173,8 +178,9 @@ def tuning_cases(device: torch.device, is_tiny: bool = False) -> list[TuningCase
         for head_dim in (64, 128, 256)
         for kv_dtype in (torch.bfloat16, torch.float8_e4m3fn)
     ]
+    cases += [shapes.prompts(head_dim) for head_dim in (64, 128)]
     sizes = [shapes.few_sizes[0]] if is_tiny else shapes.few_sizes
-    cases += [shapes.few(*size, is_one) for size in sizes for is_one in (True, False)]
+    cases += [shapes.few(*size, num_tokens) for size in sizes for num_tokens in (1, 8, 16)]
     cases.append(shapes.few_attention())
     cases += [shapes.linear(most) for most in (16, 32, _MANY_TOKENS)]
     cases += [
@@ -220,15 +226,20 @@ class _Shapes:
             )
         return TuningCase(kernel, when, make, _grid(rows=(64, 128), keys=keys, num_warps=(4, 8), num_stages=stages))
 
+    def prompts(self, head_dim: int) -> TuningCase:
+        # After the tiles of the kernel that is used otherwise.
+        case = self.attention("attention-long", head_dim, torch.bfloat16)
+        found = _grid(is_specialized=(True,), keys=(64, 128), num_stages=(2, 3), takes_turns=(False, True))
+        return case._replace(kernel="attention-prompts", candidates=found)
+
     few_sizes = (
         (6144, 1024, True), (4096, 1024, False), (1024, 2048, False), (1024, 3072, False),
         (24576, 4096, True), (6144, 4096, False), (4096, 4096, False), (4096, 12288, False),
     )  # fmt: skip
     """Rows and columns of the linear layers of Qwen3-0.6B and 8B, and whether they are of gate and up."""
 
-    def few(self, num_rows: int, num_columns: int, is_gated: bool, is_one: bool) -> TuningCase:
-        num_tokens = 1 if is_one else 16
-        when = {"dtype": "bfloat16", "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    def few(self, num_rows: int, num_columns: int, is_gated: bool, num_tokens: int) -> TuningCase:
+        when = {"dtype": "bfloat16", "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
         if self._is_tiny:
             num_rows, num_columns = 48, 96
         count = max(2, min(16, _CACHE_BYTES // (2 * num_rows * num_columns)))  # so that launches overlap as in a model
@@ -241,12 +252,14 @@ class _Shapes:
         def make() -> list[Launch]:
             return [multiply_few_launch(out, x, weight, norm if has_norm else None, epilogue) for weight in weights]
 
-        if is_one:
-            found = _grid(rows=(4, 8, 16), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(3,))
+        if num_tokens == 1:
+            found = _grid(rows=(4, 8), columns=(1024,), splits=(1,), early=(1, 2, 4), num_warps=(4, 8), num_stages=(2, 3))
         else:
             found = _grid(rows=(16, 32), columns=(1024,), splits=(8,), early=(1, 3), num_warps=(8,), num_stages=(2,))
-            options = {"early": (1, 2), "num_warps": (4, 8), "num_stages": (3, 4)}
-            found += _grid(rows=(16, 32, 64), columns=(256,), splits=(4,), **options)
+            found += _grid(rows=(16, 32), columns=(1024,), splits=(4,), early=(1,), num_warps=(4,), num_stages=(2,))
+            found += _grid(rows=(32, 64), columns=(512,), splits=(4,), early=(1, 2), num_warps=(8,), num_stages=(2, 3))
+            found += _grid(rows=(16, 32), columns=(256,), splits=(4,), early=(1, 2), num_warps=(4,), num_stages=(4,))
+            found += _grid(rows=(64,), columns=(128,), splits=(2,), early=(1, 2), num_warps=(4,), num_stages=(4,))
         return TuningCase("few", when, make, found)
 
     def few_attention(self) -> TuningCase:
@@ -270,7 +283,8 @@ class _Shapes:
                 launches.append(attention.launch(out, qkv, cache, step, step.slots))
             return launches
 
-        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, _grid(chunk=(64, 128, 256)))
+        found = _grid(chunk=(64, 128, 256), num_stages=(2, 3))
+        return TuningCase("attention-few", {"num_kv_heads": 8, "head_dim": 128}, make, found)
 
     def linear(self, most: int) -> TuningCase:
         weight = self._integers(self._rows, self._columns)

@@ -151,7 +151,8 @@ def read_shape(args: argparse.Namespace, hardware: Hardware, record: StepsRecord
     weight_bytes = weight_bytes_by_precision(report, is_gpu)
     copy_bytes = 0 if is_gpu else max(0, report.memory.weight_bytes - report.num_parameters * DTYPE_BYTES[report.spec.dtype])
     shape = ModelShape.of(model, report, weight_bytes, copy_bytes, kept, is_gpu)
-    return shape, shape.check_precision(args.quantization), choose_kv_format(shape, args.kv_cache_dtype, is_gpu)
+    kv_format = choose_kv_format(shape, args.kv_cache_dtype, is_gpu, not is_gpu or hardware.has_float8)
+    return shape, shape.check_precision(args.quantization), kv_format
 
 
 def read_limits(args: argparse.Namespace, hardware: Hardware, shape: ModelShape, record: StepsRecord | None) -> Limits:

@@ -52,6 +52,8 @@ class DeviceLinear:
     def lookup(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return rows ids [R] i64 of a weight of one part, dense."""
         weight = self.parts[0]
+        if ids.is_meta and isinstance(weight, Tensor):
+            return torch.empty(len(ids), weight.shape[1], dtype=weight.dtype, device=ids.device)
         return F.embedding(ids, weight) if isinstance(weight, Tensor) else widen(weight, dtype, ids)
 
     def _product(self, x: Tensor, index: int, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -66,6 +68,8 @@ class DeviceLinear:
             weight = widen(weight, x.dtype)
         elif self.is_in_order:
             return multiply_in_order(x, weight, bias, out, whole_rows)
+        if x.is_meta:  # torch finds shapes in Python there, and imports sympy for it, which takes a second or two
+            return torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device) if out is None else out
         if out is None:
             return F.linear(x, weight, bias)
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

@@ -77,6 +77,11 @@ class Hardware:
     efficiency: Efficiency
     is_measured: bool = False
 
+    @property
+    def has_float8(self) -> bool:
+        """Whether it multiplies float8, as far as is known: a measured one has no such rate."""
+        return self.is_measured or self.fp8_flops_per_s is not None
+
     def flops_of(self, precision: str) -> float:
         """Return the peak FLOP/s of products with weights of a precision: fp8 has its own rate where the device has one."""
         if precision == "fp8" and self.fp8_flops_per_s is not None:

@@ -126,7 +126,8 @@ class Plan:
     @property
     def kv_formats(self) -> list[str]:
         """The KV formats that the model may have on this hardware."""
-        quantised = usable_kv_formats(self.question.shape, self.question.hardware.kind == "gpu")
+        hardware = self.question.hardware
+        quantised = usable_kv_formats(self.question.shape, hardware.kind == "gpu", hardware.has_float8)
         return list(dict.fromkeys((self.question.shape.dtype, self.question.kv_format, *quantised)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -283,7 +284,7 @@ def _find_changes(question: Question, best: LayoutPlan) -> tuple[Change, ...]:
         ]
         variants += [
             (f"KV cache in {name}", lambda name=name: replace(question, kv_format=name))
-            for name in usable_kv_formats(question.shape, question.hardware.kind == "gpu")
+            for name in usable_kv_formats(question.shape, question.hardware.kind == "gpu", question.hardware.has_float8)
             if name != question.kv_format
         ]
     variants.append((

@@ -44,6 +44,11 @@ class AsyncStepDriver(StepDriver):
         self._is_ahead = is_ahead
         self._in_flight: list[RunningStep | EmptyStep] = []
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and not collected."""
+        return len(self._in_flight)
+
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step; see contracts.step.Runner."""
         return self.launch(plan).collect()

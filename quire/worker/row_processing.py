@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quire.base.ids import SequenceId
 from quire.contracts.step import StepResult
 from quire.worker.input_batch import Row, StepInput
 from quire.worker.step_executor import RowProcessor
@@ -27,6 +28,20 @@ def set_processors(processor: RowProcessor | None, row: Row) -> None:
     sampling = row.sampling
     if processor is not None and is_executors(row) and (sampling.edits_logits or sampling.needs_logprob):
         processor.set_processors(row.batch_slot, sampling)
+
+
+def recount(
+    processor: RowProcessor, ready: Sequence[Row], host_sampled: Collection[int], pending: Collection[SequenceId]
+) -> None:
+    """Tell an executor the outputs of rows of its own whose tokens the driver has sampled, or that got none.
+
+    ready         rows of a step
+    host_sampled  by index those that the driver has sampled
+    pending       sequences without a mask: what was sampled of them is not used
+    """
+    for index, row in enumerate(ready):
+        if row.is_deferrable and row.sampling.edits_logits and (index in host_sampled or row.start.sequence_id in pending):
+            processor.set_processors(row.batch_slot, row.sampling)
 
 
 def with_device_logprobs(

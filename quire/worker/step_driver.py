@@ -30,7 +30,7 @@ from quire.worker.input_batch import NO_DRAFTS, NONE_UNASKED, InputBatch, Pooled
 from quire.worker.lora import AdapterStore
 from quire.worker.pooling_head import PoolingHead
 from quire.worker.prompt_results import pool_hidden_states, prompt_logprobs
-from quire.worker.row_processing import can_defer, is_executors, set_processors, with_device_logprobs
+from quire.worker.row_processing import can_defer, is_executors, recount, set_processors, with_device_logprobs
 from quire.worker.sampled_results import (
     PromptLogprobs,
     apply_verified,
@@ -435,6 +435,7 @@ class StepDriver:
             result = replace(result, block_scores=score_blocks(self._block_scorer, self._batch, plan))
         if batch.row_processor is not None:
             result = with_device_logprobs(result, batch.row_processor, started, step.ready, running.host_sampled)
+            recount(batch.row_processor, step.ready, running.host_sampled, pending)
         ready = self._masks.take_ready()
         return replace(result, mask_pending=pending, mask_ready=ready) if pending or ready else result
 

@@ -140,7 +140,7 @@ def needs_host_sampling(row: SamplingRow, has_sampler: bool, row_processor: RowP
 
 class RowProcessor(Protocol):
     """An executor whose sampler applies logits processors, and finds log probabilities, so that no logits go to the host. It
-    counts what it samples by itself: a row of it never has drafts."""
+    counts what it samples by itself; of what the driver samples it is told by set_processors."""
 
     def takes_row(self, row: SamplingRow) -> bool:
         """Return whether it can sample the tokens of a row."""
@@ -162,8 +162,8 @@ class RowProcessor(Protocol):
         ...
 
     def set_processors(self, batch_slot: int, row: SamplingRow) -> None:
-        """Set the processors and log probabilities of a batch slot from the next step on, after set_sampling. The row has all
-        known tokens."""
+        """Set the processors and log probabilities of a batch slot from the next step on, after set_sampling, or again. The row
+        has all known tokens."""
         ...
 
     def take_logprobs(self, started: Any, wanted: Sequence[tuple[int, int]]) -> list[TokenLogprobs]:

@@ -14,6 +14,7 @@ from quire.contracts.kv_spec import can_rotate_on_gpu
 from quire.contracts.model_spec import AttentionSpec
 from quire.kernels.triton.arithmetic import LOG2_E
 from quire.kernels.triton.attention_kernels import attend_runs
+from quire.kernels.triton.hopper_attention import attend_prompts_launch
 from quire.kernels.triton.launching import ELEMENT_TYPES, Launch, check_contiguous, check_tensor, run_all
 from quire.kernels.triton.merge_kernels import merge_chunks
 from quire.kernels.triton.rotated_codes import PACKED, unrotate_launch, width_of
@@ -27,6 +28,7 @@ from quire.kernels.triton.tiles import (
     SPLIT_PROGRAMS,
     AttentionTile,
     in_order_attention_tile,
+    is_filled,
     long_attention_tile,
     most_chunks,
     short_attention_tile,
@@ -127,7 +129,8 @@ def attend_launches(
 
     Cached keys are split into chunks, each for its own program, so that a few long sequences fill the device; the partial
     results are merged in order. Sequences with few queries, mainly those of decode steps, have short chunks. The others have
-    one program for each run of queries and LONG_CHUNK keys, or one per run if the window is not longer. The short chunks are
+    one program for each run of queries and LONG_CHUNK keys, or one per run if the window is not longer or the runs fill the
+    device. The short chunks are
     computed on the device, once per step, so launches are the same for all lengths. Batch-invariant attention uses the same
     tiles and chunks for both, and merges chunks one by one.
     """
@@ -154,7 +157,6 @@ def attend_launches(
         rows = power_of_two(num_queries * group, 16 if fixed is None else fixed.rows)
         chunk = CHUNK if is_in_order else LONG_CHUNK
         call = _Call(out, q, cache, step, spec, sinks, long, tile._replace(rows=rows), chunk, is_in_order)
-        # Whether a row's keys are split depends on the window, never on the rest of the step.
         is_whole = is_in_order or (spec.window is not None and spec.window <= LONG_CHUNK)
         launches += [_attend_runs(call)] if is_whole else _split(call)
     return [*launches, unrotate_launch(out)] if cache.v.dtype == PACKED else launches
@@ -190,8 +192,8 @@ def _split(call: _Call) -> list[Launch]:
     num_chunks = -(-call.step.max_context_len // call.chunk)
     if spec.window is not None:
         num_chunks = min(num_chunks, -(-(spec.window + tiles.num_queries - 1) // call.chunk) + 1)
-    if num_chunks <= 1:
-        return [_attend_runs(call)]
+    if num_chunks <= 1 or is_filled(tiles.num_tiles * heads.num_kv):
+        return [_attend_whole(call)]
     shape = (heads.num_kv, num_chunks, tiles.num_queries * heads.group)
     at_once = tiles.num_tiles
     if call.chunk == LONG_CHUNK:
@@ -205,6 +207,14 @@ def _split(call: _Call) -> list[Launch]:
         count = part.tiles.num_tiles
         launches += [_attend_runs(part, (partial[:count], log_sums[:count])), _merge_chunks(part, partial, log_sums)]
     return launches
+
+
+def _attend_whole(call: _Call) -> Launch:
+    """Return the launch of a program for each run of queries, over all its keys."""
+    out, q, (k, v, *_), step = call.out, call.q, call.cache, call.step
+    is_causal = step.num_drafts is None and call.sinks is None
+    launch = attend_prompts_launch(out, q, k, v, step, call.tiles, call.spec) if is_causal else None
+    return _attend_runs(call) if launch is None else launch
 
 
 def _attend_runs(call: _Call, split: tuple[Tensor, Tensor] | None = None) -> Launch:

@@ -9,15 +9,21 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter, itemgetter
+from functools import reduce
+from operator import attrgetter, itemgetter, or_
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 import triton
 from torch import Tensor
 
 from quire.base.logging import get_logger
+from quire.kernels.triton.boxes import placed
 from quire.kernels.triton.settled_key import settle_key
+
+if TYPE_CHECKING:
+    from quire.kernels.triton.launching import Launch
 
 logger = get_logger(__name__)
 
@@ -27,27 +33,10 @@ _SCRATCH = "QQ"
 """What Triton appends to the arguments of a kernel: two pointers, which are null for kernels without working memory."""
 _WIDE, _UNSIGNED = 1 << 31, 1 << 63
 _ALIGNMENT = 16
-_PDL, _PARAM_BUFFER, _PARAM_SIZE = 6, 1, 2
+_PDL, _PARAM_BUFFER, _PARAM_SIZE, _INVALID_CONTEXT = 6, 1, 2, 201
+"""Numbers of cuda.h."""
 
 Values = Mapping[str, Tensor | int | float | None]
-
-
-class Launchable(Protocol):
-    """What a launch says of itself; see launching.Launch."""
-
-    kernel: triton.JITFunction
-    grid: tuple[int, ...]
-    arguments: Values
-    constants: Mapping[str, object]
-    num_warps: int
-    num_stages: int
-    is_fused: bool
-    is_pdl: bool
-
-    @property
-    def options(self) -> dict[str, int | bool]:
-        """The compiler options."""
-        ...
 
 
 class _Attribute(ctypes.Structure):
@@ -97,33 +86,35 @@ class _Code:
     order    of its arguments, as indices into the pointers and then the numbers of a launch
     """
 
-    def __init__(self, driver: Driver, function: int, metadata: Any, formats: str, order: Sequence[int]) -> None:
+    def __init__(self, driver: Driver, device: int, function: int, metadata: Any, formats: str, order: Sequence[int]) -> None:
         packer = struct.Struct("@" + formats + _SCRATCH)
-        self._driver, self._function, self._lock = driver, ctypes.c_void_p(function), Lock()
-        self._pack, self._buffer = packer.pack_into, ctypes.create_string_buffer(packer.size)
+        self._driver, self._device, self._function, self._lock = driver, device, ctypes.c_void_p(function), Lock()
         _check_layout(driver, self._function, formats + _SCRATCH)
-        self._size = ctypes.c_size_t(packer.size)
-        self._extra = (ctypes.c_void_p * 5)(
-            _PARAM_BUFFER, ctypes.addressof(self._buffer), _PARAM_SIZE, ctypes.addressof(self._size), 0
-        )
-        self._attribute = _Attribute(id=_PDL, value=1)
+        self._pack, self._buffer = packer.pack_into, ctypes.create_string_buffer(packer.size)
+        self._size, self._attribute = ctypes.c_size_t(packer.size), _Attribute(id=_PDL, value=1)
+        where, size = ctypes.addressof(self._buffer), ctypes.addressof(self._size)
+        self._extra = (ctypes.c_void_p * 5)(_PARAM_BUFFER, where, _PARAM_SIZE, size, 0)
         self._config = _Config(1, 1, 1, 32 * metadata.num_warps, 1, 1, metadata.shared, None, ctypes.pointer(self._attribute))
         self._config.num_attributes = int(metadata.launch_pdl)
-        self._addresses = ctypes.addressof(self._config), self._function, None, ctypes.addressof(self._extra)
-        self._order: Callable[[Sequence[int | float]], Sequence[int | float]]
-        if len(order) == 1:
-            (first,) = order
-            self._order = lambda values: (values[first],)
-        else:
-            self._order = itemgetter(*order) if order else lambda values: ()
+        self._call = ctypes.addressof(self._config), self._function, None, ctypes.addressof(self._extra)
+        self._order = _getter(order)
+        self._grid: tuple[int, ...] = ()
+        self._stream: int | None = None
 
     def launch(self, grid: tuple[int, ...], values: Sequence[int | float], stream: int) -> None:
         """Launch with these pointers and numbers. Raises RuntimeError with what the driver says."""
-        config, (x, y, z) = self._config, (*grid, 1, 1)[:3]
-        with self._lock:
+        config = self._config
+        with self._lock:  # threads share the description
             self._pack(self._buffer, 0, *self._order(values), 0, 0)
-            config.grid_x, config.grid_y, config.grid_z, config.stream = x, y, z, stream
-            status = self._driver.cuLaunchKernelEx(*self._addresses)
+            if grid != self._grid:
+                self._grid = grid
+                config.grid_x, config.grid_y, config.grid_z = (*grid, 1, 1)[:3]
+            if stream != self._stream:
+                self._stream = config.stream = stream
+            status = self._driver.cuLaunchKernelEx(*self._call)
+            if status == _INVALID_CONTEXT:  # nothing has used the device in this thread yet
+                torch.cuda.set_device(self._device)
+                status = self._driver.cuLaunchKernelEx(*self._call)
         if status != 0:
             raise RuntimeError(f"CUDA error at a launch: {_error_text(self._driver, status)}")
 
@@ -153,85 +144,96 @@ class _Kind(NamedTuple):
 
     tensors, numbers  take the pointers and the numbers out of the arguments
     specialized       indices of the numbers for which code is specialised: 1, multiples of 16 and others
-    plain_tensors     whether there are pointers for whose alignment code is not specialised
+    names             of the tensors, then of the numbers
+    codes             by what else code is compiled for; None: Triton launches it
     """
 
     tensors: Callable[[Values], Sequence[Tensor]]
     numbers: Callable[[Values], Sequence[int | float]]
     specialized: tuple[int, ...]
-    codes: dict[tuple[object, ...], _Code | None]
     names: tuple[str, ...]
+    codes: dict[tuple[object, ...], _Code | None]
 
 
 class BoundLauncher:
     """Launches kernels, whose code it finds with Triton when a kind of launch comes first.
 
-    What it cannot launch by itself goes the way of Triton: other kinds of arguments or of kernels, or another ABI.
-    driver  None: that of the system, looked for at the first launch
+    What it cannot launch itself goes through Triton: other kinds of arguments or of kernels, another version's conventions, and
+    what fails when it comes first.
+    driver        None: the system's, which is looked for at the first launch
     before_first  what is called, from any thread, before Triton compiles the code of a launch, or finds it in its cache
     """
 
     def __init__(self, driver: Driver | None = None) -> None:
-        self._driver, self._is_usable = driver, True
+        self._driver = driver
         self._kinds: dict[tuple[object, ...], _Kind | None] = {}
-        self.before_first: list[Callable[[Launchable], None]] = []
+        self.before_first: list[Callable[[Launch], None]] = []
 
-    def run(self, launch: Launchable) -> None:
+    def run(self, launch: Launch) -> None:
         """Launch on the current stream of the current device."""
-        arguments, constants = launch.arguments, launch.constants
-        options = launch.num_warps, launch.num_stages, launch.is_fused, launch.is_pdl
-        values = arguments.values()
-        key = (launch.kernel.fn, *options, *constants, *constants.values(), *arguments, *map(type, values))
+        kernel, grid, arguments, constants, *options = launch
+        key = (kernel.fn, *options, *constants, *constants.values(), *arguments, *map(type, arguments.values()))
         try:
             kind = self._kinds[key]
         except KeyError:
             kind = self._kinds[key] = _kind_of(launch)
-        if kind is None or not self._is_usable:
-            self._run_by_triton(launch)
+            if kind is None:
+                self._prepare(launch)
+        if kind is None:
+            run_by_triton(launch)
             return
         active = triton.runtime.driver.active
         device = active.get_current_device()
         tensors, numbers = kind.tensors(arguments), kind.numbers(arguments)
         addresses = [tensor.data_ptr() for tensor in tensors]
         own = (device, *map(_dtype_of, tensors), *_classes(addresses, numbers, kind.specialized))
+        values, stream = (*addresses, *numbers), active.get_current_stream(device)
         try:
             code = kind.codes[own]
         except KeyError:
-            code = kind.codes[own] = self._bind(launch, kind, device)
+            kind.codes[own] = self._run_first(launch, kind, values, device, stream)
+            return
         if code is None:
-            self._run_by_triton(launch)
+            run_by_triton(launch)
         else:
-            code.launch(launch.grid, (*addresses, *numbers), active.get_current_stream(device))
+            code.launch(grid, values, stream)
 
-    def _run_by_triton(self, launch: Launchable) -> None:
-        settle_key(launch.kernel)
-        launch.kernel[launch.grid](**launch.arguments, **launch.constants, **launch.options)
-
-    def _bind(self, launch: Launchable, kind: _Kind, device: int) -> _Code | None:
-        """Return the code of a launch on a device; None: it is launched by Triton."""
+    def _prepare(self, launch: Launch) -> None:
         for prepare in tuple(self.before_first):
             prepare(launch)
+
+    def _run_first(self, launch: Launch, kind: _Kind, values: Sequence[int | float], device: int, stream: int) -> _Code | None:
+        """Launch what came first, and return its code; None: Triton has launched it, and is to."""
+        self._prepare(launch)
         try:
             if self._driver is None:
                 self._driver = cuda_driver()
-            compiled = compiled_of(launch)
-            return _load(self._driver, compiled, kind, device)
-        except (AttributeError, OSError, TypeError, ValueError) as error:
-            # Another version of Triton or of the driver; whatever else is wrong Triton's own path raises again.
+            code = _load(self._driver, compiled_of(launch), kind, device)
+            code.launch(launch.grid, values, stream)
+        except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+            # Another version of Triton or of the driver, most likely. What else is wrong Triton raises again.
             logger.warning("%s is launched by Triton, which takes longer: %s", launch.kernel.fn.__name__, error)
+            run_by_triton(launch)
             return None
+        return code
 
 
-def compiled_of(launch: Launchable) -> Any:
+def run_by_triton(launch: Launch) -> None:
+    """Launch as Triton does."""
+    settle_key(launch.kernel)
+    launch.kernel[launch.grid](**placed(launch.arguments), **launch.constants, **launch.options)
+
+
+def compiled_of(launch: Launch) -> Any:
     """Return the CompiledKernel that Triton would launch."""
     settle_key(launch.kernel)
-    return launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.constants, **launch.options)
+    return launch.kernel.warmup(grid=(1,), **placed(launch.arguments), **launch.constants, **launch.options)
 
 
 _dtype_of = attrgetter("dtype")
 
 
-def _kind_of(launch: Launchable) -> _Kind | None:
+def _kind_of(launch: Launch) -> _Kind | None:
     """Return the kind of a launch; None: it has arguments that only Triton can pass."""
     arguments = launch.arguments
     tensors = tuple(name for name, value in arguments.items() if isinstance(value, Tensor))
@@ -240,28 +242,26 @@ def _kind_of(launch: Launchable) -> _Kind | None:
         return None
     is_plain = {param.name: bool(param.do_not_specialize) for param in launch.kernel.params}
     specialized = tuple(index for index, name in enumerate(numbers) if isinstance(arguments[name], int) and not is_plain[name])
-    return _Kind(_getter(tensors), _getter(numbers), specialized, {}, (*tensors, *numbers))
+    return _Kind(_getter(tensors), _getter(numbers), specialized, (*tensors, *numbers), {})
 
 
-def _getter(names: tuple[str, ...]) -> Callable[[Values], Any]:
-    if len(names) == 1:
-        (name,) = names
-        return lambda values: (values[name],)
-    return itemgetter(*names) if names else lambda values: ()
+def _getter(keys: Sequence[Any]) -> Callable[[Any], Any]:
+    """Return what takes the values of these keys out of a mapping or a sequence, as a tuple; fast for many."""
+    if len(keys) > 1:
+        return itemgetter(*keys)
+    return lambda values: tuple([values[key] for key in keys])
 
 
 def _classes(addresses: Sequence[int], numbers: Sequence[int | float], specialized: tuple[int, ...]) -> tuple[object, ...]:
     """Return what else of the values code is compiled for, at least as finely as Triton tells them apart."""
-    bits = 0
-    for address in addresses:
-        bits |= address
-    found: tuple[object, ...] = () if bits % _ALIGNMENT == 0 else tuple(address % _ALIGNMENT == 0 for address in addresses)
+    is_aligned = reduce(or_, addresses, 0) % _ALIGNMENT == 0
+    found: tuple[object, ...] = () if is_aligned else tuple([address % _ALIGNMENT == 0 for address in addresses])
     for index in specialized:
         number = numbers[index]
         found = (*found, 1 if number == 1 else number % _ALIGNMENT == 0 and _ALIGNMENT)
-    for index, number in enumerate(numbers):
-        if not -_WIDE <= number < _WIDE and isinstance(number, int):
-            found = (*found, index, number >= _UNSIGNED)
+    if numbers and (min(numbers) < -_WIDE or max(numbers) >= _WIDE):
+        wide = [(index, number >= _UNSIGNED) for index, number in enumerate(numbers) if not -_WIDE <= number < _WIDE]
+        found = (*found, *wide)
     return found
 
 
@@ -276,13 +276,11 @@ def _load(driver: Driver, compiled: Any, kind: _Kind, device: int) -> _Code:
     for name, type_name in signature.items():
         if type_name == "constexpr":
             continue
-        formats += "Q" if type_name.startswith("*") else _FORMATS.get(type_name, "?")
+        formats += "Q" if type_name.startswith("*") else _FORMATS[type_name]
         order.append(kind.names.index(name))
-    if "?" in formats:
-        raise ValueError(f"it has arguments of other types: {signature}")
     _, function, _, _, max_threads = triton.runtime.driver.active.utils.load_binary(
         compiled.name, compiled.kernel, metadata.shared, device
     )
     if 32 * metadata.num_warps > max_threads:
         raise ValueError(f"it takes too many registers for {metadata.num_warps} warps")
-    return _Code(driver, function, metadata, formats, order)
+    return _Code(driver, device, function, metadata, formats, order)

@@ -1,4 +1,4 @@
-"""The compile server: a process that compiles kernels into Triton's cache, each in a forked child.
+"""The compile server: a process that compiles kernels into Triton's cache, in forked children.
 
 `python -m quire.kernels.triton.compile_server FD ARCH` talks over the socket FD. It imports no torch, which would take seconds,
 and what Triton does once, such as hashing itself, it has done before children begin.
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from typing import NamedTuple
 
 import triton
 
@@ -45,28 +46,31 @@ _FORK = multiprocessing.get_context("fork")
 class CompileServer:
     """Compiles variants in the order in which they come; the connection ends when no more are wanted.
 
-    Lists of variants, and numbers of those that are to be compiled next, arrive; for each variant its
-    number is sent, and what was wrong, None if nothing.
+    Lists of variants, and numbers of those that are to be compiled next, arrive; for each variant its number is sent, and what
+    was wrong, None if nothing.
     """
 
     def __init__(self, connection: Connection, arch: int, num_processes: int) -> None:
         self._connection, self._arch, self._num_processes = connection, arch, num_processes
         self._waiting: deque[tuple[int, Variant]] = deque()
-        self._running: dict[Connection, tuple[BaseProcess, int, str]] = {}
+        self._idle: list[_Worker] = []
+        self._running: dict[Connection, tuple[_Worker, int, Variant]] = {}
         self._num_received = 0
 
     def serve(self) -> None:
         """Compile until the connection ends; what is then not yet compiled is given up."""
-        while True:
-            while self._waiting and len(self._running) < self._num_processes:
-                self._start(*self._waiting.popleft())
-            for ready in wait([self._connection, *self._running]):
-                if ready is not self._connection:
-                    self._collect(self._running.pop(ready), ready)  # type: ignore[index]
-                elif not self._receive():
-                    for process, *_ in self._running.values():
-                        process.kill()
-                    return
+        try:
+            while True:
+                while self._waiting and (self._idle or len(self._running) < self._num_processes):
+                    self._start(*self._waiting.popleft())
+                for ready in wait([self._connection, *self._running]):
+                    if ready is not self._connection:
+                        self._collect(*self._running.pop(ready))  # type: ignore[index]
+                    elif not self._receive():
+                        return
+        finally:
+            for worker in (*self._idle, *(worker for worker, *_ in self._running.values())):
+                worker.process.kill()
 
     def _receive(self) -> bool:
         """Take an order; return whether there may be others."""
@@ -88,31 +92,52 @@ class CompileServer:
         return True
 
     def _start(self, index: int, variant: Variant) -> None:
-        receiver, sender = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=_compile, args=(sender, variant, self._arch))
-        process.start()
-        sender.close()
-        self._running[receiver] = process, index, variant.kernel
+        # A child that kept the server's connections would keep the others from seeing its end.
+        worker = self._idle.pop() if self._idle else _Worker.start(self._arch, [self._connection, *self._running])
+        worker.connection.send(variant)
+        self._running[worker.connection] = worker, index, variant
 
-    def _collect(self, running: tuple[BaseProcess, int, str], receiver: Connection) -> None:
-        process, index, kernel = running
+    def _collect(self, worker: _Worker, index: int, variant: Variant) -> None:
         try:
-            error: str | None = receiver.recv()
-        except EOFError:
-            process.join()
-            error = f"{kernel}: the process that compiled it ended with {process.exitcode}"
-        process.join()
-        receiver.close()
+            error: str | None = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            worker.connection.close()
+            error = f"{variant.kernel}: the process that compiled it ended with {worker.process.exitcode}"
+        else:
+            self._idle.append(worker)
         self._connection.send((index, error))
 
 
-def _compile(sender: Connection, variant: Variant, arch: int) -> None:
-    try:
-        compile_variant(variant, arch)
-    except Exception as error:  # noqa: BLE001 - whatever a compiler raises is told
-        sender.send(f"{variant.kernel}: {type(error).__name__}: {error}")
-    else:
-        sender.send(None)
+class _Worker(NamedTuple):
+    """A forked child, which compiles one variant after the other: a fork may take as long as compiling."""
+
+    process: BaseProcess
+    connection: Connection
+
+    @classmethod
+    def start(cls, arch: int, inherited: Sequence[Connection]) -> _Worker:
+        """Fork a child, which closes what it has inherited."""
+        ours, theirs = _FORK.Pipe()
+        process = _FORK.Process(target=_compile_all, args=(theirs, arch, [*inherited, ours]))
+        process.start()
+        theirs.close()
+        return cls(process, ours)
+
+
+def _compile_all(connection: Connection, arch: int, inherited: Sequence[Connection]) -> None:
+    """Compile what arrives, until the connection ends."""
+    for other in inherited:
+        other.close()
+    with suppress(EOFError, BrokenPipeError):  # the server has gone
+        while True:
+            variant: Variant = connection.recv()
+            try:
+                compile_variant(variant, arch)
+            except Exception as error:  # noqa: BLE001 - whatever a compiler raises is told
+                connection.send(f"{variant.kernel}: {type(error).__name__}: {error}")
+            else:
+                connection.send(None)
 
 
 def _build_driver_library() -> None:

@@ -17,10 +17,12 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.launching import Launch
+from quire.kernels.triton.boxes import SWIZZLED, Boxes
+from quire.kernels.triton.launching import Argument, Launch
 
 _TYPE_NAMES = {
     torch.float32: "fp32",
@@ -84,12 +86,16 @@ def compile_launch(launch: Launch, arch: int = 90) -> CompiledKernel:
     signature |= dict.fromkeys(launch.constants, "constexpr")
     divisible = [name for name, value in launch.arguments.items() if _is_divisible(value, is_plain[name])]
     attributes = {(names.index(name),): _DIVISIBLE for name in divisible}
-    source = ASTSource(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
+    source_type = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = source_type(launch.kernel, {name: signature[name] for name in names}, constants, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     return _inspect(compiled.asm["cubin"], int(compiled.metadata.shared))
 
 
-def _type_name(value: Tensor | int | float | None, is_plain: bool) -> str:
+def _type_name(value: Argument, is_plain: bool) -> str:
+    if isinstance(value, Boxes):
+        columns = f"{value.box[0]}, {value.box[1]}"
+        return f"tensordesc<{_TYPE_NAMES[value.tensor.dtype]}[{columns}],{SWIZZLED!r}>"
     if isinstance(value, Tensor):
         return "*" + _TYPE_NAMES[value.dtype]
     if isinstance(value, float):
@@ -99,7 +105,7 @@ def _type_name(value: Tensor | int | float | None, is_plain: bool) -> str:
     return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
 
 
-def _is_divisible(value: Tensor | int | float | None, is_plain: bool) -> bool:
+def _is_divisible(value: Argument, is_plain: bool) -> bool:
     if is_plain:
         return False
     if isinstance(value, Tensor):

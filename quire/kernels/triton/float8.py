@@ -34,7 +34,7 @@ LIBRARY_FROM = 65
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT8 = torch.float8_e4m3fn
-_SCALED_MM_CAPABILITY = (9, 0)
+_SCALED_MM_MAJORS = (9, 10)
 _SCALED_MM_MULTIPLE = 16
 _COLUMNS_OF_PROGRAM = 1024
 _GROUPED = 8
@@ -87,7 +87,7 @@ def _fits_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
     has_row_scales = weight.group_size >= num_columns and (weight.scale_rows == 1 or weight.scale_rows >= num_rows)
     is_even = num_rows % _SCALED_MM_MULTIPLE == num_columns % _SCALED_MM_MULTIPLE == 0
     # "meta" stands for the device that kernels are compiled for.
-    has_product = x.device.type in ("cuda", "meta") and device_traits().capability >= _SCALED_MM_CAPABILITY
+    has_product = x.device.type in ("cuda", "meta") and device_traits().capability[0] in _SCALED_MM_MAJORS
     return has_product and x.dtype == torch.bfloat16 and has_row_scales and is_even
 
 

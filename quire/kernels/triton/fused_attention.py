@@ -18,7 +18,7 @@ from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import LARGEST_OF, Rope
 from quire.kernels.triton.sizes import power_of_two
 from quire.kernels.triton.step import DeviceAttentionMetadata
-from quire.kernels.triton.tiles import ROWS_OF_DECODE, few_chunk, short_attention_tile
+from quire.kernels.triton.tiles import ROWS_OF_DECODE, few_attention, short_attention_tile
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MERGED_NUMBERS = 2048
@@ -56,7 +56,8 @@ class ProjectedAttention:
         self._check(out, qkv, cache, step, positions)
         num_sequences, group = len(qkv), spec.num_heads // spec.num_kv_heads
         tile = short_attention_tile(spec.head_dim, group, qkv.dtype, cache.k.dtype)
-        num_parts, chunk = most_chunks(spec.num_kv_heads), max(few_chunk(spec.num_kv_heads, spec.head_dim), tile.keys)
+        chosen = few_attention(spec.num_kv_heads, spec.head_dim)
+        num_parts, chunk = most_chunks(spec.num_kv_heads), max(chosen.chunk, tile.keys)
         longest = step.max_context_len if spec.window is None else min(step.max_context_len, spec.window + chunk)
         parts = (num_sequences, spec.num_kv_heads, num_parts, group)
         block_d = power_of_two(spec.head_dim, 16)
@@ -110,7 +111,7 @@ class ProjectedAttention:
             "IS_PDL": is_pdl,
         }
         grid = (num_sequences, spec.num_kv_heads, min(num_parts, max(1, -(-longest // chunk))))
-        return Launch(attend_projected, grid, arguments, constants, tile.num_warps, tile.num_stages, IS_FUSED, is_pdl)
+        return Launch(attend_projected, grid, arguments, constants, tile.num_warps, chosen.num_stages, IS_FUSED, is_pdl)
 
     def _can_fetch(self, cache: KvCache) -> bool:
         """Return whether rows of a head can be prefetched: they begin at multiples of 16 bytes."""

@@ -23,7 +23,7 @@ from quire.kernels.triton.tiles import few_tile
 
 FEW_TOKENS = 16
 """Maximum number of tokens of such a step: those of one matrix instruction. More would also have more of their inputs read by
-every program. An estimate by bytes and launches, not measured."""
+every program."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _FETCHED_BYTES = 16 << 10
@@ -50,7 +50,7 @@ def multiply_few_launch(
 ) -> Launch:
     """Return the launch that writes epilogue(norm(x) @ weight^T) to out.
 
-    The bits of a row do not depend on the rows beside it; one row alone may have other bits, as its sums have another order.
+    The bits of a row do not depend on the rows beside it. Sums of 1, of 2 to 8 and of 9 to 16 rows may have another order.
 
     out     [T, O] contiguous, [T, O / 2] if gated; not x
     x       [T, K] float with contiguous rows, 1 <= T <= FEW_TOKENS
@@ -63,7 +63,8 @@ def multiply_few_launch(
     _check(out, x, weight, norm, epilogue)
     num_tokens, num_columns = x.shape
     num_rows = weight.shape[0]
-    tile = few_tile(num_rows, num_columns, x.dtype, num_tokens == 1)
+    padded = 1 if num_tokens == 1 else power_of_two(num_tokens, 8)
+    tile = few_tile(num_rows, num_columns, x.dtype, padded)
     is_pdl = has_dependent_launch(x.device)
     spec = None if norm is None else norm.spec
     arguments = {
@@ -79,7 +80,7 @@ def multiply_few_launch(
     constants = {
         "NUM_ROWS": num_rows,
         "NUM_COLUMNS": num_columns,
-        "TOKENS": 1 if num_tokens == 1 else power_of_two(num_tokens, 8),
+        "TOKENS": padded,
         "BLOCK_N": tile.rows,
         "BLOCK_K": tile.columns,
         "SPLITS": tile.splits,

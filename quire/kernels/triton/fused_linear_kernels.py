@@ -5,8 +5,8 @@ and no sum is split over programs. Tiles of BLOCK_K columns are cut into SPLITS 
 are added at the end. The first EARLY tiles are loaded before the wait for the previous launch.
 
 One token is multiplied by ordinary arithmetic: threads keep sums of _RUN columns each. Several tokens are multiplied by matrix
-units, the rows of the weight being the long side. The order of a sum depends only on the weight's shape and on which of both it
-is; the tokens of a step do not affect each other.
+units, the rows of the weight being the long side. The order of a sum depends on the tile, which depends on the weight's shape
+and the padded number of tokens; the tokens of a step do not affect each other.
 """
 # ruff: noqa: RUF005 - Triton concatenates tuples, and does not unpack them
 
@@ -202,10 +202,7 @@ def multiply_few(
             late = _load_columns(norm_row, is_norm, columns, first, NUM_COLUMNS) if HAS_NORM else factors
             acc = _add_products(acc, weight, x, factors, late, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
 
-    if TOKENS == 1:
-        y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N])
-    else:
-        y = tl.trans(tl.sum(acc, 0))
+    y = tl.reshape(tl.sum(tl.sum(acc, 2), 0), [1, BLOCK_N]) if TOKENS == 1 else tl.trans(tl.sum(acc, 0))
     _write(
         y, rows, first_row, is_row, bias_ptr, out_ptr, num_tokens, residual_scale,
         NUM_ROWS, TOKENS, BLOCK_N, KIND, IS_GATED, HAS_RESIDUAL, IS_SCALED,

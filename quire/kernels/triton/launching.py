@@ -14,7 +14,8 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton.arithmetic import INTERPRETED
-from quire.kernels.triton.bound import BoundLauncher
+from quire.kernels.triton.bound import BoundLauncher, run_by_triton
+from quire.kernels.triton.boxes import Boxes
 
 ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float32: tl.float32,
@@ -23,6 +24,9 @@ ELEMENT_TYPES: dict[torch.dtype, tl.dtype] = {
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.int8: tl.int8,
 }
+
+
+Argument = Tensor | Boxes | int | float | None
 
 
 class Launch(NamedTuple):
@@ -41,7 +45,7 @@ class Launch(NamedTuple):
 
     kernel: triton.JITFunction
     grid: tuple[int, ...]
-    arguments: Mapping[str, Tensor | int | float | None]
+    arguments: Mapping[str, Argument]
     constants: Mapping[str, object]
     num_warps: int = 4
     num_stages: int = 2
@@ -56,7 +60,7 @@ class Launch(NamedTuple):
         if noted is not None:
             noted.append(self)
         elif INTERPRETED.value:
-            self.kernel[self.grid](**self.arguments, **self.constants, **self.options)
+            run_by_triton(self)
         else:
             BOUND.run(self)
 

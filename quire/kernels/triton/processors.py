@@ -47,7 +47,7 @@ class ProcessorTables(NamedTuple):
 class ProcessorOptions(NamedTuple):
     """Processors of [R] rows, on the device.
 
-    rows                 [R] i32 batch slots; those of processed rows differ
+    rows                 [R] i32 batch slots; what is counted of a processed one that occurs twice is not defined
     is_processed         [R] i32, 0: the logits stay as they are, and nothing is counted
     repetitions          [R] f32 repetition penalties, and inverse_repetitions [R] f32
     frequencies          [R] f32 frequency penalties; presences [R] f32

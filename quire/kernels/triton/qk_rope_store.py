@@ -36,6 +36,8 @@ def rope_table(spec: RopeSpec, frequencies: Tensor, num_positions: int, dtype: t
 
     frequencies  [dim / 2] f32, from inverse_frequencies, on the device of the table
     """
+    if frequencies.is_meta:  # torch would import its compiler for these operations, which takes seconds
+        return Rope(spec, torch.empty(num_positions, 2 * len(frequencies), device=frequencies.device))
     positions = torch.arange(num_positions, device=frequencies.device)
     cos, sin = cos_sin(spec, frequencies, positions, dtype)
     return Rope(spec, torch.cat((cos, sin), -1)[:, 0].float().contiguous())
@@ -127,7 +129,7 @@ def place_heads_launch(
     # Where keys and values are one tensor (latent attention), the groups of values would store what those of keys do.
     num_stored = 0 if slots is None else 1 if cache.v is cache.k else 2
     num_groups = ceil_divide(num_heads, block_h) + num_stored * ceil_divide(num_kv_heads, block_h)
-    num_warps = 1 if block_h == 1 else 4
+    num_warps = 1 if block_h == 1 else 2
     # The same option as in fused attention, so that the stored values are the same, integers in particular.
     return Launch(_place_heads, (num_tokens, num_groups), arguments, constants, num_warps, num_stages=1, is_fused=IS_FUSED)
 

@@ -34,23 +34,27 @@ def load_heads(
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
     mask = is_head[:, None] & is_dim[None, :]
+    # What is the same for all heads is loaded for each of them: else it would go through shared memory, with barriers. Programs
+    # of more heads lack the registers.
+    lanes = tl.zeros([heads.shape[0] if heads.shape[0] <= 8 else 1, 1], tl.int32)
     x = tl.load(ptr + heads[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     if weight_ptr is not None:
         factor = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + EPS)[:, None]
-        weight = tl.load(weight_ptr + dims, mask=is_dim, other=0.0).to(tl.float32)
-        x = rounded(scale_normalized(x * factor, weight[None, :], OFFSET, CASTS_LATE, DTYPE), DTYPE)
+        weight = tl.load(weight_ptr + lanes + dims[None, :], mask=is_dim[None, :], other=0.0).to(tl.float32)
+        x = rounded(scale_normalized(x * factor, weight, OFFSET, CASTS_LATE, DTYPE), DTYPE)
     if table_ptr is not None:
         HALF: tl.constexpr = ROPE_DIM // 2
         # The other element of each pair is loaded again instead of being moved between threads.
         other = tl.where(dims < HALF, dims + HALF, tl.where(dims < ROPE_DIM, dims - HALF, dims))
         y = tl.load(ptr + heads[:, None] * HEAD_DIM + other[None, :], mask=mask, other=0.0).to(tl.float32)
         if weight_ptr is not None:
-            weight = tl.load(weight_ptr + other, mask=is_dim, other=0.0).to(tl.float32)
-            y = rounded(scale_normalized(y * factor, weight[None, :], OFFSET, CASTS_LATE, DTYPE), DTYPE)
-        angle = table_ptr + position * ROPE_DIM + dims % HALF
-        cos = tl.load(angle, mask=dims < ROPE_DIM, other=1.0)[None, :]
-        sin = tl.load(angle + HALF, mask=dims < ROPE_DIM, other=0.0)
-        sin = tl.where(dims < HALF, -sin, sin)[None, :]
+            weight = tl.load(weight_ptr + lanes + other[None, :], mask=is_dim[None, :], other=0.0).to(tl.float32)
+            y = rounded(scale_normalized(y * factor, weight, OFFSET, CASTS_LATE, DTYPE), DTYPE)
+        angle = table_ptr + position * ROPE_DIM + (lanes + (dims % HALF)[None, :])
+        is_rotated = (dims < ROPE_DIM)[None, :]
+        cos = tl.load(angle, mask=is_rotated, other=1.0)
+        sin = tl.load(angle + HALF, mask=is_rotated, other=0.0)
+        sin = tl.where((dims < HALF)[None, :], -sin, sin)
         if IS_ROPE_F32:
             x = rounded(x * cos + y * sin, DTYPE)
         else:

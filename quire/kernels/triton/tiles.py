@@ -19,7 +19,10 @@ CHUNK = 256
 """Cached tokens per chunk of split attention; larger for long contexts, so that there are at most most_chunks. It affects the
 result, because sums are merged chunk by chunk."""
 
-SPLIT_PROGRAMS = 8 if INTERPRETED.value else 528
+MULTIPROCESSORS = 132
+"""Of an H200."""
+
+SPLIT_PROGRAMS = 8 if INTERPRETED.value else 4 * MULTIPROCESSORS
 """Programs of a split attention launch: as many as an H200 runs at a time, 4 on each of 132 multiprocessors."""
 
 LONG_CHUNK = 4096
@@ -45,9 +48,16 @@ def short_attention_tile(head_dim: int, group: int, dtype: torch.dtype, kv_dtype
     return AttentionTile(rows=ROWS_OF_DECODE, **active_table().find("attention-short", shape))
 
 
-def few_chunk(num_kv_heads: int, head_dim: int) -> int:
-    """Return the cached tokens per chunk of fused attention, as CHUNK; the batch must not decide."""
-    return int(active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim})["chunk"])
+class FewAttention(NamedTuple):
+    """chunk: cached tokens per chunk of fused attention, as CHUNK."""
+
+    chunk: int
+    num_stages: int
+
+
+def few_attention(num_kv_heads: int, head_dim: int) -> FewAttention:
+    """Return how fused attention divides its keys. The chunk affects the result: it does not depend on the batch."""
+    return FewAttention(**active_table().find("attention-few", {"num_kv_heads": num_kv_heads, "head_dim": head_dim}))
 
 
 def most_chunks(num_kv_heads: int) -> int:
@@ -58,6 +68,29 @@ def most_chunks(num_kv_heads: int) -> int:
 def long_attention_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> AttentionTile:
     """Return the tile for runs of queries."""
     return AttentionTile(**active_table().find("attention-long", _attention_shape(head_dim, dtype, kv_dtype)))
+
+
+def is_filled(num_programs: int) -> bool:
+    """Return whether the device is filled by that many programs for whole runs of queries, so that their keys are not split.
+
+    Runs without a split cost at most 15 % of the time where their last programs leave multiprocessors idle. Merging costs more.
+    """
+    rounds = -(-num_programs // MULTIPROCESSORS)
+    return rounds >= 4 and rounds * MULTIPROCESSORS <= 1.15 * num_programs
+
+
+class PromptTile(NamedTuple):
+    """keys processed at once, and tiles of them that are loaded ahead; takes_turns: one warp group multiplies at a time."""
+
+    keys: int
+    num_stages: int
+    takes_turns: bool
+
+
+def prompt_tile(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> PromptTile | None:
+    """Return the tile of attend_prompts, the kernel for Hopper; None: attend_runs is used."""
+    found = dict(active_table().find("attention-prompts", _attention_shape(head_dim, dtype, kv_dtype)))
+    return PromptTile(**found) if found.pop("is_specialized") else None
 
 
 def _attention_shape(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, int | str]:
@@ -178,14 +211,13 @@ class FewTile(NamedTuple):
     num_stages: int
 
 
-def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, is_one: bool) -> FewTile:
-    """Return the tile for a fused linear layer; is_one: of one token. Nothing else of the number of tokens may decide, since
-    the order of sums depends on the tile.
+def few_tile(num_rows: int, num_columns: int, dtype: torch.dtype, num_tokens: int) -> FewTile:
+    """Return the tile for a fused linear layer, by the shape of the weight and the padded number of tokens: 1, 8 or 16.
 
     Programs have few rows, so that small weights also have programs for every multiprocessor: splitting a sum over programs
     would cost a round trip to memory.
     """
-    shape = {"dtype": _name(dtype), "is_one": is_one, "rows": num_rows, "columns": num_columns}
+    shape = {"dtype": _name(dtype), "tokens": num_tokens, "rows": num_rows, "columns": num_columns}
     tile = FewTile(**active_table().find("few", shape))
     columns = min(tile.columns, power_of_two(num_columns, 16 * tile.splits))
     return tile._replace(columns=columns, early=min(tile.early, -(-num_columns // columns)))

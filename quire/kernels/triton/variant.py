@@ -9,6 +9,7 @@ from typing import NamedTuple
 import triton
 from triton.backends.compiler import GPUTarget
 
+from quire.kernels.triton.boxes import Boxes, placed
 from quire.kernels.triton.settled_key import settle_key
 
 
@@ -32,7 +33,7 @@ class Variant(NamedTuple):
 
     module: str
     kernel: str
-    arguments: tuple[tuple[str, Pointer | int | float | None], ...]
+    arguments: tuple[tuple[str, Pointer | Boxes | int | float | None], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, object], ...]
 
@@ -64,4 +65,4 @@ def compile_variant(variant: Variant, arch: int) -> str:
     triton.runtime.driver.set_active(AbsentDriver(arch))
     kernel = getattr(importlib.import_module(variant.module), variant.kernel)
     settle_key(kernel)
-    return kernel.warmup(grid=(1,), **dict(variant.arguments), **dict(variant.constants), **dict(variant.options)).hash
+    return kernel.warmup(grid=(1,), **placed(dict(variant.arguments)), **dict(variant.constants), **dict(variant.options)).hash

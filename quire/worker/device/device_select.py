@@ -22,7 +22,7 @@ DEVICE_METHODS = ("ngram", "suffix", "lookahead", "draft_model", *_HEADS)
 
 _WHY = {"self": "; a draft by half of the layers takes half a step, that of a head one layer"}
 
-# The smallest tiles take what 8.6, 8.9 and 12.0 have, of which some is the system's.
+# What 8.6, 8.9 and 12.0 have, for which the smallest tiles are made.
 _LEAST_CAPABILITY = (8, 0)
 _LEAST_SHARED_KIB = 99
 

@@ -23,8 +23,7 @@ from quire.base.errors import WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ModelSpec
-from quire.kernels.triton.bound import Launchable
-from quire.kernels.triton.launching import BOUND
+from quire.kernels.triton.launching import BOUND, Launch
 from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.tile_table import TileTable, using
 from quire.kernels.triton.variant import Variant
@@ -80,8 +79,9 @@ class Order(NamedTuple):
 class Precompilation:
     """Kernels that are compiled meanwhile, unless they were before, for the same model and sizes, from the same sources.
 
-    A thread finds the variants and sends them to a compile server. A launch whose kernel is not compiled yet waits for it, and
-    it is compiled before all others.
+    A thread finds the variants and sends them to a compile server, and another one takes what it says. A launch whose kernel is
+    not compiled yet waits for it, and it is compiled before all others. A process that ends meanwhile waits for the first
+    thread, as torch's functions must not be interrupted, and not for the second one.
 
     parameters  of the model, as `open_parameters` returns them; not changed
     """
@@ -93,47 +93,72 @@ class Precompilation:
         self._left: set[int] = set()
         self._errors: list[str] = []
         self._waited_s = 0.0
-        self._thread: Thread | None = None
+        self._start_s, self._found_s = time.perf_counter(), 0.0
+        self._finding: Thread | None = None
+        self._collecting = Thread(target=self._collect, name="precompile", daemon=True)
         if self._mark.get_file(_DONE) is None:
             self._server = _Server(order.arch)
-            self._thread = Thread(target=self._run, name="precompile", daemon=True)
+            self._finding = Thread(target=self._find, name="find kernels")
             BOUND.before_first.append(self.wait_for)
-            self._thread.start()
+            self._finding.start()
 
     @property
     def is_needed(self) -> bool:
         """Whether there was anything to compile."""
-        return self._thread is not None
+        return self._finding is not None
 
-    def wait_for(self, launch: Launchable) -> None:
+    def wait_for(self, launch: Launch) -> None:
         """Wait until the code of a launch is compiled, if it will be."""
-        if self._thread is None:
+        if self._finding is None:
             return
         start = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._indices is not None)
             index = (self._indices or {}).get(variant_of(launch))
             if index in self._left:
-                with suppress(OSError):  # the server has gone: the thread is about to say so
-                    self._server.connection.send(index)
+                with suppress(WorkerError):  # the thread is about to say so
+                    self._server.send(index)
                 self._changed.wait_for(lambda: index not in self._left)
         self._waited_s += time.perf_counter() - start
 
     def wait(self) -> bool:
         """Wait for the end, and return whether all is compiled; what is not will be when it is launched first, and is said."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._finding is not None:
+            self._finding.join()
+            if self._collecting.ident is not None:  # it was started
+                self._collecting.join()
         return not self._errors
 
-    def _run(self) -> None:
-        """Find the variants, have them compiled, and note that they are."""
-        start, found_s = time.perf_counter(), 0.0
+    def _find(self) -> None:
+        """Find the variants, and send them."""
         try:
             variants = self._order.variants()
-            found_s = time.perf_counter() - start
-            self._compile(variants)
-        except Exception as error:  # noqa: BLE001 - without a server, or variants, kernels are compiled when they are launched
+            self._found_s = time.perf_counter() - self._start_s
+            with self._changed:
+                self._server.send(variants)
+                self._left = set(range(len(variants)))
+                self._indices = {variant: index for index, variant in enumerate(variants)}
+                self._changed.notify_all()
+            self._collecting.start()
+        except Exception as error:  # noqa: BLE001 - without variants or a server kernels are compiled when they are launched
             self._errors.append(f"{type(error).__name__}: {error}")
+            self._finish()
+
+    def _collect(self) -> None:
+        """Take what the server says of each variant."""
+        try:
+            for index, error in self._server.results(len(self._left)):
+                if error is not None:
+                    self._errors.append(error)
+                with self._changed:
+                    self._left.discard(index)
+                    self._changed.notify_all()
+        except WorkerError as error:
+            self._errors.append(str(error))
+        self._finish()
+
+    def _finish(self) -> None:
+        """End the server, and note that all is compiled, if it is."""
         BOUND.before_first.remove(self.wait_for)
         with self._changed:
             self._indices = self._indices or {}
@@ -145,27 +170,15 @@ class Precompilation:
             logger.warning("kernels are compiled when they are launched first, not ahead: %s", what)
             return
         self._mark.put("", _DONE, binary=False)
-        told = len(self._indices), found_s, time.perf_counter() - start, self._waited_s
+        told = len(self._indices), self._found_s, time.perf_counter() - self._start_s, self._waited_s
         logger.info("%d kernels were found in %.1f s and compiled in %.1f s, of which %.1f s were waited for", *told)
-
-    def _compile(self, variants: Sequence[Variant]) -> None:
-        with self._changed:
-            self._left = set(range(len(variants)))
-            self._indices = {variant: index for index, variant in enumerate(variants)}
-            self._changed.notify_all()
-        for index, error in self._server.compile(variants):
-            if error is not None:
-                self._errors.append(error)
-            with self._changed:
-                self._left.discard(index)
-                self._changed.notify_all()
 
 
 class _Server:
     """A compile server; see quire/kernels/triton/compile_server.py. Closing the connection ends it."""
 
     def __init__(self, arch: int) -> None:
-        self.connection, theirs = Pipe()
+        self._connection, theirs = Pipe()
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         # The package may have been found by what the program put into sys.path.
         found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
@@ -175,21 +188,30 @@ class _Server:
         self._process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL)
         theirs.close()
 
-    def compile(self, variants: Sequence[Variant]) -> Iterator[tuple[int, str | None]]:
-        """Send variants, and yield the index of each that is done, with what was wrong.
+    def send(self, order: Sequence[Variant] | int) -> None:
+        """Send variants, or the number of one that is wanted next; by one thread at a time.
 
-        Raises WorkerError if the server ends before.
+        Raises WorkerError if it has ended.
         """
         try:
-            self.connection.send(variants)
-            for _ in variants:
-                yield self.connection.recv()
+            self._connection.send(order)
+        except OSError as error:
+            raise self._error(error) from None
+
+    def results(self, count: int) -> Iterator[tuple[int, str | None]]:
+        """Yield the numbers of so many variants as they are done, with what was wrong. Raises WorkerError if it ends before."""
+        try:
+            for _ in range(count):
+                yield self._connection.recv()
         except (EOFError, OSError) as error:
-            raise WorkerError(f"the compile server ended with {self._process.wait()} ({type(error).__name__})") from None
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> WorkerError:
+        return WorkerError(f"the compile server ended with {self._process.wait()} ({type(error).__name__})")
 
     def close(self) -> None:
         """End the server, and wait for its end."""
-        self.connection.close()
+        self._connection.close()
         self._process.wait()
 
 
@@ -197,7 +219,8 @@ def compile_all(variants: Sequence[Variant], arch: int) -> list[str]:
     """Compile variants with a compile server, and return what is wrong with those that cannot be, the kernel's name first."""
     server = _Server(arch)
     try:
-        return [error for _, error in server.compile(variants) if error is not None]
+        server.send(variants)
+        return [error for _, error in server.results(len(variants)) if error is not None]
     finally:
         server.close()
 

@@ -50,20 +50,19 @@ NO_PROCESSORS: Mapping[str, int | float] = {
 
 def is_sampled_on_device(row: SamplingRow) -> bool:
     """Return whether the device's sampler finds the tokens of a row, with processors and log probabilities."""
-    if row.matcher is not None or not (row.is_greedy or row.params.typical_p >= 1):
-        return False
-    num_values = 0 if row.bias_values is None else len(set(row.bias_values.tolist()))
-    return num_values < NUM_BIASES and 0 <= (row.params.logprobs or 0) <= MAX_TOP
+    return row.matcher is None and _fits_sampler(row)
 
 
 def is_masked_on_device(row: SamplingRow) -> bool:
-    """Return whether the device's sampler finds the tokens of a row with a constraint, once it gets the token masks.
+    """Return whether the device's sampler finds the tokens of a row with a constraint, once it gets the token masks."""
+    return row.matcher is not None and _fits_sampler(row) and not (row.needs_logprob and row.lists_allowed)
 
-    What the output holds is not counted then, since drafts that the constraint forces are verified on the host.
-    """
-    if row.matcher is None or row.edits_logits or not (row.is_greedy or row.params.typical_p >= 1):
+
+def _fits_sampler(row: SamplingRow) -> bool:
+    if not (row.is_greedy or row.params.typical_p >= 1):
         return False
-    return not row.needs_logprob or (not row.lists_allowed and 0 <= (row.params.logprobs or 0) <= MAX_TOP)
+    num_values = 0 if row.bias_values is None else len(set(row.bias_values.tolist()))
+    return num_values < NUM_BIASES and 0 <= (row.params.logprobs or 0) <= MAX_TOP
 
 
 class SlotProcessors(NamedTuple):

@@ -119,7 +119,7 @@ class ServedHead(NamedTuple):
 
 
 def serving_variants(model: ServedModel, kv: KvSpec, sizes: StepSizes) -> list[Variant]:
-    """Return the variants of the kernels that any steps of these sizes launch, without repetition."""
+    """Return the variants of the kernels that any steps of these sizes launch, without repetition, those of the start first."""
     decoder = meta_decoder(model.few_layers(), sizes.max_model_len)
     own = KvSpec.on_device(decoder.spec, kv.block_size, kv.dtype, kv.window_tokens is not None)
     return _step_variants(decoder, own, sizes)
@@ -153,6 +153,9 @@ def _step_variants(decoder: DeviceDecoder | DeviceHead, kv: KvSpec, sizes: StepS
     executor = GpuStepExecutor(decoder, pool, sizes, StepGraphs(NotRecording()))
     one_by_one = GpuStepExecutor(decoder, pool, sizes, StepGraphs())
     with torch.inference_mode(), noted_launches() as launches:
+        # The engine begins with these; then come the first prompts and decode steps.
+        one_by_one.run_full(sizes.max_num_batched_tokens, sizes.max_num_seqs, sizes.max_model_len)
+        executor.record_samples()
         # CUDA graphs of steps with prompts differ from the others below in their attention alone, and that not by their tokens.
         prompts = [key for key in executor.prompts.keys if key.num_tokens == executor.prompts.max_tokens]
         for key in [*prompts, *executor.grid.keys]:

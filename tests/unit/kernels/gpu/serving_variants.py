@@ -1,7 +1,7 @@
 """Which kernels random steps launch that were not found ahead: `python -m ...serving_variants MODE` prints JSON.
 
-MODE is plain, compile, heads, narrow or ahead with a folder to write checkpoints in, or keys with forward or backward: by what
-all kernels are found that are used in this order.
+MODE is plain, compile, bound, heads, narrow or ahead with a folder to write checkpoints in, or keys with forward or backward:
+by what all kernels are found that are used in this order.
 
 In a process of its own: where kernels are interpreted their parameters are not known.
 """
@@ -10,9 +10,12 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -22,12 +25,13 @@ from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, GateClamp, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata, TreeInput
 from quire.kernels.triton import attention, launching
+from quire.kernels.triton.bound import BoundLauncher, compiled_of
 from quire.kernels.triton.last_token_buffer import keep_ids_launch
 from quire.kernels.triton.launching import noted_launches
 from quire.kernels.triton.precompile import variant_of
 from quire.kernels.triton.settled_key import settle_key
 from quire.kernels.triton.tile_table import active_table
-from quire.kernels.triton.variant import compile_variant
+from quire.kernels.triton.variant import AbsentDriver, compile_variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -41,7 +45,7 @@ from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.draft_chains import DraftCache, HeadChains
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
-from quire.worker.device.host_step import HostStep
+from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import Kept, StepSizes
 from quire.worker.device.precompile import Order, Precompilation, compile_all
 from quire.worker.device.variants import (
@@ -55,12 +59,24 @@ from quire.worker.device.variants import (
 )
 from quire.worker.step_executor import Moves
 from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.noting_driver import FUNCTION, NotingDriver
 from tests.unit.kernels.gpu.quantized_checkpoints import SIZES as QUANTIZED_SIZES
 from tests.unit.kernels.gpu.quantized_checkpoints import write
 
+ROOT = Path(__file__).resolve().parents[4]
 META = torch.device("meta")
 RMS = NormSpec("rms", 1e-6)
 MLP = MlpSpec(96, "silu")
+
+
+def run_without_interpreter(cache, *arguments):
+    """Return what this module prints where kernels are not interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.unit.kernels.gpu.serving_variants", *arguments]
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def layer(heads=(8, 2), mlp=MLP, **options):
@@ -257,6 +273,46 @@ def compile_ahead(folder):
         print(json.dumps({**told, "num_cubins": num_cubins()}))
 
 
+def argument_sizes(cubin):
+    """Return the sizes of a kernel's arguments, by its machine code, and check that nothing lies between them but alignment."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        text = subprocess.run([tool, "-elf", file.name], capture_output=True, text=True, check=True).stdout
+    pattern = r"Ordinal : 0x(\w+)\s+Offset  : 0x(\w+)\s+Size    : 0x(\w+)"
+    places = sorted(tuple(int(part, 16) for part in found) for found in re.findall(pattern, text))
+    end = 0
+    for _, offset, size in places:
+        assert offset == -(-end // size) * size
+        end = offset + size
+    return [size for *_, size in places]
+
+
+def bind_launches():
+    """Launch each kernel of a decode step and of a prompt once, and print whether it was launched with packed arguments."""
+    decoder = meta_decoder(plain_models()["plain"], SIZES.max_model_len)
+    pool = DeviceKvPool(KvSpec.of(decoder.spec, 64, "bfloat16"), 1, META)
+    executor = GpuStepExecutor(decoder, pool, SIZES, StepGraphs())
+    with torch.inference_mode(), noted_launches() as launches:
+        for count in (1, 100):
+            executor.launch(full_step(count, 1, count, executor.padding_slot), "plain", BlockTableUpdates([]))
+    active = AbsentDriver(90)
+    active.utils = SimpleNamespace(load_binary=lambda *_: (1, FUNCTION, 0, 0, 1024))
+    triton.runtime.driver.set_active(active)
+    for launch in {launch.kernel.fn.__name__: launch for launch in launches}.values():
+        compiled = compiled_of(launch)
+        driver = NotingDriver(argument_sizes(compiled.kernel))
+        BoundLauncher(driver).run(launch)
+        by_triton = launch.kernel.warmup(grid=(1,), **launch.arguments, **launch.constants, **launch.options).hash
+        variant = compile_variant(variant_of(launch), 90)
+        keys = {"has_key_of_triton": compiled.hash == by_triton, "has_key_of_variant": compiled.hash == variant}
+        told = [*driver.launched[0][:3]] if driver.launched else []
+        is_launched = told == [(*launch.grid, 1, 1)[:3], 32 * launch.num_warps, compiled.metadata.shared]
+        print(json.dumps({"kernel": launch.kernel.fn.__name__, "is_launched": is_launched, **keys}))
+        triton.runtime.driver.set_active(active)
+
+
 def keep_launch():
     kinds = (40, torch.int64), (5, torch.int64), (5, torch.int32)
     return keep_ids_launch(*(torch.zeros(count, dtype=dtype) for count, dtype in kinds))
@@ -282,6 +338,9 @@ if __name__ == "__main__":
         sys.exit()
     if mode == "ahead":
         compile_ahead(Path(rest[0]))
+        sys.exit()
+    if mode == "bound":
+        bind_launches()
         sys.exit()
     if mode == "heads":
         describe_head("eagle3", plain_models()["plain"], "beside", RMS)

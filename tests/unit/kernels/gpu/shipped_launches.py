@@ -39,9 +39,11 @@ from quire.kernels.triton.recurrent import causal_conv_launch, recur_launch
 from quire.kernels.triton.rotated_codes import PACKED, width_of
 from quire.kernels.triton.sampling import Choices, RowOptions, sample_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata, DeviceStateRows
+from quire.kernels.triton.tile_table import TileRule, TileTable, active_table, using
 
 META = torch.device("meta")
 BF16 = torch.bfloat16
+PLAIN_TILE = {"is_specialized": False, "keys": 128, "num_stages": 2, "takes_turns": False}
 
 
 def meta(*shape, dtype=BF16):
@@ -65,6 +67,7 @@ def attention_launches(
     num_tokens=4096,
     has_sinks=False,
     is_in_order=False,
+    prompt_tile=PLAIN_TILE,
     **spec,
 ):
     num_sequences, length = 4, num_tokens
@@ -85,7 +88,14 @@ def attention_launches(
     sinks = meta(heads[0]) if has_sinks else None
     device_step = DeviceAttentionMetadata.of(step, META)
     out = q if latent is None else meta(*q.shape[:2], latent.kv_rank, dtype=dtype)
-    return attend_launches(meta(*out.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+    table = TileTable("any", "9.0", {"attention-prompts": (TileRule({}, prompt_tile),)})
+    with using(table.over(active_table())):
+        return attend_launches(meta(*out.shape, dtype=dtype), q, KvCache(*cache), device_step, attention, sinks, is_in_order)
+
+
+def specialized_launches(keys=128, num_stages=2, takes_turns=False, **options):
+    tile = {"is_specialized": True, "keys": keys, "num_stages": num_stages, "takes_turns": takes_turns}
+    return attention_launches(count=1024, prompt_tile=tile, **options)
 
 
 def latent_launches(num_heads=128, **options):
@@ -374,6 +384,11 @@ LAUNCHES: dict[str, Callable[[], Launch]] = {
     "decode-d112": lambda: attention_launches(head_dim=112, heads=(32, 32))[1],
     "decode-d192": lambda: attention_launches(head_dim=192, heads=(16, 8))[1],
     "decode-window-fp8": lambda: attention_launches(window=1024, kv_dtype=FP8)[1],
+    "prefill-specialized": lambda: specialized_launches()[0],
+    "prefill-specialized-turns": lambda: specialized_launches(num_stages=3, takes_turns=True)[0],
+    "prefill-specialized-64": lambda: specialized_launches(keys=64, num_stages=4)[0],
+    "prefill-specialized-d64": lambda: specialized_launches(head_dim=64, heads=(16, 8))[0],
+    "prefill-specialized-f16": lambda: specialized_launches(dtype=torch.float16, kv_dtype=torch.float16)[0],
     "prefill-f16": lambda: attention_launches(count=1024, dtype=torch.float16, kv_dtype=torch.float16)[0],
     "prefill-int8": lambda: attention_launches(count=1024, kv_dtype=torch.int8)[0],
     "prefill-sinks": lambda: attention_launches(count=1024, has_sinks=True)[0],

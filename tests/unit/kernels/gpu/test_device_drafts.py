@@ -304,7 +304,7 @@ def test_the_next_step_waits_for_what_drafts_follow_and_for_nothing_else(model, 
 
     def noted(plan):
         launched = launch(plan)
-        allowed.append((launched.allows_next, engine.runner._num_in_flight))
+        allowed.append((launched.allows_next, engine.runner.num_in_flight))
         return launched
 
     monkeypatch.setattr(engine.runner, "launch", noted)

@@ -144,14 +144,19 @@ def test_a_step_is_launched_before_the_one_before_is_read_when_masks_depend_on_i
 def test_what_a_constraint_forces_is_drafted_when_no_other_row_would_profit_from_steps_ahead(qwen, monkeypatch):
     unknown = launches_ahead(monkeypatch)
     engine = LLMEngine(EngineConfig(model=str(qwen), device=DEVICE, **OPTIONS | {"skip_tokenizer_init": False}))
-    params = SamplingParams(max_tokens=9, seed=5, structured_outputs=StructuredOutputsParams(regex="[0-9]{2}xyz[0-9]"))
+    constraint = StructuredOutputsParams(regex="[0-9]{3}xyz[0-9]{3}")
+    params = SamplingParams(max_tokens=12, seed=5, repetition_penalty=1.5, structured_outputs=constraint)
     engine.add_request("a", PROMPTS[0], params)
     while engine.has_unfinished_requests():
-        engine.step()
+        (output,) = engine.step() or [None]
     num_drafted = engine.stats.num_draft_tokens
     engine.close()
     assert num_drafted > 0
     assert sum(unknown) == 0
+    llm = LLM(str(qwen), device="cpu", **OPTIONS | {"skip_tokenizer_init": False})
+    (expected,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    llm.close()
+    assert output.outputs[0].token_ids == expected.outputs[0].token_ids
 
 
 @pytest.mark.slow
@@ -160,17 +165,17 @@ def test_what_a_constraint_forces_is_drafted_when_no_other_row_would_profit_from
 def test_tokens_are_those_of_steps_one_by_one_when_some_rows_have_constraints(qwen, monkeypatch, is_crowded):
     unknown = launches_ahead(monkeypatch)
     params = [
-        CONSTRAINED,
         SamplingParams(temperature=0.0, max_tokens=9, logprobs=1, repetition_penalty=1.3, **COMMON),
         SamplingParams(temperature=1.0, max_tokens=7, top_k=20, **COMMON),
-        replace(CONSTRAINED, repetition_penalty=1.3, logprobs=None),  # sampled on the host, beside steps in flight
+        replace(CONSTRAINED, repetition_penalty=1.5, presence_penalty=0.5, logit_bias={9: 1.0}),
+        replace(CONSTRAINED, typical_p=0.9, logprobs=None),  # sampled on the host, beside steps in flight
     ]
     prompts = [*PROMPTS, list(range(30, 43))]
     crowded = {"block_size": 4, "num_kv_blocks": 7, "max_model_len": 24, "max_num_seqs": 3, "max_num_batched_tokens": 8}
     options = {"skip_tokenizer_init": False, **(crowded if is_crowded else {})}
     one_by_one, ahead, num_preemptions = both(qwen, prompts, params, **options)
     assert ahead == one_by_one
-    assert sum(unknown) >= 6
+    assert sum(unknown) > 0
     assert (num_preemptions > 0) == is_crowded
     llm = LLM(str(qwen), device="cpu", **(OPTIONS | {"skip_tokenizer_init": False}))
     expected = llm.generate(prompts, params, use_tqdm=False)

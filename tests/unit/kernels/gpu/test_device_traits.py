@@ -1,12 +1,14 @@
 """What kernels do on other GPUs than Hopper, with the tiles that these have."""
 
 import dataclasses
+import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from quire.base.errors import ConfigError
+from quire.contracts.config import EngineConfig
 from quire.contracts.model_spec import AttentionSpec, MlpSpec, MoeSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton import tiles
@@ -17,6 +19,8 @@ from quire.kernels.triton.linear import multiply, widen
 from quire.kernels.triton.moe import mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_float8
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kernels.triton.tile_table import active_table, using
+from quire.worker.device import build
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
 
 FLOAT8 = torch.float8_e4m3fn
@@ -50,6 +54,17 @@ def test_tiles_are_smaller_where_there_is_less_shared_memory_or_another_matrix_i
     with using_traits(DeviceTraits.of_arch(80)):
         assert tiles.long_attention_tile(256, torch.bfloat16, torch.bfloat16) == long
         assert tiles.expert_tile(8, 128, torch.bfloat16).num_stages == experts.num_stages + 1
+
+
+@pytest.mark.parametrize("arch", [89, 90])
+def test_an_engine_takes_the_traits_of_its_gpu_and_says_when_no_such_gpu_has_run_the_kernels(arch, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA X")
+    monkeypatch.setattr(DeviceTraits, "of", lambda device: DeviceTraits.of_arch(arch))
+    with using_traits(HOPPER), using(active_table()), caplog.at_level(logging.WARNING):
+        build._choose_tiles(EngineConfig(model="demo"), torch.device("cuda", 0))
+        assert device_traits().arch == arch
+    assert ("has not been run on a GPU of compute capability 8.9" in caplog.text) is (arch == 89)
 
 
 def all_codes():

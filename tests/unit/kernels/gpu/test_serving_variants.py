@@ -1,11 +1,8 @@
 """All kernels that serving launches are found, and compiled, before the first request."""
 
 import itertools
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,8 +21,8 @@ from quire.worker.device.precompile import Order, Precompilation, _fingerprint
 from quire.worker.device.variants import ServedModel
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.quantized_checkpoints import SIZES, write
+from tests.unit.kernels.gpu.serving_variants import run_without_interpreter
 
-ROOT = Path(__file__).resolve().parents[4]
 # What Triton takes, or refuses, as its own where kernels are launched.
 RESERVED = {
     "stream",
@@ -41,15 +38,6 @@ RESERVED = {
 }
 QUANTIZED_KERNELS = {"multiply_packed", "multiply_packed_experts", "multiply_quantized", "quantize_rows", "widen_rows"}
 SHORT = ("attend_chunks", "attend_projected")
-
-
-def run_without_interpreter(cache, *arguments):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.unit.kernels.gpu.serving_variants", *arguments]
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_random_steps_launch_nothing_that_was_not_found_ahead(tmp_path):

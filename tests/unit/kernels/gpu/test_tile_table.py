@@ -42,6 +42,7 @@ def test_every_shape_has_a_tile_in_the_shipped_table():
         for head_dim in (16, 64, 80, 128, 192, 256):
             for kv_dtype in (dtype, torch.int8, FP8):
                 assert tiles.long_attention_tile(head_dim, dtype, kv_dtype).keys >= 16
+                assert tiles.prompt_tile(head_dim, dtype, kv_dtype) == (128, 2, False)
                 for group in (1, 3, 7, 8, 32):
                     tile = tiles.short_attention_tile(head_dim, group, dtype, kv_dtype)
                     assert tiles.CHUNK % tile.keys == 0
@@ -145,9 +146,27 @@ def test_what_is_tuned_can_be_read_back_and_launched(tmp_path, device):
     cut = [case._replace(candidates=case.candidates[:2]) for case in cases]
     found = tune(cut, base, Limits(232_448), lambda launches: float(next(times)) ** 3, lambda launch: compiled())
     table = choose_table(H200, "9.0", str(write(tmp_path / "tuned.json", found)))
-    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 8, 2, 4, 2, 1]
+    assert [len(table.rules[kernel]) - len(base.rules[kernel]) for kernel in kernels] == [3, 8, 2, 4, 3, 1]
     for kernel in ("linear", "codes", "few", "attention-few"):
         run_all(next(case for case in cases if case.kernel == kernel).make())
+
+
+def test_a_kernel_is_compared_with_the_tiles_that_were_found_before_it():
+    seen = []
+
+    def case(kernel, values):
+        return TuningCase(kernel, {}, lambda: seen.append(active_table().find("first", {})) or [], values)
+
+    base = TileTable("d", "9.0", {"first": (TileRule({}, {"x": 1}),), "second": (TileRule({}, {"y": 1}),)})
+    times = iter((3.0, 2.0, 1.0))
+    tune(
+        [case("first", [{"x": 2}]), case("second", [])],
+        base,
+        Limits(1),
+        lambda launches: next(times),
+        lambda launch: compiled(),
+    )
+    assert seen == [{"x": 1}, {"x": 2}, {"x": 2}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to tune")

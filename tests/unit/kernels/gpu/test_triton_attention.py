@@ -9,7 +9,7 @@ import torch
 from quire.base.errors import InvariantError
 from quire.contracts.model_spec import AttentionSpec, LatentSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
-from quire.kernels.triton import attention
+from quire.kernels.triton import attention, tiles
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
 from quire.kernels.triton.step import DeviceAttentionMetadata, list_tiles, send_together
 from quire.kernels.triton.tiles import CHUNK, most_chunks
@@ -149,6 +149,23 @@ def test_bits_of_split_runs_do_not_change_with_their_neighbours_or_the_cuts_of_t
         single = AttentionMetadata(case.step.slots[rows], [0, last - first], [last], case.step.block_tables[:1])
         alone = dataclasses.replace(case, step=single, q=case.q[rows])
         assert torch.equal(run(alone, spec, device), together[rows])
+
+
+def test_runs_that_fill_the_device_are_not_split(long_chunk, monkeypatch, device):
+    monkeypatch.setattr(tiles, "MULTIPROCESSORS", 2)
+    spec = AttentionSpec(4, 2, 32, 32**-0.5)
+    case = make_case([300], [200], spec, 16)
+    q = case.q.to(device)
+    cache = KvCache(case.k_cache.to(device), case.v_cache.to(device))
+    launches = attend_launches(torch.empty_like(q), q, cache, DeviceAttentionMetadata.of(case.step, device), spec)
+    assert [launch.grid for launch in launches] == [(13, 2, 1)]
+    torch.testing.assert_close(run(case, spec, device).double(), dense_attention(case, spec), atol=3e-6, rtol=3e-6)
+
+
+def test_a_device_is_filled_by_several_rounds_of_programs_of_which_the_last_is_nearly_full():
+    assert [programs for programs in (132, 396, 528, 529, 574, 575, 1024, 1056, 10000) if tiles.is_filled(programs)] == [
+        528, 574, 575, 1024, 1056, 10000,
+    ]  # fmt: skip
 
 
 def test_runs_that_see_most_keys_come_first():

@@ -21,6 +21,7 @@ from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.qk_rope_store import Projections, place_heads, rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
+from quire.kernels.triton.tiles import FewAttention
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_layers import reason_not_to_fuse
@@ -91,9 +92,10 @@ def test_bits_of_a_row_do_not_change_with_the_rows_beside_it(dtype, device):
         multiply_few_launch(out, rows, weight, norm).run()
         return out
 
-    all_rows = product(x)
-    for rows in (slice(3, 5), slice(1, 4), slice(7, 16), slice(8, 16)):
-        assert torch.equal(product(x[rows]), all_rows[rows])
+    for most, parts in ((8, (slice(3, 5), slice(1, 4), slice(2, 8))), (16, (slice(0, 9), slice(4, 15)))):
+        all_rows = product(x[:most])
+        for rows in parts:
+            assert torch.equal(product(x[rows]), all_rows[rows])
 
 
 def test_products_refuse_what_they_would_misread():
@@ -168,6 +170,10 @@ def both_ways(spec, lengths, device, norm=None, kv_dtype=None, dtype=torch.float
     return (out, mine), (attend(q, its, step, spec).flatten(1), its), arrived
 
 
+def set_chunk(monkeypatch, chunk):
+    monkeypatch.setattr(fused_attention, "few_attention", lambda num_kv_heads, head_dim: FewAttention(chunk, 2))
+
+
 SPECS = {
     "grouped": AttentionSpec(4, 2, 16, 0.25, RopeSpec(16, 1e4)),
     "partly rotated": AttentionSpec(3, 1, 24, 0.2, RopeSpec(8, 1e4, is_f32=True)),
@@ -183,7 +189,7 @@ LARGE = ("seven", "wide")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in SPECS])
 @pytest.mark.parametrize("norm", [None, RMS, GEMMA], ids=["plain", "rms", "gemma"])
 def test_attention_from_the_projections_on_is_that_of_separate_launches(name, norm, device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
+    set_chunk(monkeypatch, 32)
     (out, mine), (expected, its), arrived = both_ways(SPECS[name], [1, 70, 0, 32, 33], device, norm)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
     assert not out[2].any()
@@ -199,7 +205,7 @@ def test_chunks_are_merged_and_counts_are_zeros_again_when_a_step_is_run_twice(d
 
 
 def test_chunks_grow_when_a_context_would_have_more_than_there_may_be(device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
+    set_chunk(monkeypatch, 32)
     monkeypatch.setattr(fused_attention, "most_chunks", lambda num_kv_heads: 2)
     (out, _), (expected, _), _ = both_ways(SPECS["grouped"], [150, 40], device)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-6)
@@ -207,7 +213,7 @@ def test_chunks_grow_when_a_context_would_have_more_than_there_may_be(device, mo
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.int8, torch.float8_e4m3fn], ids=["bf16", "int8", "fp8"])
 def test_attention_in_bf16_stores_and_reads_caches_of_every_type(kv_dtype, device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 64)
+    set_chunk(monkeypatch, 64)
     (out, mine), (expected, its), _ = both_ways(SPECS["grouped"], [130, 7], device, RMS, kv_dtype, torch.bfloat16)
     torch.testing.assert_close(out, expected, atol=2e-2, rtol=2e-2)
     for stored, other in zip(mine, its, strict=True):
@@ -215,7 +221,7 @@ def test_attention_in_bf16_stores_and_reads_caches_of_every_type(kv_dtype, devic
 
 
 def test_bits_of_a_sequence_do_not_change_with_its_neighbours(device, monkeypatch):
-    monkeypatch.setattr(fused_attention, "few_chunk", lambda num_kv_heads, head_dim: 32)
+    set_chunk(monkeypatch, 32)
     spec, lengths = SPECS["grouped"], [70, 1, 100]
     step, qkv, cache = attention_case(spec, lengths, torch.float32, torch.float32, device)
     positions = step.context_lens.long() - 1

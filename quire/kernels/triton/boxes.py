@@ -1,0 +1,49 @@
+"""Boxes: an argument that a kernel gets as a TMA descriptor. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+SWIZZLED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16)
+"""The layout of a box in shared memory: rows of 64 elements of 16 bits."""
+
+
+class HasAddress(Protocol):
+    """A tensor, or what stands for one where none is needed."""
+
+    @property
+    def dtype(self) -> object:
+        """Torch's type of the elements, or its name."""
+        ...
+
+    def data_ptr(self) -> int:
+        """Return the address of the first element."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """A contiguous tensor of 16-bit elements, seen as a matrix of which a kernel copies one box after the other.
+
+    tensor       at an address that is a multiple of 16
+    shape        of the matrix, (rows, columns)
+    box          rows of a box, and its 64 columns
+    """
+
+    tensor: HasAddress
+    shape: tuple[int, int]
+    box: tuple[int, int]
+
+    def descriptor(self) -> TensorDescriptor:
+        """Return the descriptor, as Triton's launcher takes it."""
+        return TensorDescriptor(self.tensor, list(self.shape), [self.shape[1], 1], list(self.box), SWIZZLED)
+
+
+def placed(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return arguments as Triton takes them."""
+    return {name: value.descriptor() if isinstance(value, Boxes) else value for name, value in arguments.items()}

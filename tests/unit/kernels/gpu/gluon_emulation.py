@@ -1,0 +1,204 @@
+"""Runs Gluon code for Hopper on the CPU, which Triton's interpreter does not.
+
+Partitions are threads, tensors are torch's, and barriers count arrivals and bytes as mbarriers do. A product of matrices is
+computed when it is waited for, so that shared memory that was released too early holds something else by then. Layouts are left
+out, except that of tiles in shared memory, of which copies fill parts: columns are stored 64 at a time.
+"""
+
+import math
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from triton.experimental import gluon
+from triton.language import constexpr
+
+_COLUMNS = 64
+_WAIT_S = 20.0
+
+
+class Pointer:
+    """A place, or places, in a tensor."""
+
+    def __init__(self, tensor, offset=0):
+        self.tensor, self.offset = tensor, offset
+
+    def __add__(self, offset):
+        return Pointer(self.tensor, self.offset + offset)
+
+    def flat(self):
+        """Return the offsets, and the tensor as it is stored; places outside raise an IndexError."""
+        offsets = torch.as_tensor(self.offset).long()
+        count = 1 + sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        if offsets.numel() and not 0 <= int(offsets.min()) <= int(offsets.max()) < count:
+            raise IndexError(f"offsets {int(offsets.min())} to {int(offsets.max())} of {count} elements")
+        return offsets, self.tensor.as_strided((count,), (1,))
+
+
+class Shared:
+    """A tile in shared memory, or several."""
+
+    def __init__(self, flat, shape, is_transposed=False):
+        self.flat, self.shape, self.dtype, self.is_transposed = flat, shape, flat.dtype, is_transposed
+
+    def index(self, index):
+        tiles = self.flat.view(self.shape[0], -1)
+        return Shared(tiles[range(self.shape[0])[int(index)]], self.shape[1:])
+
+    def reinterpret(self, dtype, shape, layout):
+        assert (dtype, math.prod(shape)) == (self.dtype, self.flat.numel())
+        return Shared(self.flat, shape)
+
+    _reinterpret = reinterpret
+
+    def permute(self, order):
+        assert order == (1, 0)
+        return Shared(self.flat, self.shape, True)
+
+    def load(self, layout=None):
+        rows, columns = self.shape
+        x = self.flat.view(columns // _COLUMNS, rows, _COLUMNS).transpose(0, 1).reshape(rows, columns)
+        return x.T if self.is_transposed else x.clone()
+
+    def store(self, x):
+        rows, columns = self.shape
+        self.flat.view(columns // _COLUMNS, rows, _COLUMNS).copy_(x.view(rows, -1, _COLUMNS).transpose(0, 1))
+
+
+class Barrier:
+    """A phase ends with the last arrival, when all bytes that are expected are there."""
+
+    def __init__(self):
+        self._changed, self._phase, self._count, self._missing, self._bytes = threading.Condition(), 0, 0, 0, 0
+
+    def init(self, count):
+        self._count = self._missing = count
+
+    def update(self, arrivals, num_bytes):
+        with self._changed:
+            self._missing -= arrivals
+            self._bytes += num_bytes
+            assert self._missing >= 0
+            if self._missing == self._bytes == 0:
+                self._phase, self._missing = self._phase + 1, self._count
+                self._changed.notify_all()
+
+    def wait(self, parity):
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._phase & 1 != int(parity), _WAIT_S), "a barrier is never completed"
+
+
+class Product:
+    def __init__(self, compute):
+        self.compute, self.value = compute, None
+
+
+class GluonEmulation:
+    """The kernels of a module."""
+
+    def __init__(self, module):
+        self._own = threading.local()
+        self._program = 0
+        scope = {name: value.value if isinstance(value, constexpr) else value for name, value in vars(module).items()}
+        scope |= {
+            "gl": self._language(),
+            "mbarrier": types.SimpleNamespace(
+                MBarrierLayout=lambda: "barriers",
+                init=lambda barrier, count: barrier.init(count),
+                wait=lambda barrier, phase: barrier.wait(phase),
+                expect=lambda barrier, num_bytes: barrier.update(1, num_bytes),
+                arrive=lambda barrier: barrier.update(1, 0),
+            ),
+            "_copy_box": self._copy,
+            "_synchronise": lambda: None,
+            "fence_async_shared": lambda: None,
+            "warpgroup_mma": self._multiply,
+            "warpgroup_mma_wait": self._wait,
+        }
+        for name, value in vars(module).items():
+            if isinstance(value, gluon._runtime.GluonJITFunction):
+                scope[name] = types.FunctionType(value.fn.__code__, scope, name)
+        self._scope = scope
+
+    def run(self, launch):
+        """Run the programs of a Launch one after the other."""
+        arguments = {
+            name: Pointer(value) if isinstance(value, torch.Tensor) else value for name, value in launch.arguments.items()
+        }
+        for name in ("k_desc", "v_desc"):
+            boxes = arguments[name]
+            arguments[name] = types.SimpleNamespace(dtype=boxes.tensor.dtype, matrix=boxes.tensor.view(boxes.shape))
+        for self._program in range(*launch.grid):
+            self._scope[launch.kernel.fn.__name__](**arguments, **launch.constants)
+
+    def _language(self):
+        as_tensor = torch.as_tensor
+        layouts = ("SliceLayout", "BlockedLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout")
+        return types.SimpleNamespace(
+            **dict.fromkeys(layouts, lambda *arguments: None),
+            constexpr=object,
+            float32=torch.float32,
+            int64=torch.int64,
+            program_id=lambda axis: torch.tensor(self._program),
+            load=lambda pointer: torch.take(*reversed(pointer.flat())),
+            store=_store,
+            arange=lambda first, end, layout: torch.arange(first, end),
+            minimum=lambda a, b: torch.minimum(as_tensor(a), as_tensor(b)),
+            maximum=lambda a, b: torch.maximum(as_tensor(a), as_tensor(b)),
+            where=lambda mask, a, b: torch.where(as_tensor(mask), a, b),
+            exp2=torch.exp2,
+            max=lambda x, axis: x.amax(axis),
+            sum=lambda x, axis: x.sum(axis),
+            full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+            full_like=torch.full_like,
+            zeros=lambda shape, dtype, layout: torch.zeros(shape, dtype=dtype),
+            convert_layout=lambda x, layout: x,
+            static_range=range,
+            allocate_shared_memory=_allocate,
+            warp_specialize=_specialise,
+        )
+
+    def _copy(self, desc, place, barrier, box):
+        row, column = (int(at) for at in place)
+        assert 0 <= row < len(desc.matrix)
+        box.store(desc.matrix[row : row + box.shape[0], column : column + box.shape[1]])
+        barrier.update(0, -math.prod(box.shape) * box.dtype.itemsize)
+
+    def _multiply(self, a, b, acc, use_acc=True, is_async=False):
+        def compute():
+            product = (a.load() if isinstance(a, Shared) else a).float() @ b.load().float()
+            return acc + product if use_acc else product
+
+        if not is_async:
+            return compute()
+        product = Product(compute)
+        self._own.__dict__.setdefault("started", []).append(product)
+        return product
+
+    def _wait(self, num_outstanding, deps):
+        while len(self._own.started) > num_outstanding:
+            product = self._own.started.pop(0)
+            product.value = product.compute()
+        (product,) = deps
+        assert product.value is not None, "the product may not be done yet"
+        return product.value
+
+
+def _store(pointer, x, mask):
+    mask = mask.expand(x.shape)
+    offsets, flat = Pointer(pointer.tensor, pointer.offset.expand(x.shape)[mask]).flat()
+    flat[offsets] = x[mask]
+
+
+def _allocate(dtype, shape, layout):
+    if layout == "barriers":
+        barriers = [Barrier() for _ in range(shape[0])]
+        return types.SimpleNamespace(index=lambda index: barriers[int(index)])
+    return Shared(torch.full((math.prod(shape),), torch.nan, dtype=dtype), shape)
+
+
+def _specialise(partitions, worker_num_warps, worker_num_regs):
+    with ThreadPoolExecutor(len(partitions)) as pool:
+        for partition in [pool.submit(function, *arguments) for function, arguments in partitions]:
+            partition.result()
