@@ -40,6 +40,7 @@ _COLUMNS_OF_PROGRAM = 1024
 _GROUPED = 8
 _ROWS_AT_ONCE = 128
 _BLOCK = 128
+_BLOCKS_CAPABILITY = (9, 0)
 _MANY_PROGRAMS = 264
 _F32_BYTES = 4
 
@@ -101,8 +102,8 @@ def _fits_block_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
 def _multiplies_blocks(device: torch.device) -> bool:
     """Return whether torch's scaled product takes scales of 128 columns of tokens and of blocks of weights."""
     if device.type == "meta":
-        return True
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _SCALED_MM_CAPABILITY:
+        return device_traits().matrix_instruction == "wgmma"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != _BLOCKS_CAPABILITY:
         return False
     codes = torch.zeros(4 * _BLOCK, 4 * _BLOCK, dtype=_FLOAT8, device=device)
     token_scales, block_scales = torch.ones(4, 4 * _BLOCK, device=device), torch.ones(4, 4, device=device)
