@@ -22,6 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("tests/unit/kernels/gpu")
 _FIRST = [
     "test_triton_attention.py",
+    "test_hopper_attention.py",
+    "test_triton_fused_quantized.py",
+    "test_device_tiers.py",
+    "test_device_heads.py",
+    "test_device_drafts.py",
     "test_triton_layers.py",
     "test_triton_decoder.py",
     "test_device_engine.py",
