@@ -11,6 +11,7 @@ import triton
 from quire.kernels.triton.bound import BoundLauncher, _Attribute, _Config
 from quire.kernels.triton.launching import Launch
 from quire.worker.device.faults import is_out_of_memory
+from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.noting_driver import FUNCTION, INVALID_VALUE, OUT_OF_MEMORY
 from tests.unit.kernels.gpu.noting_driver import NotingDriver as Driver
 from tests.unit.kernels.gpu.serving_variants import run_without_interpreter
@@ -55,6 +56,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def _driver_of_triton(monkeypatch):
+    if HAS_GPU:
+        pytest.skip("a GPU has a driver of its own: the other tests launch with it")
     utils = SimpleNamespace(load_binary=lambda *_: (1, FUNCTION, 0, 0, 1024))
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 1234, utils=utils)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
