@@ -2,12 +2,14 @@
 
 import ctypes
 import struct
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
+from quire.kernels.triton import settled_key
 from quire.kernels.triton.bound import BoundLauncher, _Attribute, _Config
 from quire.kernels.triton.launching import Launch
 from quire.worker.device.faults import is_out_of_memory
@@ -139,6 +141,29 @@ def test_what_is_compiled_elsewhere_is_waited_for_once():
     for num in (3, 5, 16):
         launcher.run(launch_of(kernel, torch.zeros(4), num=num))
     assert waited == [(3, 0), (16, 1)]
+
+
+def test_a_thread_launches_no_kernel_whose_key_another_one_has_not_settled_yet(monkeypatch):
+    monkeypatch.setattr(settled_key, "INTERPRETED", SimpleNamespace(value=False))
+    asked = []
+
+    class Slow:
+        """A kernel during whose hashing another thread launches it, too."""
+
+        fn = lambda: None  # noqa: E731
+
+        @property
+        def cache_key(self):
+            asked.append(self)
+            if len(asked) == 1:
+                other = Thread(target=settled_key.settle_key, args=(self,))
+                other.start()
+                other.join()
+
+    settled_key.settle_key(kernel := Slow())
+    assert asked == [kernel, kernel]
+    settled_key.settle_key(kernel)
+    assert asked == [kernel, kernel]
 
 
 def test_descriptions_have_the_layout_of_the_driver():
