@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -149,6 +150,7 @@ def _build_driver_library() -> None:
 
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument, for the compute capability that is the second."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the connection ends with the parent
     connection, arch = Connection(int(sys.argv[1])), int(sys.argv[2])
     os.nice(_NICE)
     _FORK.Process(target=_build_driver_library).start()

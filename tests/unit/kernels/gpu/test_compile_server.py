@@ -1,12 +1,15 @@
 """The compile server: what is wanted first is compiled first, what fails is told, and it starts without torch."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from multiprocessing import get_context
 from multiprocessing.connection import Pipe
 from pathlib import Path
+
+import pytest
 
 from quire.kernels.triton import compile_server
 from quire.kernels.triton.compile_server import CompileServer
@@ -56,3 +59,22 @@ def test_what_is_wanted_is_compiled_next_and_failures_are_told(tmp_path, monkeyp
     assert (tmp_path / "order").read_text().split("\n") == ["first 90", "wanted 90", "crash 90", "wrong 90", ""]
     errors = {1: "crash: the process that compiled it ended with 3", 2: "wrong: ValueError: no such type"}
     assert found == [(index, errors.get(index)) for index in (0, 3, 1, 2)]
+
+
+@pytest.mark.slow
+def test_an_interrupt_of_the_terminal_is_left_to_the_parent(tmp_path):
+    """The server compiles on, and says nothing, until its connection ends."""
+    ours, theirs = Pipe()
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "quire.kernels.triton.compile_server", str(theirs.fileno()), "90"]
+    server = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, process_group=0)
+    theirs.close()
+    small = compile_server._SMALL
+    ours.send([small])
+    assert ours.recv() == (0, None)
+    os.killpg(server.pid, signal.SIGINT)
+    ours.send([small._replace(constants=(*small.constants[:-1], ("KIND", 1)))])
+    assert ours.recv() == (1, None)
+    ours.close()
+    assert (server.communicate()[1], server.returncode) == (b"", 0)
