@@ -193,4 +193,4 @@ def test_steps_of_just_fewer_tokens_than_weights_are_dequantised_for_are_found_a
     model = ServedModel(spec, parameters, DEVICE_POLICIES["int4"])
     with using_traits(DeviceTraits.of_arch(86)):
         found = variants.serving_variants(model, KvSpec.of(spec, 64, "bfloat16"), StepSizes(4, 512, 512))
-    assert {is_split for kernel, is_split, num_rows in found if (kernel, num_rows) == ("multiply_packed", 3072)} == {True, False}
+    assert {("multiply_packed", is_split, 3072) for is_split in (True, False)} <= set(found)
