@@ -1,6 +1,7 @@
 """Launches with packed arguments, by a driver that notes what it is asked for: no kernel runs, and none is compiled."""
 
 import ctypes
+import logging
 import struct
 from threading import Thread
 from types import SimpleNamespace
@@ -124,6 +125,18 @@ def test_other_launches_go_through_triton(kernel, sizes, statuses, x):
         ((2, 3), 5, 64),
     ]
     assert driver.launched == []
+
+
+def test_why_launches_go_through_triton_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    launcher = BoundLauncher(Driver())  # too old for any kernel
+    for kernel in (Kernel(), Kernel(), Kernel(num_ctas=2)):
+        for num in (3, 16):
+            launcher.run(launch_of(kernel, torch.zeros(4), num=num))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "an old driver",
+        "it needs clusters or working memory: (2, False, 0, 0)",
+    ]
 
 
 def test_what_the_driver_says_is_raised():
