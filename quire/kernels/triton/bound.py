@@ -204,9 +204,8 @@ class BoundLauncher:
         if reason not in self._told:
             self._told.add(reason)
             name = launch.kernel.fn.__name__
-            logger.warning(
-                "%s, and any other kernel for the same reason, is launched by Triton, which takes longer: %s", name, reason
-            )
+            told = "%s, and any other kernel for the same reason, is launched by Triton, which takes longer: %s"
+            logger.warning(told, name, reason)
 
     def _prepare(self, launch: Launch) -> None:
         for prepare in tuple(self.before_first):
