@@ -10,7 +10,6 @@ import ctypes
 import importlib
 import multiprocessing
 import os
-import signal
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -150,17 +149,14 @@ def _build_driver_library() -> None:
 
 def main() -> None:
     """Serve the connection whose file descriptor is the first argument, for the compute capability that is the second."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes; the connection ends with the parent
     connection, arch = Connection(int(sys.argv[1])), int(sys.argv[2])
     os.nice(_NICE)
     _FORK.Process(target=_build_driver_library).start()
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True  # also if it is in the cache
         compile_variant(_SMALL, arch)
-    try:
+    with suppress(BrokenPipeError, ConnectionResetError):  # whoever ordered kernels has gone
         CompileServer(connection, arch, os.cpu_count() or 1).serve()
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit("whoever ordered kernels has gone")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Pipe
 from pathlib import Path
@@ -61,20 +62,33 @@ def test_what_is_wanted_is_compiled_next_and_failures_are_told(tmp_path, monkeyp
     assert found == [(index, errors.get(index)) for index in (0, 3, 1, 2)]
 
 
+ORDERING = """
+from quire.kernels.triton.compile_server import _SMALL
+from quire.worker.device.precompile import compile_all
+compile_all([_SMALL._replace(constants=(("WIDTH", 16 * i), ("BLOCK", 16), ("KIND", 0))) for i in range(1, 1000)], 90)
+"""
+
+
+def processes_of_group(group):
+    """Return the ids of the processes that a terminal's interrupt of a group reaches."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            found += [int(folder.name)] if os.getpgid(int(folder.name)) == group else []
+    return found
+
+
 @pytest.mark.slow
-def test_an_interrupt_of_the_terminal_is_left_to_the_parent(tmp_path):
-    """The server compiles on, and says nothing, until its connection ends."""
-    ours, theirs = Pipe()
+def test_an_interrupt_ends_what_is_compiled_without_errors_of_the_compiler(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", ORDERING]
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "quire.kernels.triton.compile_server", str(theirs.fileno()), "90"]
-    server = subprocess.Popen(command, env=environment, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE, process_group=0)
-    theirs.close()
-    small = compile_server._SMALL
-    ours.send([small])
-    assert ours.recv() == (0, None)
-    os.killpg(server.pid, signal.SIGINT)
-    ours.send([small._replace(constants=(*small.constants[:-1], ("KIND", 1)))])
-    assert ours.recv() == (1, None)
-    ours.close()
-    assert (server.communicate()[1], server.returncode) == (b"", 0)
+    ordering = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0)
+    while ordering.poll() is None and len(list(tmp_path.glob("*/*.cubin"))) < 5:
+        time.sleep(0.01)
+    assert processes_of_group(ordering.pid) == [ordering.pid]
+    os.killpg(ordering.pid, signal.SIGINT)
+    said = ordering.communicate(timeout=60)[1]  # until its server has ended, too, which has the same pipe
+    assert said.splitlines()[-1] == "KeyboardInterrupt"
+    assert said.count("Traceback") == 1
+    assert "ptxas" not in said
