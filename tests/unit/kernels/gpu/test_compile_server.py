@@ -86,9 +86,10 @@ def test_an_interrupt_ends_what_is_compiled_without_errors_of_the_compiler(tmp_p
     ordering = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, process_group=0)
     while ordering.poll() is None and len(list(tmp_path.glob("*/*.cubin"))) < 5:
         time.sleep(0.01)
-    assert processes_of_group(ordering.pid) == [ordering.pid]
+    reached = processes_of_group(ordering.pid)
     os.killpg(ordering.pid, signal.SIGINT)
     said = ordering.communicate(timeout=60)[1]  # until its server has ended, too, which has the same pipe
+    assert reached == [ordering.pid]
     assert said.splitlines()[-1] == "KeyboardInterrupt"
     assert said.count("Traceback") == 1
     assert "ptxas" not in said
