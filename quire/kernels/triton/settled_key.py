@@ -17,10 +17,10 @@ def settle_key(kernel: triton.JITFunction) -> None:
     """
     if INTERPRETED.value or id(kernel) in _SETTLED:
         return
-    _SETTLED.add(id(kernel))
     scope = kernel.fn.__globals__
     for name in kernel.fn.__code__.co_names:
         called = scope.get(name)
         if isinstance(called, triton.JITFunction):
             settle_key(called)
     _ = kernel.cache_key
+    _SETTLED.add(id(kernel))  # last: another thread that finds it there launches at once
