@@ -17,8 +17,8 @@ from quire.kernels.triton.tiles import SPLIT_PROGRAMS, prompt_tile
 _HEAD_DIMS = (64, 128)
 _ALIGNED = 8  # elements of 16 bits
 _MOST_PADDING = 2
-"""How many times as many tiles as its tokens fill a launch has at most. A program of an empty tile takes a whole multiprocessor,
-and reads a tile of keys; recorded steps have an empty one for each further sequence that there may be."""
+"""How many times as many tiles as its tokens fill a launch has at most. A program of an empty tile takes a multiprocessor for
+itself, and reads a tile of keys; recorded steps have an empty one for each further sequence that there may be."""
 
 
 def runs_on(device: torch.device) -> bool:
