@@ -185,8 +185,9 @@ class _Server:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         command = [sys.executable, "-m", "quire.kernels.triton.compile_server", str(theirs.fileno()), str(arch)]
         # A terminal's interrupt is for this process, not for the compiler, which would report an error of its own.
-        options = {"pass_fds": (theirs.fileno(),), "stdin": subprocess.DEVNULL, "process_group": 0}
-        self._process = subprocess.Popen(command, env=environment, **options)
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0
+        )
         theirs.close()
 
     def send(self, order: Sequence[Variant] | int) -> None:
