@@ -47,6 +47,7 @@ class AsyncStepDriver(StepDriver):
         self._mark_step = mark_step
         self._is_ahead = is_ahead
         self._in_flight: list[RunningStep | EmptyStep] = []
+        self._failures: dict[int, Exception] = {}  # of steps in flight whose tokens could not be sampled, by their ids
 
     @property
     def num_in_flight(self) -> int:
@@ -62,10 +63,11 @@ class AsyncStepDriver(StepDriver):
         limit = self._executor.max_in_flight
         if len(self._in_flight) == limit:
             raise InvariantError(f"step {plan.step_id} is launched while {limit} steps are not collected")
-        with self._executor.step_scope(), nullcontext() if self._mark_step is None else self._mark_step(plan):
+        with nullcontext() if self._mark_step is None else self._mark_step(plan):
             for before in self._in_flight:
-                self._sample_now(before)
-            running = self._start(plan)
+                self._sample_before(before)
+            with self._executor.step_scope():
+                running = self._start(plan)
         if self._is_ahead and running.is_followed and not self._in_flight:
             self._speculator.note_idle(time.perf_counter() - self._ready_s)
         for before in self._in_flight:
@@ -85,6 +87,15 @@ class AsyncStepDriver(StepDriver):
             running.pending = running.masks.wait()
         return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
 
+    def _sample_before(self, running: RunningStep | EmptyStep) -> None:
+        """Sample the rows of a step before another one is started. Where that fails, `collect` of this step does: what the other
+        one's plan says of rows is applied in any case."""
+        try:
+            with self._executor.step_scope():
+                self._sample_now(running)
+        except Exception as error:
+            self._failures[id(running)] = error
+
     def _sample_now(self, running: RunningStep | EmptyStep) -> None:
         """Sample the rows of a deferred step, of which it was waited for the masks."""
         processor = self._batch.row_processor
@@ -98,6 +109,8 @@ class AsyncStepDriver(StepDriver):
         self._in_flight = [step for step in self._in_flight if step is not running]
         with self._executor.step_scope():
             try:
+                if (failure := self._failures.pop(id(running), None)) is not None:
+                    raise failure
                 if isinstance(running, RunningStep) and running.is_deferred and running.pending is None:
                     running.pending = running.masks.wait()
                 self._sample_now(running)
@@ -112,7 +125,8 @@ class AsyncStepDriver(StepDriver):
             return result
         # A plan without tokens is made where there is nothing else to do than to wait for pages.
         waits = isinstance(running, EmptyStep) and not self._in_flight
-        return replace(result, moved_steps=self._async_mover.take_moved(waits))
+        with self._executor.step_scope():
+            return replace(result, moved_steps=self._async_mover.take_moved(waits))
 
     def close(self) -> None:
         """See StepDriver."""

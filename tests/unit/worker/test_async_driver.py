@@ -184,3 +184,48 @@ def test_nvtx_range_has_the_number_and_the_size_of_the_step(monkeypatch):
     with build.nvtx_range(first_plan(temperature=0.0)):
         assert ranges == ["step 0: 6 tokens of 2 sequences"]
     assert ranges[1:] == ["end"]
+
+
+class FailingProcessor:
+    """A RowProcessor whose deferred sampling fails."""
+
+    def takes_row(self, row):
+        return True
+
+    def takes_masked(self, row):
+        return False
+
+    def sample_deferred(self, started, masks):
+        raise ValueError("no memory to sample")
+
+
+def test_a_step_that_cannot_be_sampled_fails_and_not_the_one_launched_behind_it(drivers):
+    """The plan behind it is applied: what it starts and ends would be lost else."""
+    driver = AsyncStepDriver(drivers[1].executor, row_processor=FailingProcessor())
+    first = driver.launch(StepPlan(0, {FIRST: 3}, (start(FIRST, 0, temperature=0.0),)))
+    first.is_deferred, first.pending = True, frozenset()
+    second = driver.launch(StepPlan(1, {SECOND: 3}, (start(SECOND, 1, temperature=0.0),), ended=(FIRST,)))
+    with pytest.raises(ValueError, match="no memory to sample"):
+        first.collect()
+    assert second.collect().sampled.keys() == {SECOND}
+    assert driver.num_in_flight == 0
+
+
+def test_pages_are_asked_for_in_the_scope_of_a_step(drivers):
+    log = []
+
+    class Executor(SamplingExecutor):
+        @contextmanager
+        def step_scope(self):
+            log.append("begin")
+            yield
+            log.append("end")
+
+        def take_moved(self, waits):
+            log.append(("moved", waits))
+            return (7,)
+
+    executor = Executor(drivers[0].executor)
+    driver = AsyncStepDriver(executor, page_mover=executor)
+    assert driver.execute(StepPlan(0, {})).moved_steps == (7,)
+    assert log[-3:] == ["begin", ("moved", True), "end"]
