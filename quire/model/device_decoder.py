@@ -124,7 +124,8 @@ class DeviceDecoder:
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
-        self.fusion = _fusion(len(self._layers), reasons, FEW_TOKENS, 5 if ranks is None else 7)
+        most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
+        self.fusion = _fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the model's device current for this thread, within the block."""
