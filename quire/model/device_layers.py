@@ -148,6 +148,11 @@ class SharedBlock:
         return normalize(x + self._out(block), self._mixer_in)
 
 
+_NARROW_COLUMNS = 2048
+"""Hidden size up to which more than MOST_TOKENS tokens are fused. With 16 tokens a step of Qwen3-8B's shapes (4,096) took an
+H200 6.6 ms fused and 5.9 ms by separate kernels, one of Qwen3-0.6B's (1,024) 1.74 and 1.93 ms; between them none was timed."""
+
+
 class FusedLayer:
     """Norm and q, k, v; attention; its output and the residual; norm, gate, up and activation; down and the residual.
 
@@ -173,7 +178,8 @@ class FusedLayer:
         self._weights = {name: linear.parts for name, linear in linears.items()}
         self._qkv_width = sum(part.shape[0] for part in linears["qkv"].parts)
         is_quantised = any(isinstance(part, DeviceQuantizedWeight) for linear in linears.values() for part in linear.parts)
-        self.most_tokens = MOST_TOKENS if is_quantised else FEW_TOKENS
+        is_wide = linears["qkv"].parts[0].shape[1] > _NARROW_COLUMNS
+        self.most_tokens = MOST_TOKENS if is_quantised or is_wide else FEW_TOKENS
         self._attention_width = spec.attention.num_heads * spec.attention.head_dim
         self._inner_width = spec.mlp.intermediate_size
         scale = spec.residual_scale if ranks is None else None

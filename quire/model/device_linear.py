@@ -12,7 +12,7 @@ from quire.kernels.triton.float8 import multiply_float8, suits_float8
 from quire.kernels.triton.linear import multiply, multiply_in_order, widen
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
 
-_WIDENED_FROM = 193
+WIDENED_FROM = 193
 """From this number of tokens on a quantised weight is dequantised for the product: the library's dense product is then faster
 by more than dequantising takes. Measured with 4-bit weights on an H200."""
 
@@ -61,7 +61,7 @@ class DeviceLinear:
         whole_rows = None if self.whole_rows is None else self.whole_rows[index]
         if isinstance(weight, DeviceQuantizedWeight):
             is_float8 = not self.is_in_order and suits_float8(x, weight)
-            if is_float8 or self.is_in_order or len(x) < _WIDENED_FROM:
+            if is_float8 or self.is_in_order or len(x) < WIDENED_FROM:
                 found = multiply_float8(x, weight, bias) if is_float8 else multiply(x, weight, bias, whole_rows)
                 return found if out is None else out.copy_(found)
             x = x if weight.columns is None else x.index_select(1, weight.columns)

@@ -581,6 +581,7 @@ class StepDriver:
     def close(self) -> None:
         """Release the weights and the KV pool."""
         self._page_mover, self._adapters, self._block_scorer = None, None, None
+        self._row_processor = self._batch.row_processor = None
         self._masks.close()
         for executor in (self._executor, *self._draft_executors):
             executor.close()

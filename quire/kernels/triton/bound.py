@@ -167,6 +167,7 @@ class BoundLauncher:
     def __init__(self, driver: Driver | None = None) -> None:
         self._driver = driver
         self._kinds: dict[tuple[object, ...], _Kind | None] = {}
+        self._told: set[str] = set()
         self.before_first: list[Callable[[Launch], None]] = []
 
     def run(self, launch: Launch) -> None:
@@ -198,6 +199,14 @@ class BoundLauncher:
         else:
             code.launch(grid, values, stream)
 
+    def _warn(self, launch: Launch, reason: str) -> None:
+        """Say once for each reason that a launch goes through Triton: an old driver is one for all kernels."""
+        if reason not in self._told:
+            self._told.add(reason)
+            name = launch.kernel.fn.__name__
+            told = "%s, and any other kernel for the same reason, is launched by Triton, which takes longer: %s"
+            logger.warning(told, name, reason)
+
     def _prepare(self, launch: Launch) -> None:
         for prepare in tuple(self.before_first):
             prepare(launch)
@@ -212,7 +221,7 @@ class BoundLauncher:
             code.launch(launch.grid, values, stream)
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
             # Another version of Triton or of the driver, most likely. What else is wrong Triton raises again.
-            logger.warning("%s is launched by Triton, which takes longer: %s", launch.kernel.fn.__name__, error)
+            self._warn(launch, str(error))
             run_by_triton(launch)
             return None
         return code

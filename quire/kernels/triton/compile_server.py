@@ -155,10 +155,8 @@ def main() -> None:
     with triton.knobs.compilation.scope():
         triton.knobs.compilation.always_compile = True  # also if it is in the cache
         compile_variant(_SMALL, arch)
-    try:
+    with suppress(BrokenPipeError, ConnectionResetError):  # whoever ordered kernels has gone
         CompileServer(connection, arch, os.cpu_count() or 1).serve()
-    except (BrokenPipeError, ConnectionResetError):
-        sys.exit("whoever ordered kernels has gone")
 
 
 if __name__ == "__main__":

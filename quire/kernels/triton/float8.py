@@ -102,13 +102,13 @@ def _fits_block_library(x: Tensor, weight: DeviceQuantizedWeight) -> bool:
 @cache
 def _multiplies_blocks(device: torch.device) -> bool:
     """Return whether torch's scaled product takes scales of 128 columns of tokens and of blocks of weights."""
-    if device.type == "meta":  # what is compiled ahead is the same without
-        return True
+    if device.type == "meta":  # so that what is compiled ahead is what the GPU will be asked for
+        return torch.version.cuda is None or tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
     codes = torch.zeros(4 * _BLOCK, 4 * _BLOCK, dtype=_FLOAT8, device=device)
     token_scales, block_scales = torch.ones(4, 4 * _BLOCK, device=device), torch.ones(4, 4, device=device)
     try:
         torch._scaled_mm(codes, codes.t(), token_scales.t(), block_scales.t(), out_dtype=torch.bfloat16)
-    except (RuntimeError, ValueError) as error:  # of torch before 2.9 or CUDA before 12.9
+    except (RuntimeError, ValueError) as error:  # of CUDA before 12.9
         logger.info("float8 weights in blocks are multiplied by quire's kernel, as torch does not: %s", error)
         return False
     return True

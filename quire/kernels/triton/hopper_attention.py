@@ -16,6 +16,9 @@ from quire.kernels.triton.tiles import SPLIT_PROGRAMS, prompt_tile
 
 _HEAD_DIMS = (64, 128)
 _ALIGNED = 8  # elements of 16 bits
+_MOST_PADDING = 2
+"""How many times as many tiles as its tokens fill a launch has at most. A program of an empty tile takes a multiprocessor for
+itself, and reads a tile of keys; recorded steps have an empty one for each further sequence that there may be."""
 
 
 def runs_on(device: torch.device) -> bool:
@@ -31,7 +34,8 @@ def attend_prompts_launch(
     out, q  [T, H, D], the heads of a token of q contiguous; k, v  [num_blocks, K, block_size, D]
 
     None where the table of tiles does not choose this kernel, or it does not compute such attention: it is for Hopper, 16-bit
-    floats in q and the cache, heads of 64 or 128 and blocks of a multiple of 64 tokens, without a window or a softcap.
+    floats in q and the cache, heads of 64 or 128 and blocks of a multiple of 64 tokens, without a window or a softcap, and for
+    steps most of whose tiles have tokens.
     """
     group = spec.num_heads // spec.num_kv_heads
     is_plain = spec.window is None and spec.softcap is None and spec.latent is None
@@ -40,7 +44,7 @@ def attend_prompts_launch(
     if not (is_plain and is_placed and is_known and tiles.sequences is not None and runs_on(q.device)):
         return None
     tile = prompt_tile(spec.head_dim, q.dtype, k.dtype)
-    if tile is None:
+    if tile is None or tiles.num_tiles > _MOST_PADDING * -(-len(q) // tiles.num_queries):
         return None
     # Few programs begin with the longest of all heads, so that the last ones are short. Of many, those of one head run
     # together, as they read the same keys.

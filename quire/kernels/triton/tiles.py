@@ -76,8 +76,9 @@ def is_filled(num_programs: int) -> bool:
 
     Runs without a split cost at most 15 % of the time where their last programs leave multiprocessors idle. Merging costs more.
     """
-    rounds = -(-num_programs // MULTIPROCESSORS)
-    return rounds >= 4 and rounds * MULTIPROCESSORS <= 1.15 * num_programs
+    at_once = device_traits().num_multiprocessors
+    rounds = -(-num_programs // at_once)
+    return rounds >= 4 and rounds * at_once <= 1.15 * num_programs
 
 
 class PromptTile(NamedTuple):

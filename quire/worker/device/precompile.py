@@ -184,8 +184,10 @@ class _Server:
         found = [str(Path(quire.__file__).parents[1]), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, found))
         command = [sys.executable, "-m", "quire.kernels.triton.compile_server", str(theirs.fileno()), str(arch)]
-        passed = (theirs.fileno(),)
-        self._process = subprocess.Popen(command, env=environment, pass_fds=passed, stdin=subprocess.DEVNULL)
+        # A terminal's interrupt is for this process, not for the compiler, which would report an error of its own.
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, process_group=0
+        )
         theirs.close()
 
     def send(self, order: Sequence[Variant] | int) -> None:

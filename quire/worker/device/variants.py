@@ -19,6 +19,7 @@ from quire.kernels.triton.tiles import CHUNK
 from quire.kernels.triton.variant import Variant
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.device_linear import WIDENED_FROM
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_shards import DeviceShard
 from quire.model.heads.device_head import DeviceHead
@@ -210,11 +211,13 @@ class _NoExchange:
 
 
 def _mixed_steps(executor: GpuStepExecutor, sizes: StepSizes) -> Iterator[HostStep]:
-    """Yield steps with prompts of every kind that kernels tell apart: by powers of two, and by what fits one chunk of keys."""
+    """Yield steps with prompts of every kind that kernels tell apart: by powers of two, by what fits one chunk of keys, and by
+    whether quantised weights are dequantised for them."""
     longest = sizes.max_model_len
     most = min(sizes.max_num_batched_tokens, sizes.max_num_seqs * longest)
     powers = _powers_of_two(most)
-    for count in sorted({count for power in powers for count in (power, power + 1) if count <= most} | {most}):
+    kinds = {most, WIDENED_FROM - 1, *(count for power in powers for count in (power, power + 1))}
+    for count in sorted(count for count in kinds if count <= most):
         # As many sequences as so many tokens take: short sequences must not leave out the tiles of large steps.
         yield full_step(count, -(-count // longest), longest, executor.padding_slot, longest, sizes.max_num_drafts)
         if count <= min(CHUNK, longest):

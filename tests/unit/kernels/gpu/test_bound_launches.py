@@ -1,16 +1,20 @@
 """Launches with packed arguments, by a driver that notes what it is asked for: no kernel runs, and none is compiled."""
 
 import ctypes
+import logging
 import struct
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 
+from quire.kernels.triton import settled_key
 from quire.kernels.triton.bound import BoundLauncher, _Attribute, _Config
 from quire.kernels.triton.launching import Launch
 from quire.worker.device.faults import is_out_of_memory
+from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.noting_driver import FUNCTION, INVALID_VALUE, OUT_OF_MEMORY
 from tests.unit.kernels.gpu.noting_driver import NotingDriver as Driver
 from tests.unit.kernels.gpu.serving_variants import run_without_interpreter
@@ -55,6 +59,8 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def _driver_of_triton(monkeypatch):
+    if HAS_GPU:
+        pytest.skip("a GPU has a driver of its own: the other tests launch with it")
     utils = SimpleNamespace(load_binary=lambda *_: (1, FUNCTION, 0, 0, 1024))
     active = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 1234, utils=utils)
     monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
@@ -124,6 +130,18 @@ def test_other_launches_go_through_triton(kernel, sizes, statuses, x):
     assert driver.launched == []
 
 
+def test_why_launches_go_through_triton_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("quire"), "propagate", True)
+    launcher = BoundLauncher(Driver())  # too old for any kernel
+    for kernel in (Kernel(), Kernel(), Kernel(num_ctas=2)):
+        for num in (3, 16):
+            launcher.run(launch_of(kernel, torch.zeros(4), num=num))
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "an old driver",
+        "it needs clusters or working memory: (2, False, 0, 0)",
+    ]
+
+
 def test_what_the_driver_says_is_raised():
     launcher = BoundLauncher(Driver([8, 4, 4, 4, 8, 8], [0, OUT_OF_MEMORY]))
     launcher.run(launch_of(kernel := Kernel(), torch.zeros(4)))
@@ -139,6 +157,29 @@ def test_what_is_compiled_elsewhere_is_waited_for_once():
     for num in (3, 5, 16):
         launcher.run(launch_of(kernel, torch.zeros(4), num=num))
     assert waited == [(3, 0), (16, 1)]
+
+
+def test_a_thread_launches_no_kernel_whose_key_another_one_has_not_settled_yet(monkeypatch):
+    monkeypatch.setattr(settled_key, "INTERPRETED", SimpleNamespace(value=False))
+    asked = []
+
+    class Slow:
+        """A kernel during whose hashing another thread launches it, too."""
+
+        fn = lambda: None  # noqa: E731
+
+        @property
+        def cache_key(self):
+            asked.append(self)
+            if len(asked) == 1:
+                other = Thread(target=settled_key.settle_key, args=(self,))
+                other.start()
+                other.join()
+
+    settled_key.settle_key(kernel := Slow())
+    assert asked == [kernel, kernel]
+    settled_key.settle_key(kernel)
+    assert asked == [kernel, kernel]
 
 
 def test_descriptions_have_the_layout_of_the_driver():

@@ -1,6 +1,7 @@
 """The whole engine on the device against the CPU's torch reference: the same tokens from the same checkpoints."""
 
 import re
+import weakref
 
 import pytest
 import torch
@@ -130,6 +131,16 @@ def test_most_tokens_are_those_of_whole_keys_and_values_when_these_are_quantised
     narrow, _ = outputs_of(folder, PROMPTS, greedy(4), DEVICE, kv_cache_dtype=kv_cache_dtype)
     pairs = [pair for a, b in zip(tokens(whole), tokens(narrow), strict=True) for pair in zip(a[0], b[0], strict=True)]
     assert sum(a == b for a, b in pairs) >= len(pairs) // 2
+
+
+def test_weights_and_cache_are_freed_when_an_engine_closes(qwen):
+    llm = LLM(str(qwen), device=DEVICE, **OPTIONS)
+    llm.generate(PROMPTS[:1], greedy(2, logprobs=1), use_tqdm=False)
+    executor = llm.llm_engine.runner.executor
+    held = [weakref.ref(part) for part in (executor, executor.kv_pool, executor.decoder)]
+    del executor
+    llm.close()
+    assert [part() for part in held] == [None] * 3
 
 
 @pytest.mark.slow

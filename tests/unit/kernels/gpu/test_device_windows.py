@@ -82,7 +82,7 @@ def test_window_blocks_are_divided_from_other_blocks_in_changes():
     assert (found.block_copies, found.window_copies) == ([(1, 2)], [(3, 4)])
     assert found.moves == Moves([9, 10, 33], [8, 9, 32], [0, 2, 3])
     assert found.window_moves == Moves([9, 10, 1], [8, 9, 0], [0, 2, 3])
-    assert ChangeCounts.of(found) == (0, 1, 3, 2, 0, 1, 3)
+    assert ChangeCounts.of(found)[:7] == (0, 1, 3, 2, 0, 1, 3)
     assert BlockTableUpdates.split([], [(103, 104)], None, [], None, 4).block_copies == [(103, 104)]
 
 

@@ -109,3 +109,17 @@ def test_only_a_gpu_that_it_is_for_runs_it(device):
         attend(case.q.to(device), KvCache(case.k_cache.to(device), case.v_cache.to(device)), step, spec)
     expected = "attend_prompts" if runs_on(device) else "attend_runs"
     assert [launch.kernel.fn.__name__ for launch in launches] == [expected]
+
+
+def test_steps_most_of_whose_tiles_are_empty_use_the_other_kernel(on_hopper):
+    spec = spec_of((2, 1), 64)
+    case = make_case([200], [200], spec, 64, BF16)
+    step = DeviceAttentionMetadata.of(case.step, CPU)
+    tiles = step.tiles(64, 8)[1]
+    q, k, v = case.q, case.k_cache, case.v_cache
+    for times, is_used in ((1, True), (2, True), (3, False)):
+        more = tiles._replace(sequences=tiles.sequences.repeat(times), offsets=tiles.offsets.repeat(times))
+        more = more._replace(num_tiles=times * tiles.num_tiles)
+        with using(table()):
+            launch = attend_prompts_launch(torch.empty_like(q), q, k, v, step, more, spec)
+        assert (launch is not None) is is_used

@@ -10,6 +10,7 @@ import torch
 import quire
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, NormSpec
+from quire.kernels.triton.device_traits import DeviceTraits, using_traits
 from quire.kernels.triton.tile_table import TileRule, TileTable, active_table
 from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
@@ -174,3 +175,22 @@ def test_what_compiles_finds_the_package_wherever_the_program_is_run(tmp_path, m
     spec = read_model_spec(path)
     assert not Precompilation(order_of(path, spec, active_table()), open_parameters(path, spec)).wait()
     assert told.read_text() == quire.__file__
+
+
+def test_steps_of_just_fewer_tokens_than_weights_are_dequantised_for_are_found_ahead(monkeypatch):
+    """They may have one program for a sum where steps of few more tokens than a power of two have several, with small tiles."""
+
+    def split_of(launch):
+        return launch.kernel.fn.__name__, launch.constants.get("IS_SPLIT"), launch.constants.get("NUM_ROWS")
+
+    monkeypatch.setattr(variants, "variant_of", split_of)
+    attention = AttentionSpec(24, 8, 128, 0.1, None)
+    layers = (LayerSpec(attention, MlpSpec(3072, "silu"), NormSpec("rms", 1e-6), NormSpec("rms", 1e-6)),)
+    spec = ModelSpec("test", "bfloat16", 300, 3072, layers, NormSpec("rms", 1e-6), 512)
+    parameters = {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in parameter_shapes(spec).items()
+    }
+    model = ServedModel(spec, parameters, DEVICE_POLICIES["int4"])
+    with using_traits(DeviceTraits.of_arch(86)):
+        found = variants.serving_variants(model, KvSpec.of(spec, 64, "bfloat16"), StepSizes(4, 512, 512))
+    assert {("multiply_packed", is_split, 3072) for is_split in (True, False)} <= set(found)

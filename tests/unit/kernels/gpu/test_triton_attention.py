@@ -11,6 +11,7 @@ from quire.contracts.model_spec import AttentionSpec, LatentSpec, NormSpec
 from quire.kernels.reference.attention import AttentionMetadata
 from quire.kernels.triton import attention, tiles
 from quire.kernels.triton.attention import KvCache, attend, attend_launches
+from quire.kernels.triton.device_traits import HOPPER, DeviceTraits, using_traits
 from quire.kernels.triton.step import DeviceAttentionMetadata, list_tiles, send_together
 from quire.kernels.triton.tiles import CHUNK, most_chunks
 from tests.unit.kernels.gpu.paged_cases import dense_attention, make_case
@@ -152,7 +153,7 @@ def test_bits_of_split_runs_do_not_change_with_their_neighbours_or_the_cuts_of_t
 
 
 def test_runs_that_fill_the_device_are_not_split(long_chunk, monkeypatch, device):
-    monkeypatch.setattr(tiles, "MULTIPROCESSORS", 2)
+    monkeypatch.setattr(tiles, "device_traits", lambda: dataclasses.replace(HOPPER, num_multiprocessors=2))
     spec = AttentionSpec(4, 2, 32, 32**-0.5)
     case = make_case([300], [200], spec, 16)
     q = case.q.to(device)
@@ -163,9 +164,12 @@ def test_runs_that_fill_the_device_are_not_split(long_chunk, monkeypatch, device
 
 
 def test_a_device_is_filled_by_several_rounds_of_programs_of_which_the_last_is_nearly_full():
-    assert [programs for programs in (132, 396, 528, 529, 574, 575, 1024, 1056, 10000) if tiles.is_filled(programs)] == [
-        528, 574, 575, 1024, 1056, 10000,
-    ]  # fmt: skip
+    programs = (132, 328, 396, 528, 529, 574, 575, 1024, 1056, 10000)
+    found = {}
+    for traits in (HOPPER, DeviceTraits.of_arch(86)):
+        with using_traits(traits):
+            found[traits.num_multiprocessors] = [count for count in programs if tiles.is_filled(count)]
+    assert found == {132: [528, 574, 575, 1024, 1056, 10000], 82: [328, 396, 528, 529, 574, 575, 1024, 1056, 10000]}
 
 
 def test_runs_that_see_most_keys_come_first():

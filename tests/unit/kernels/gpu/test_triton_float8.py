@@ -6,8 +6,9 @@ import torch
 
 from quire.base.errors import InvariantError
 from quire.kernels.triton import float8
+from quire.kernels.triton.device_traits import HOPPER, using_traits
 from quire.kernels.triton.float8 import float8_launches, multiply_float8, quantize, suits_float8
-from quire.kernels.triton.launching import run_all
+from quire.kernels.triton.launching import noted_launches, run_all
 from quire.kernels.triton.linear import multiply
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight, pack_float8, pack_integers
 from quire.kernels.triton.tile_table import TileRule, TileTable, using
@@ -146,6 +147,18 @@ def test_the_library_gets_operands_and_scales_that_it_takes(monkeypatch):
         weight, _ = make_weight(48, 64, block, "meta")
         found = multiply_float8(torch.empty(80, 64, dtype=torch.bfloat16, device="meta"), weight)
         assert (found.shape, found.dtype) == ((80, 48), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("cuda", "is_own"), [("12.8", True), ("12.9", False), ("13.0", False), (None, False)])
+def test_what_is_compiled_ahead_are_the_products_that_the_cuda_of_torch_lacks(cuda, is_own, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    float8._multiplies_blocks.cache_clear()
+    weight, _ = make_weight(128, 512, (128, 128), "meta")
+    x = torch.empty(float8.LIBRARY_FROM, 512, dtype=torch.bfloat16, device="meta")
+    with using_traits(HOPPER), noted_launches() as launches:
+        multiply_float8(x, weight)
+    float8._multiplies_blocks.cache_clear()
+    assert ("multiply_quantized" in [launch.kernel.fn.__name__ for launch in launches]) == is_own
 
 
 def test_layers_round_activations_when_there_are_many_unless_sums_have_an_order(device):
