@@ -88,12 +88,12 @@ class AsyncStepDriver(StepDriver):
         return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
 
     def _sample_before(self, running: RunningStep | EmptyStep) -> None:
-        """Sample the rows of a step before another one is started. Where that fails, `collect` of this step does: what the other
-        one's plan says of rows is applied in any case."""
+        """Sample the rows of a step before another one is started. Where that fails, `collect` of this step does: what the
+        other one's plan says of rows is applied in any case."""
         try:
             with self._executor.step_scope():
                 self._sample_now(running)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - collect raises it
             self._failures[id(running)] = error
 
     def _sample_now(self, running: RunningStep | EmptyStep) -> None:

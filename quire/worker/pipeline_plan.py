@@ -226,6 +226,6 @@ def _worker_memory(
         }
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
-    own += planned_adapter_bytes(config, report.spec, stage.select(shapes, False))
+    own += planned_adapter_bytes(config, stage.spec(report.spec), stage.select(shapes, False))
     num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
     return StageMemory(stage, int(own), num_kv_bytes, shard)

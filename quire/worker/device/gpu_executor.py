@@ -187,7 +187,8 @@ class GpuStepExecutor:
             with torch.inference_mode(), self._decoder.on_device():
                 yield
         except Exception as error:
-            self._entries, self._block_copies = (), ()  # of a step that was not started: its sequences have failed
+            # Of a step that was not started: its sequences have failed.
+            self._entries, self._block_copies, self._defers = (), (), False
             has_lost = is_lost(device)  # it waits for all that was launched, copies of pages too, whose slots may be taken next
             if is_out_of_memory(error):
                 clear_frames(error.__traceback__)  # which hold the step's tensors
