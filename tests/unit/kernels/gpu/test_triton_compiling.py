@@ -203,19 +203,19 @@ FUSED_LIMITS = {
     "few-gate-up": (64, {**_OVERLAPPED, "wide_loads": 9}),
     "few-o": (64, {**_OVERLAPPED, "wide_loads": 8}),
     "few-down": (64, {**_OVERLAPPED, "wide_loads": 12}),
-    "few-gate-up-large": (248, {**_OVERLAPPED, "wide_loads": 36}),
+    "few-gate-up-large": (256, {**_OVERLAPPED, "wide_loads": 36}),
     "few-down-large": (128, {**_FETCHING, "wide_loads": 16, "wide_copies": 16}),
     "few-f32": (104, {**_OVERLAPPED, "wide_loads": 18}),
-    "few-qkv-8": (104, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 17}),
-    "few-gate-up-8": (104, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 17}),
-    "few-down-8": (72, {**_OVERLAPPED, "HMMA": 24, "wide_loads": 24}),
-    "few-gate-up-16": (240, {**_OVERLAPPED, "HMMA": 128, "wide_loads": 34}),
+    "few-qkv-8": (168, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 17}),
+    "few-gate-up-8": (168, {**_OVERLAPPED, "HMMA": 16, "wide_loads": 17}),
+    "few-down-8": (176, {**_OVERLAPPED, "HMMA": 24, "wide_loads": 24}),
+    "few-gate-up-16": (256, {**_OVERLAPPED, "HMMA": 64, "wide_loads": 34}),
     "few-down-16": (176, {**_OVERLAPPED, "HMMA": 48, "wide_loads": 24}),
-    "few-gate-up-large-8": (168, {**_FETCHING, "HMMA": 32, "wide_loads": 9, "wide_copies": 32}),
-    "few-gate-up-large-16": (168, {**_FETCHING, "HMMA": 64, "wide_loads": 9, "wide_copies": 32}),
-    "few-qkv-large-16": (168, {**_FETCHING, "HMMA": 48, "wide_loads": 18, "wide_copies": 32}),
-    "few-down-large-8": (88, {**_FETCHING, "HMMA": 24, "wide_loads": 16, "wide_copies": 32}),
-    "few-down-large-16": (112, {**_FETCHING, "HMMA": 48, "wide_loads": 16, "wide_copies": 32}),
+    "few-gate-up-large-8": (168, {**_FETCHING, "HMMA": 16, "wide_loads": 9, "wide_copies": 32}),
+    "few-gate-up-large-16": (168, {**_FETCHING, "HMMA": 32, "wide_loads": 9, "wide_copies": 32}),
+    "few-qkv-large-16": (256, {**_FETCHING, "HMMA": 48, "wide_loads": 18, "wide_copies": 32}),
+    "few-down-large-8": (112, {**_FETCHING, "HMMA": 24, "wide_loads": 16, "wide_copies": 32}),
+    "few-down-large-16": (128, {**_FETCHING, "HMMA": 48, "wide_loads": 16, "wide_copies": 32}),
     "few-f32-16": (136, {**_FETCHING, "FFMA": 256, "wide_loads": 8}),
     "codes-qkv-fp8": (144, {**_OVERLAPPED, "wide_loads": 16}),
     "codes-down-fp8": (96, {**_FETCHING, "HMMA": 8, "wide_copies": 24}),
@@ -235,7 +235,7 @@ FUSED_LIMITS = {
     "projected-group16": (168, {**_MERGING, "wide_copies": 64}),
     "projected-f32": (128, {**_FETCHING, "ATOMG": 1, "FFMA": 512, "wide_copies": 32}),
 }
-STACK = {"projected-fp8": 8}
+STACK = {"projected-fp8": 8, "projected-int8": 8}
 """Bytes of registers that may be spilled, outside of loops."""
 EARLY_LOADS = {name: 3 for name in FUSED_LIMITS if name.startswith("projected")} | {
     "few-qkv": 9,
