@@ -83,9 +83,13 @@ class AsyncStepDriver(StepDriver):
         """See StepDriver: the masks are there, and no more is gained by drafts of what they force."""
         if not running.is_deferred:
             return True
-        if running.pending is None:
-            running.pending = running.masks.wait()
-        return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
+        try:
+            if running.pending is None:
+                running.pending = running.masks.wait()
+            return not running.pending and not (self._speculator.drafts_forced and prefers_drafts(running.step))
+        except Exception as error:  # noqa: BLE001 - of a grammar, most likely: collect raises it, and this step alone fails
+            self._failures[id(running)] = error
+            return False
 
     def _sample_before(self, running: RunningStep | EmptyStep) -> None:
         """Sample the rows of a step before another one is started. Where that fails, `collect` of this step does: what the

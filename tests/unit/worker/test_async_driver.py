@@ -1,6 +1,7 @@
 """AsyncStepDriver: steps in flight, over an executor on the CPU that samples as one of a GPU does."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -208,6 +209,19 @@ def test_a_step_that_cannot_be_sampled_fails_and_not_the_one_launched_behind_it(
     with pytest.raises(ValueError, match="no memory to sample"):
         first.collect()
     assert second.collect().sampled.keys() == {SECOND}
+    assert driver.num_in_flight == 0
+
+
+def test_a_step_whose_masks_cannot_be_filled_fails_when_it_is_collected(drivers):
+    def fail():
+        raise ValueError("a grammar has no state")
+
+    driver = AsyncStepDriver(drivers[1].executor, row_processor=FailingProcessor())
+    running = driver.launch(StepPlan(0, {FIRST: 3}, (start(FIRST, 0, temperature=0.0),)))
+    running.is_deferred, running.masks = True, SimpleNamespace(wait=fail)
+    assert not running.allows_next
+    with pytest.raises(ValueError, match="a grammar has no state"):
+        running.collect()
     assert driver.num_in_flight == 0
 
 
