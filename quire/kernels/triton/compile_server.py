@@ -24,6 +24,8 @@ from quire.kernels.triton.variant import Pointer, Variant, compile_variant
 
 _NICE = 5
 """Below the process that waits: it needs its cores for itself."""
+_MOST_PROCESSES = 32
+"""Each takes some 300 MB while it compiles."""
 
 _SMALL = Variant(
     "quire.kernels.triton.activation_kernels",
@@ -156,7 +158,7 @@ def main() -> None:
         triton.knobs.compilation.always_compile = True  # also if it is in the cache
         compile_variant(_SMALL, arch)
     with suppress(BrokenPipeError, ConnectionResetError):  # whoever ordered kernels has gone
-        CompileServer(connection, arch, os.cpu_count() or 1).serve()
+        CompileServer(connection, arch, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))).serve()
 
 
 if __name__ == "__main__":
