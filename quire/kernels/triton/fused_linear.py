@@ -66,7 +66,6 @@ def multiply_few_launch(
     padded = 1 if num_tokens == 1 else power_of_two(num_tokens, 8)
     tile = few_tile(num_rows, num_columns, x.dtype, padded)
     is_pdl = has_dependent_launch(x.device)
-    spec = None if norm is None else norm.spec
     arguments = {
         "x_ptr": x,
         "weight_ptr": weight,
@@ -86,13 +85,7 @@ def multiply_few_launch(
         "SPLITS": tile.splits,
         "EARLY": tile.early,
         "NUM_STAGES": tile.num_stages,
-        "EPS": 0.0 if spec is None else spec.eps,
-        "OFFSET": 0.0 if spec is None else float(spec.offset),
-        "CASTS_LATE": spec is not None and spec.late_cast,
-        "KIND": -1 if epilogue.activation is None else ACTIVATION_KINDS[epilogue.activation],
-        "IS_GATED": epilogue.is_gated,
-        "HAS_RESIDUAL": epilogue.residual_scale is not None,
-        "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
+        **fusion_constants(norm, epilogue),
         "THREADS": 32 * tile.num_warps,
         "FETCHED_BYTES": _fetched_bytes(weight, tile.rows, tile.early * tile.columns),
         "IS_PDL": is_pdl,
@@ -102,6 +95,35 @@ def multiply_few_launch(
     # compiler fuses other ones with other numbers of tokens: the bits of a row would depend on the rows beside it.
     is_fused = x.dtype != torch.float32
     return Launch(multiply_few, grid, arguments, constants, tile.num_warps, tile.num_stages, is_fused, is_pdl)
+
+
+def fusion_constants(norm: Norm | None, epilogue: Epilogue) -> dict[str, object]:
+    """Return what the norm before a product and the operations after it are to its kernel."""
+    spec = None if norm is None else norm.spec
+    return {
+        "EPS": 0.0 if spec is None else spec.eps,
+        "OFFSET": 0.0 if spec is None else float(spec.offset),
+        "CASTS_LATE": spec is not None and spec.late_cast,
+        "KIND": -1 if epilogue.activation is None else ACTIVATION_KINDS[epilogue.activation],
+        "IS_GATED": epilogue.is_gated,
+        "HAS_RESIDUAL": epilogue.residual_scale is not None,
+        "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
+    }
+
+
+def check_fusion(x: Tensor, num_rows: int, norm: Norm | None, epilogue: Epilogue) -> None:
+    """Raise InvariantError unless norm and epilogue fit inputs x [T, K] and a weight of num_rows rows, UnsupportedError for
+    other activations."""
+    if epilogue.activation is not None and epilogue.activation not in ACTIVATION_KINDS:
+        raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {epilogue.activation!r}")
+    if epilogue.is_gated and (epilogue.activation is None or num_rows % 2):
+        raise InvariantError(f"a gate has an activation and half of the rows, got {num_rows}")
+    if epilogue.bias is not None:
+        check_contiguous("bias", epilogue.bias, (num_rows,), x.dtype)
+    if norm is not None:
+        check_contiguous("weight of the norm", norm.weight, (x.shape[1],), x.dtype)
+        if norm.spec.kind != "rms" or norm.bias is not None:
+            raise InvariantError(f"only RMSNorm of the inputs is supported, got {norm.spec}")
 
 
 def _fetched_bytes(weight: Tensor, rows: int, columns: int) -> int:
@@ -118,14 +140,5 @@ def _check(out: Tensor, x: Tensor, weight: Tensor, norm: Norm | None, epilogue: 
     num_tokens, num_rows = x.shape[0], weight.shape[0]
     if not 1 <= num_tokens <= FEW_TOKENS:
         raise InvariantError(f"a step of few tokens has 1 to {FEW_TOKENS}, got {num_tokens}")
-    if epilogue.activation is not None and epilogue.activation not in ACTIVATION_KINDS:
-        raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {epilogue.activation!r}")
-    if epilogue.is_gated and (epilogue.activation is None or num_rows % 2):
-        raise InvariantError(f"a gate has an activation and half of the rows, got {num_rows}")
+    check_fusion(x, num_rows, norm, epilogue)
     check_contiguous("out", out, (num_tokens, num_rows // 2 if epilogue.is_gated else num_rows), x.dtype)
-    if epilogue.bias is not None:
-        check_contiguous("bias", epilogue.bias, (num_rows,), x.dtype)
-    if norm is not None:
-        check_contiguous("weight of the norm", norm.weight, (x.shape[1],), x.dtype)
-        if norm.spec.kind != "rms" or norm.bias is not None:
-            raise InvariantError(f"only RMSNorm of the inputs is supported, got {norm.spec}")

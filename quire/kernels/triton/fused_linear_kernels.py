@@ -25,7 +25,7 @@ _RUN = tl.constexpr(8)
 
 
 @triton.jit
-def _rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
+def weight_rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
     """Return the weight's rows; gate and up rows alternate, so that a program has both halves of its outputs."""
     rows = first + lanes
     if IS_GATED:
@@ -160,20 +160,20 @@ def multiply_few(
     WIDTH: tl.constexpr = BLOCK_K // SPLITS
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    rows = _rows(first_row, lanes, NUM_ROWS, IS_GATED)
+    rows = weight_rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     columns = tl.arange(0, SPLITS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    weight_rows = weight_ptr + rows.to(tl.int64) * NUM_COLUMNS
+    row_ptrs = weight_ptr + rows.to(tl.int64) * NUM_COLUMNS
     norm_row = norm_weight_ptr + tl.arange(0, 1) if HAS_NORM else None
     is_norm = tl.arange(0, 1) == 0
     weights, norm_weights = (), ()
     for tile in tl.static_range(EARLY):
-        weights = weights + (_load_columns(weight_rows, is_row, columns, tile * BLOCK_K, NUM_COLUMNS),)
+        weights = weights + (_load_columns(row_ptrs, is_row, columns, tile * BLOCK_K, NUM_COLUMNS),)
         if HAS_NORM:
             norm_weights = norm_weights + (_load_columns(norm_row, is_norm, columns, tile * BLOCK_K, NUM_COLUMNS),)
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = _rows(first_row, threads, NUM_ROWS, IS_GATED)
+        fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(weight_ptr + fetched.to(tl.int64) * NUM_COLUMNS + FIRST_LATE, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
@@ -204,7 +204,7 @@ def multiply_few(
         acc = _add_products(acc, weights[tile], rows_of_x[tile], factors, norm_weight, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)
     if FIRST_LATE < NUM_COLUMNS:
         for first in tl.range(FIRST_LATE, NUM_COLUMNS, BLOCK_K, num_stages=NUM_STAGES):
-            weight = _load_columns(weight_rows, is_row, columns, first, NUM_COLUMNS)
+            weight = _load_columns(row_ptrs, is_row, columns, first, NUM_COLUMNS)
             x = _load_columns(token_rows, is_token, columns, first, NUM_COLUMNS)
             late = _load_columns(norm_row, is_norm, columns, first, NUM_COLUMNS) if HAS_NORM else factors
             acc = _add_products(acc, weight, x, factors, late, TOKENS, HAS_NORM, OFFSET, CASTS_LATE)

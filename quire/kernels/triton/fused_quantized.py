@@ -9,11 +9,10 @@ import torch
 import triton
 from torch import Tensor
 
-from quire.base.errors import InvariantError, UnsupportedError
-from quire.kernels.triton.activation import ACTIVATION_KINDS
-from quire.kernels.triton.fused_linear import Epilogue
+from quire.base.errors import InvariantError
+from quire.kernels.triton.fused_linear import Epilogue, check_fusion, fusion_constants
 from quire.kernels.triton.fused_quantized_kernels import multiply_few_codes, multiply_several_codes
-from quire.kernels.triton.launching import Launch, check_contiguous, check_tensor
+from quire.kernels.triton.launching import Launch, check_tensor
 from quire.kernels.triton.norm import Norm
 from quire.kernels.triton.pdl import has_dependent_launch
 from quire.kernels.triton.quantized_weights import DeviceQuantizedWeight
@@ -60,7 +59,6 @@ def multiply_codes_launch(
     row_bytes = weight.codes.shape[1]
     tile = codes_tile(num_tokens, num_rows, row_bytes, weight.is_packed, norm is not None)
     is_pdl = has_dependent_launch(x.device)
-    spec = None if norm is None else norm.spec
     arguments = {
         "x_ptr": x,
         "codes_ptr": weight.readable_codes,
@@ -87,13 +85,7 @@ def multiply_codes_launch(
         "BLOCK_N": tile.rows,
         **({"BLOCK": block} if tile.bytes else {"WARPS": tile.num_warps}),
         "NUM_STAGES": tile.num_stages,
-        "EPS": 0.0 if spec is None else spec.eps,
-        "OFFSET": 0.0 if spec is None else float(spec.offset),
-        "CASTS_LATE": spec is not None and spec.late_cast,
-        "KIND": -1 if epilogue.activation is None else ACTIVATION_KINDS[epilogue.activation],
-        "IS_GATED": epilogue.is_gated,
-        "HAS_RESIDUAL": epilogue.residual_scale is not None,
-        "IS_SCALED": epilogue.residual_scale not in (None, 1.0),
+        **fusion_constants(norm, epilogue),
         "THREADS": 32 * tile.num_warps,
         "FETCHED_BYTES": _fetched_bytes(weight, tile, block),
         "IS_PDL": is_pdl,
@@ -119,14 +111,5 @@ def _check(out: Tensor, x: Tensor, weight: DeviceQuantizedWeight, norm: Norm | N
         raise InvariantError(f"a step of few tokens has 1 to {MOST_TOKENS}, got {num_tokens}")
     if weight.columns is not None:
         raise InvariantError("fused products take columns in order")
-    if epilogue.activation is not None and epilogue.activation not in ACTIVATION_KINDS:
-        raise UnsupportedError(f"activation must be one of {', '.join(ACTIVATION_KINDS)}, got {epilogue.activation!r}")
-    if epilogue.is_gated and (epilogue.activation is None or num_rows % 2):
-        raise InvariantError(f"a gate has an activation and half of the rows, got {num_rows}")
+    check_fusion(x, num_rows, norm, epilogue)
     check_tensor("out", out, (num_tokens, num_rows // 2 if epilogue.is_gated else num_rows), x.dtype)
-    if epilogue.bias is not None:
-        check_contiguous("bias", epilogue.bias, (num_rows,), x.dtype)
-    if norm is not None:
-        check_contiguous("weight of the norm", norm.weight, (num_columns,), x.dtype)
-        if norm.spec.kind != "rms" or norm.bias is not None:
-            raise InvariantError(f"only RMSNorm of the inputs is supported, got {norm.spec}")

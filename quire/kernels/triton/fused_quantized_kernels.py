@@ -12,20 +12,12 @@ import triton.language as tl
 
 from quire.kernels.triton.activation_kernels import activated
 from quire.kernels.triton.arithmetic import cast_to, dot, rounded, widened
+from quire.kernels.triton.fused_linear_kernels import weight_rows
 from quire.kernels.triton.nibbles import split_codes, split_operands
 from quire.kernels.triton.norm_kernels import scale_normalized
 from quire.kernels.triton.pdl import begin, fetch, wait
 
 _PIECE = tl.constexpr(16)
-
-
-@triton.jit
-def _code_rows(first: tl.tensor, lanes: tl.tensor, NUM_ROWS: tl.constexpr, IS_GATED: tl.constexpr) -> tl.tensor:
-    """Return the weight's rows; gate and up rows alternate, so that a program has both halves of its outputs."""
-    rows = first + lanes
-    if IS_GATED:
-        rows = rows // 2 + rows % 2 * (NUM_ROWS // 2)
-    return rows
 
 
 @triton.jit
@@ -238,14 +230,14 @@ def multiply_few_codes(
     ROW_BYTES: tl.constexpr = NUM_COLUMNS // BYTE_COLUMNS
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    rows = _code_rows(first_row, lanes, NUM_ROWS, IS_GATED)
+    rows = weight_rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     bytes = tl.arange(0, BLOCK)
     places = codes_ptr + rows.to(tl.int64)[:, None] * ROW_BYTES + bytes[None, :]
     codes = tl.load(places, mask=is_row[:, None] & (bytes < ROW_BYTES)[None, :], other=0.0)
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = _code_rows(first_row, threads, NUM_ROWS, IS_GATED)
+        fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES + BLOCK, is_fetched, FETCHED_BYTES, IS_PDL)
     scales = _scales_of(scales_ptr, rows, is_row, 0, NUM_COLUMNS, GROUP, SCALE_ROWS, BYTE_COLUMNS, BLOCK)
@@ -380,11 +372,11 @@ def multiply_several_codes(
     NUM_GROUPS: tl.constexpr = (NUM_COLUMNS + GROUP - 1) // GROUP
     first_row = tl.program_id(0) * BLOCK_N
     lanes = tl.arange(0, BLOCK_N)
-    rows = _code_rows(first_row, lanes, NUM_ROWS, IS_GATED)
+    rows = weight_rows(first_row, lanes, NUM_ROWS, IS_GATED)
     is_row = first_row + lanes < NUM_ROWS
     if FETCHED_BYTES > 0:
         threads = tl.arange(0, THREADS)
-        fetched = _code_rows(first_row, threads, NUM_ROWS, IS_GATED)
+        fetched = weight_rows(first_row, threads, NUM_ROWS, IS_GATED)
         is_fetched = (threads < BLOCK_N) & (first_row + threads < NUM_ROWS)
         fetch(codes_ptr + fetched.to(tl.int64) * ROW_BYTES, is_fetched, FETCHED_BYTES, IS_PDL)
     wait(IS_PDL)
