@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.contracts.config import EngineConfig
-from quire.contracts.memory import ModelReport
+from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
+from quire.kv.device_pages import PageShare
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import tie_missing_head
 from quire.model.config_reader import read_model_spec
@@ -25,6 +26,7 @@ from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import estimate_memory
+from quire.worker.device.rank_pages import PageMoveCounters
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -43,14 +45,16 @@ class RankConfig:
 
     config       with the folder of the model, and with what the leader has settled
     is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
+    slots_file   descriptor of the memory of the host tier, which all inherit; -1: there is none
     """
 
     config: EngineConfig
     sizes: StepSizes
     is_on_gpu: bool
+    slots_file: int = -1
 
     @classmethod
-    def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes) -> RankConfig:
+    def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes, slots_file: int = -1) -> RankConfig:
         """Return that of a leader's configuration."""
         settled = replace(
             config,
@@ -60,16 +64,20 @@ class RankConfig:
             block_size=report.memory.kv.block_size,
             speculative_config=None,  # drafts are made by the leader
         )
-        return cls(settled, sizes, report.device != "interpreter")
+        return cls(settled, sizes, report.device != "interpreter", slots_file)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
-        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes), "is_on_gpu": self.is_on_gpu}
+        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes)} | {
+            "is_on_gpu": self.is_on_gpu,
+            "slots_file": self.slots_file,
+        }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        return cls(EngineConfig(**fields["config"]), StepSizes(*fields["sizes"]), fields["is_on_gpu"])
+        sizes = StepSizes(*fields["sizes"])
+        return cls(EngineConfig(**fields["config"]), sizes, fields["is_on_gpu"], fields["slots_file"])
 
     def device(self, rank: int) -> torch.device:
         """Return the device of a rank."""
@@ -103,6 +111,8 @@ class GpuGroup:
     ranks    what they exchange on their devices, by the communicator `device`
     host     what they exchange on the host, which no device has to wait for
     barrier  says when the group has ended
+    moves    how many page moves each rank has ended
+    slots_file  see RankConfig
     shares   what each rank has, in parts
     workers  the other ranks' processes; None: this is a worker
     """
@@ -111,6 +121,8 @@ class GpuGroup:
     device: CountingCommunicator
     host: Communicator
     barrier: ProcessBarrier
+    moves: PageMoveCounters
+    slots_file: int
     shares: tuple[float, ...]
     workers: SpawnedWorkers | None = None
 
@@ -136,7 +148,16 @@ class GpuGroup:
         else:
             communicator = TorchCommunicator.gloo(store, barrier.rank, barrier.size, interface="lo", check=barrier.check)
         counting = CountingCommunicator(communicator)
-        return cls(DeviceRanks(counting, shard), counting, member.communicator, barrier, told.config.parallel.shares, workers)
+        moves = PageMoveCounters(member.memory, barrier.size)
+        ranks, shares = DeviceRanks(counting, shard), told.config.parallel.shares
+        return cls(ranks, counting, member.communicator, barrier, moves, told.slots_file, shares, workers)
+
+    def page_share(self, memory: MemoryPlan) -> PageShare | None:
+        """Return what this rank has of the pages of the host tier; None: there is none."""
+        if self.slots_file < 0:
+            return None
+        shares = memory.page_shares
+        return PageShare(self.slots_file, sum(shares), sum(shares[: self.rank]))
 
     @property
     def rank(self) -> int:
