@@ -457,9 +457,13 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None else self._ranks.gather_rows(y)
+        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
         y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         return y if self._ranks is None else self._ranks.gather_rows(y)
+
+    def _takes_own_rows(self, y: Tensor) -> bool:
+        """Return whether the feed-forward block of divided rows reads this rank's only."""
+        return self._exchange is not None and self._exchange.takes_own_rows(y)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
@@ -537,8 +541,8 @@ class DeviceLayer:
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
-            ranks = self._ranks
+            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
+            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
             if ranks is None:
                 branches = self._branches
                 return out if shared is None else out + shared if branches is None else branches.join(shared, out)
