@@ -197,11 +197,6 @@ class ModelShard:
                 f"tensor_parallel_size is {len(shares)}, but per-layer inputs and layers that read the keys and values of "
                 f"another layer ({spec.model_type}) run on one rank"
             )
-        if spec.has_recurrent_state and (context_size > 1 or home_size):
-            name = "enable_dp_attention" if home_size else "decode_context_parallel_size"
-            raise ConfigError(
-                f"{name} does not fit the model ({spec.model_type}), whose sequences have a recurrent state: leave it out"
-            )
         layers = tuple(
             LayerShard.of(layer, spec.hidden_size, rank, shares, (placements or {}).get(index), home_size)
             for index, layer in enumerate(spec.layers)
