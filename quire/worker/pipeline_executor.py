@@ -99,7 +99,7 @@ class PipelineExecutor:
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size
         self.has_rope_variants = has_rope_variants
-        self.has_states = False  # see check_pipeline
+        self.has_states = memory.num_states > 0
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
