@@ -32,9 +32,10 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
-    if report.device != "cpu" and config.tensor_parallel_size > 1:
+    if report.device != "cpu" and config.parallel.world_size > 1:
+        other = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
         raise ConfigError(
-            f"{name} is {value!r} and tensor_parallel_size {config.tensor_parallel_size}, but the model runs on "
+            f"{name} is {value!r} and {other} {getattr(config, other)}, but the model runs on "
             f"{report.device}: KV tiers are supported on one GPU; leave one of them out"
         )
     if report.spec.has_recurrent_state:
