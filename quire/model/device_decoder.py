@@ -346,7 +346,7 @@ class DeviceLayer:
         self.fused: FusedLayer | None = None
         self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self._own = own
-        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order)
+        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
@@ -592,7 +592,11 @@ class DeviceLayer:
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
             inner = self._ranks.gather_inner(inner, "shared.down")
         out = self._product("shared.down", inner, step)
-        return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
+        if self._shared_scale is None:
+            return out
+        scale = self._shared_scale(y)
+        scale = scale if step.lora is None else step.lora.add_to(scale, y, f"{self._prefix}shared_scale")
+        return torch.sigmoid(scale) * out
 
 
 T = TypeVar("T")
