@@ -21,6 +21,7 @@ from quire.model.generation_defaults import read_generation_defaults
 from quire.model.parameters import parameter_shapes
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.communicator import Communicator, CountingCommunicator, all_agree, least_of
+from quire.parallel.joined_workers import host_key
 from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.launched_step import StepSizes
@@ -35,6 +36,13 @@ WORKER_MODULE = "quire.worker.device.gpu_worker"
 def rank_device(device: torch.device, rank: int) -> torch.device:
     """Return the device of a rank: GPU `rank` of this host; where kernels are interpreted, the CPU as well."""
     return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
+def hosts_of(store: Store, rank: int, size: int) -> list[int]:
+    """Return a number for the host of each rank, the same on all of them; every rank calls this."""
+    store.set(f"quire/host/{rank}", host_key())
+    keys = [bytes(store.get(f"quire/host/{other}")) for other in range(size)]
+    return [keys.index(key) for key in keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,8 @@ class GpuGroup:
         else:
             communicator = TorchCommunicator.gloo(store, barrier.rank, barrier.size, interface="lo", check=barrier.check)
         counting = CountingCommunicator(communicator)
-        return cls(DeviceRanks(counting, shard), counting, member.communicator, barrier, told.config.parallel.shares, workers)
+        ranks = DeviceRanks(counting, shard, hosts_of(store, barrier.rank, barrier.size))
+        return cls(ranks, counting, member.communicator, barrier, told.config.parallel.shares, workers)
 
     @property
     def rank(self) -> int:
