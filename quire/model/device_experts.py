@@ -48,7 +48,9 @@ class ExpertExchange:
         self._ranks, self._top_k, self._is_in_order = ranks, top_k, is_in_order
         self._rank = ranks.shard.rank
         self.num_own = len(placement.ranks[self._rank])
-        holders = [[rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)]
+        holders = [
+            [rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)
+        ]
         own = {expert: place for place, expert in enumerate(placement.ranks[self._rank])}
         size = len(placement.ranks)
         self._holders = torch.tensor([(each * size)[:size] for each in holders], device=device)  # [E, R]

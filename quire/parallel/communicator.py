@@ -15,7 +15,6 @@ from quire.base.errors import InvariantError
 from quire.contracts.rank_stats import CollectiveStats
 
 
-
 class Transfer(Protocol):
     """A collective that has begun. Until wait returns its tensors may be neither read nor changed."""
 

@@ -1,4 +1,4 @@
-"""The exchange of rows between ranks that have whole experts, over gloo: sums, bytes that are counted by hand, and its order."""
+"""The exchange of rows between ranks that have whole experts, over gloo: sums, bytes counted by hand, and its order."""
 
 from types import SimpleNamespace
 
