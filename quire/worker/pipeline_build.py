@@ -107,6 +107,8 @@ def _stage_config(
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),
         needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in stage_memories(config, report)),
         options={} if group is None else config_fields(config),
+        num_states=memory.num_states,
+        num_state_checkpoints=memory.num_state_checkpoints,
     )
 
 

@@ -19,6 +19,7 @@ from quire.base.logging import get_logger
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.step import StageTimes
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -99,7 +100,7 @@ class PipelineExecutor:
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size
         self.has_rope_variants = has_rope_variants
-        self.has_states = False  # see check_pipeline
+        self.has_states = memory.num_states > 0
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
@@ -121,6 +122,11 @@ class PipelineExecutor:
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
         return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """See StageExecutor of pipelined_driver.py."""
+        return self.clock.times
 
     @property
     def worker_pids(self) -> dict[int, int]:

@@ -32,6 +32,11 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
+    if report.device != "cpu" and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"{name} is {value!r} and pipeline_parallel_size {config.pipeline_parallel_size}, but the model runs on "
+            f"{report.device}: KV tiers are supported with stages on a CPU only; leave one of them out"
+        )
     if report.spec.has_recurrent_state:
         raise ConfigError(
             f"{name} is {value!r}, but {report.spec.model_type} has a recurrent state, which KV tiers do not hold: leave it out"
