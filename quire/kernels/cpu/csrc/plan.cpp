@@ -488,8 +488,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             for (float** values : {&mix_v_, &mix_out_}) take(*values, rows * mix_values_);
             take(mix_decay_, rows * mix_decays_);
             take(mix_beta_, rows * mix_heads_);
-            take(gate_rows_, rows * row_stride(gate_size_));
         }
+        take(gate_rows_, gate_size_ == 0 ? 0 : rows * row_stride(gate_size_));
         if (!shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
