@@ -147,6 +147,8 @@ CASES: dict[str, tuple[str, Options]] = {
 }
 NATIVE_CASES = tuple(case for case in CASES if not case.startswith(("nemotron-h", "falcon-h1", "zamba2")))
 """That the native CPU kernels run: without experts that have no gate, attention next to a mixer, and blocks before one."""
+MIXED_CASES = ("bamba", "qwen3-next", "jamba", "kimi-linear-latent", "lfm2-plain")
+"""Of these, one of each kind of mixer."""
 MODEL_TYPES: tuple[str, ...] = tuple(dict.fromkeys(model_type for model_type, _ in CASES.values()))
 
 _VISION: Options = {

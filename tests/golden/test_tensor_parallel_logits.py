@@ -15,7 +15,7 @@ from quire.model.tensor_shards import ModelShard
 from quire.model.token_runs import TokenRuns, address_of
 from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params
 from tests.golden.rank_logits import BLOCK_SIZE, NUM_BLOCKS, compare
-from tests.golden.recurrent_cases import NATIVE_CASES
+from tests.golden.recurrent_cases import MIXED_CASES
 from tests.rank_threads import RankThreads
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
@@ -34,10 +34,10 @@ def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     compare(checkpoint(case, "v5"), "bfloat16", ["three"])
 
 
-@pytest.mark.one_in(6)
-@pytest.mark.parametrize("case", NATIVE_CASES)
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("case", MIXED_CASES)
 def test_logits_of_recurrent_layers_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
-    compare(checkpoint(case), "float32", ["two-to-one", "four"])
+    compare(checkpoint(case), "float32", ["two-to-one"])
     compare(checkpoint(case), "bfloat16", ["three"], "int8", exchanges_rows=True)
 
 
