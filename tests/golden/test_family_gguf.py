@@ -12,7 +12,7 @@ from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.decoder import Decoder
 from tests.gguf_writer import write_gguf
-from tests.golden import make_checkpoints
+from tests.golden import gemma_cases, make_checkpoints
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.make_family_gguf import ARCHITECTURES, convert, parts_of
 from tests.golden.make_gguf import quantize_q8_0
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.golden
 TOLERANCE = 5e-5
 _MOE = make_checkpoints._DEEPSEEK_MOE
 _LATENT = make_checkpoints._LATENT
+_YARN = make_checkpoints._YARN
 # Where files say less than a config.json does, what they leave out is as in the released models.
 OWN_CASES = {
     "gguf-smollm3": ("smollm3", {"num_hidden_layers": 5}),
@@ -65,6 +66,62 @@ OWN_CASES = {
             **{"head_dim": 16, "num_local_experts": 5, "num_experts_per_tok": 1, "rope_parameters": make_checkpoints._LLAMA3},
         },
     ),
+    "gguf-olmo": ("olmo", {"clip_qkv": 0.7}),
+    "gguf-exaone-moe": (
+        "exaone_moe",
+        {
+            **{key: value for key, value in _MOE.items() if key not in ("n_routed_experts", "n_shared_experts")},
+            **{"num_experts": 8, "num_shared_experts": 2, "head_dim": 16, "sliding_window": 11, "sliding_window_pattern": 4},
+            "num_hidden_layers": 4,
+        },
+    ),
+    "gguf-solar-open": ("solar_open", {**_MOE, "head_dim": 16, "attention_bias": True, "first_k_dense_replace": 0}),
+    "gguf-qwen3-vl-moe": ("qwen3_moe", {**make_checkpoints._QWEN3_MOE, "norm_topk_prob": True}),
+    "gguf-phimoe": (
+        "phimoe",
+        {
+            **{"num_local_experts": 6, "attention_bias": True, "lm_head_bias": True, "sliding_window": 11},
+            "original_max_position_embeddings": make_checkpoints.MAX_POSITIONS,
+        },
+    ),
+    "gguf-ministral3": (
+        "ministral3",
+        {
+            **{"head_dim": 16, "tie_word_embeddings": True},
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "gguf-minicpm3": ("minicpm3", {**_LATENT, "scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}),
+    "gguf-glm4-moe-lite": ("glm4_moe_lite", {**_MOE, **_LATENT, "n_group": 1, "topk_group": 1}),
+    "gguf-deepseek-v32": (
+        "deepseek_v32",
+        {
+            **{**_MOE, **_LATENT, **make_checkpoints._INDEXER},
+            "rope_parameters": {**make_checkpoints._LONG_YARN, "mscale": 1.2, "mscale_all_dim": 1.2},
+        },
+    ),
+    "gguf-mistral4": (
+        "mistral4",
+        {
+            **{**_MOE, **_LATENT},
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+        },
+    ),
+    "gguf-gemma3n": ("gemma3n_text", {**gemma_cases._GEMMA3N, "altup_num_inputs": 4, "vocab_size_per_layer_input": 131}),
+    "gguf-gemma4": (
+        "gemma4_text",
+        {
+            **{**gemma_cases._GEMMA4, **gemma_cases._SHARED, "use_double_wide_mlp": True, "vocab_size_per_layer_input": 131},
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gguf-gemma4-moe": (
+        "gemma4_text",
+        {
+            **{**gemma_cases._GEMMA4, **gemma_cases._EXPERTS, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            "final_logit_softcapping": 30.0,
+        },
+    ),
     "gguf-starcoder2": ("starcoder2", {"sliding_window": None, "tie_word_embeddings": False}),
 }
 CASES = (
@@ -82,6 +139,7 @@ CASES = (
         "stablelm",
         "starcoder2-no-bias",
         "apertus",
+        "glm-moe-dsa",
     ),
 )
 PROMPT = torch.randint(0, 131, (40,), generator=torch.Generator().manual_seed(40)).tolist()
@@ -119,15 +177,19 @@ def test_keys_and_values_of_latent_rows_may_be_stored_apart(checkpoint, tmp_path
 
 def test_an_unknown_architecture_is_refused_with_the_nearest(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", {"general.architecture": ("string", "deepseek3")})
-    with pytest.raises(UnsupportedError, match=r"'deepseek3' \(did you mean deepseek2"):
+    with pytest.raises(UnsupportedError, match=r"'deepseek3' \(did you mean deepseek32, deepseek2\?"):
         read_model_spec(path, "float32")
 
 
 def test_every_architecture_of_the_family_readers_is_converted():
     from quire.model.gguf_families import FAMILY_READERS
+    from quire.model.gguf_gemma import GEMMA_READERS
+    from quire.model.gguf_latent import LATENT_READERS
 
     # These have the layout of one that is: Llama, with or without its rows permuted, Granite and Qwen3.
-    assert set(FAMILY_READERS) - set(ARCHITECTURES.values()) == {*("baichuan", "exaone", "internlm2", "minicpm", "qwen3vl")}
+    assert {*FAMILY_READERS, *GEMMA_READERS, *LATENT_READERS} - set(ARCHITECTURES.values()) == {
+        *("baichuan", "exaone", "internlm2", "minicpm", "qwen2vl", "qwen3vl")
+    }
 
 
 @pytest.mark.parametrize(("key", "value"), [("beta", [0.5, 0.6]), ("eps", [0.0] * 2), ("alpha_p", [1.0]), ("alpha_n", None)])
