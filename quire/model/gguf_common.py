@@ -7,7 +7,7 @@ from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
 
 RMS_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-_UNTIED = ("gpt-oss", "olmo2")
+_UNTIED = ("exaone-moe", "gpt-oss", "kimi-linear", "olmo2", "phimoe")
 """Architectures whose files llama.cpp refuses without an output.weight."""
 _MAX_EXPERTS = 1 << 18
 SOFTMAX, SIGMOID = 1, 2

@@ -23,6 +23,7 @@ _END_TOKENS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>")
 )
 """Added tokens that end an answer, whether or not the metadata name them."""
+_GEMMA4_END_TOKENS = _END_TOKENS | {"<turn|>", "<|tool_response>"}
 _HARMONY_END_TOKENS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
 """Those of gpt-oss, whose <|end|> ends a message: the answer may come after it."""
 _CONTROL, _USER_DEFINED = 3, 4
@@ -234,7 +235,7 @@ def _token_ids(keys: GgufKeys) -> dict[str, object]:
     added = (
         (i, token) for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in (_CONTROL, _USER_DEFINED)
     )
-    end_tokens = _HARMONY_END_TOKENS if keys.architecture == "gpt-oss" else _END_TOKENS
+    end_tokens = {"gpt-oss": _HARMONY_END_TOKENS, "gemma4": _GEMMA4_END_TOKENS}.get(keys.architecture, _END_TOKENS)
     ends |= {token_id for token_id, token in added if token in end_tokens}
     return {"bos_token_id": ids["bos"], "eos_token_id": sorted(ends)}
 

@@ -209,6 +209,7 @@ class GgufArchitecture:
     is_transposed     the checkpoint stores linear weights [in, out]
     is_qkv_by_head    rows of q, k and v are those of the first head, then of the next, in the checkpoint, unlike in the file
     rows              vectors that are one row of a matrix in the checkpoint
+    also              further model types whose files have this name: `model_type` runs them, or the metadata say which it is
     is_value_tiled    value heads of a gated delta net are ordered by their number under a key head first, and not by key head
     """
 
@@ -225,6 +226,7 @@ class GgufArchitecture:
     is_qkv_by_head: bool = False
     rows: tuple[str, ...] = ()
     is_value_tiled: bool = False
+    also: tuple[str, ...] = ()
 
     @property
     def is_qkv_split(self) -> bool:
@@ -286,6 +288,7 @@ _GRANITE_MOE = GgufArchitecture(
     expert_block="block_sparse_moe",
     router="router.layer",
     is_permuted=True,
+    also=("granitemoeshared",),
 )
 _QWEN2_MOE = replace(
     _moe("qwen2_moe", {**_PRE_NORM, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}, "shared_expert"),
@@ -310,7 +313,9 @@ _LLAMA4 = GgufArchitecture(
     expert_block="feed_forward",
     router="router",
 )
-_GRANITE_HYBRID = replace(_GRANITE_MOE, model_type="granitemoehybrid", layer={**_GRANITE_MOE.layer, **_recurrent("mamba")})
+_GRANITE_HYBRID = replace(
+    _GRANITE_MOE, model_type="granitemoehybrid", layer={**_GRANITE_MOE.layer, **_recurrent("mamba")}, also=()
+)
 _NEMOTRON_H_MOE = GgufArchitecture("nemotron_h", _NEMOTRON_H, _BACKBONE_TOP, expert=_QWEN_EXPERT, expert_block="mixer")
 _QWEN3_NEXT = replace(_moe("qwen3_next", _GATED_DELTA, "shared_expert"), has_norm_offset=True, rows=("ffn_gate_inp_shexp",))
 _LFM2_MOE = GgufArchitecture("lfm2_moe", _LFM2, _LFM2_TOP, expert=_MIXTRAL_EXPERT, expert_block="feed_forward")
@@ -322,21 +327,26 @@ _JAMBA = GgufArchitecture(
     expert_block="feed_forward",
     router="router",
 )
-_MAMBA = GgufArchitecture("mamba", {"attn_norm": "norm", **_recurrent("mixer", "dt_proj.bias")}, _BACKBONE_TOP)
+_MAMBA = GgufArchitecture(
+    "mamba", {"attn_norm": "norm", **_recurrent("mixer", "dt_proj.bias")}, _BACKBONE_TOP, also=("falcon_mamba",)
+)
 _MAMBA2 = GgufArchitecture("mamba2", {"attn_norm": "norm", **_recurrent("mixer")}, _BACKBONE_TOP)
 _FALCON_H1 = GgufArchitecture("falcon_h1", {**_FEED_FORWARD, **_recurrent("mamba")}, _FEED_FORWARD_TOP)
 _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
 _APERTUS = {**_PRE_NORM, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+_GEMMA4_MOE = GgufArchitecture(
+    "gemma4_text", _GEMMA4, _PER_LAYER_TOP, expert=_QWEN_EXPERT, expert_block="moe", also=("gemma4_unified_text",)
+)
 _KIMI = GgufArchitecture("kimi_linear", _KIMI_LINEAR, expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
 _PHIMOE = GgufArchitecture("phimoe", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "apertus": GgufArchitecture("apertus", _APERTUS),
     "arcee": GgufArchitecture("arcee", is_permuted=True),
-    "baichuan": GgufArchitecture("llama", is_permuted=True),
+    "baichuan": GgufArchitecture("llama", is_permuted=True, also=("baichuan",)),
     "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
-    "deepseek2": _moe("deepseek_v3", _DEEPSEEK2),
+    "deepseek2": replace(_moe("deepseek_v3", _DEEPSEEK2), also=("deepseek_v2", "glm4_moe_lite", "kimi_k2")),
     "deepseek32": _moe("deepseek_v32", _INDEXED),
     "dots1": _moe("dots1", _PRE_NORM),
     "ernie4_5": GgufArchitecture("ernie4_5"),
@@ -349,10 +359,10 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
     "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
     "gemma3n": GgufArchitecture("gemma3n_text", _GEMMA3N, _PER_LAYER_TOP),
-    "gemma4": GgufArchitecture("gemma4_text", _GEMMA4, _PER_LAYER_TOP, expert=_QWEN_EXPERT, expert_block="moe"),
+    "gemma4": _GEMMA4_MOE,
     "glm-dsa": _moe("glm_moe_dsa", _INDEXED),
     "glm4": GgufArchitecture("glm4", _GLM4),
-    "glm4moe": _moe("glm4_moe", _POST_NORM),
+    "glm4moe": replace(_moe("glm4_moe", _POST_NORM), also=("solar_open",)),
     "gpt-oss": GgufArchitecture("gpt_oss", _GPT_OSS, expert=_QWEN_EXPERT, router="router"),
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
     "gptneox": GgufArchitecture("gpt_neox", _GPT_NEOX, _GPT_NEOX_TOP, is_qkv_by_head=True),
@@ -361,25 +371,25 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "granitemoe": _GRANITE_MOE,
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense", _HUNYUAN),
     "hunyuan-moe": _HUNYUAN_MOE,
-    "internlm2": GgufArchitecture("llama", is_permuted=True),
+    "internlm2": GgufArchitecture("llama", is_permuted=True, also=("internlm2",)),
     "jamba": _JAMBA,
     "kimi-linear": _KIMI,
     "lfm2": GgufArchitecture("lfm2", _LFM2, _LFM2_TOP),
     "lfm2moe": _LFM2_MOE,
-    "llama": GgufArchitecture("llama", is_permuted=True),
+    "llama": GgufArchitecture("llama", is_permuted=True, also=("internlm3", "mistral")),
     "llama4": _LLAMA4,
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
     "minicpm": GgufArchitecture("granite", is_permuted=True),
     "minicpm3": GgufArchitecture("minicpm3", _DEEPSEEK2),
     "minimax-m2": _MINIMAX,
-    "mistral3": GgufArchitecture("ministral3", is_permuted=True),
+    "mistral3": GgufArchitecture("ministral3", is_permuted=True, also=("mistral",)),
     "mistral4": _moe("mistral4", _DEEPSEEK2),
     "nemotron": GgufArchitecture("nemotron", has_norm_offset=True),
     "nemotron_h": _NEMOTRON_H_MOE,
     "nemotron_h_moe": _NEMOTRON_H_MOE,
     "olmo": GgufArchitecture("olmo", is_permuted=True),
-    "olmo2": GgufArchitecture("olmo2", _SANDWICH),
+    "olmo2": GgufArchitecture("olmo2", _SANDWICH, also=("olmo3",)),
     "olmoe": GgufArchitecture("olmoe", expert=_QWEN_EXPERT),
     "phi2": GgufArchitecture("phi", _PHI2, _PHI2_TOP),
     "phi3": GgufArchitecture("phi3", _PHI3),
@@ -392,8 +402,8 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "qwen3": GgufArchitecture("qwen3"),
     "qwen3moe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
     "qwen3next": _QWEN3_NEXT,
-    "qwen3vl": GgufArchitecture("qwen3"),
-    "qwen3vlmoe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
+    "qwen3vl": GgufArchitecture("qwen3", also=("qwen3_vl_text",)),
+    "qwen3vlmoe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT, also=("qwen3_vl_moe_text",)),
     "seed_oss": GgufArchitecture("seed_oss", _POST_NORM),
     "smollm3": GgufArchitecture("smollm3", is_permuted=True),
     "stablelm": GgufArchitecture("stablelm"),
