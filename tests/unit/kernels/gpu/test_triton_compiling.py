@@ -353,7 +353,7 @@ def test_all_launches_compile_within_their_limits(group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", OTHER_ARCHS)
+@pytest.mark.parametrize("arch", OTHER_ARCHS, ids="sm_{}".format)
 def test_all_launches_compile_for_other_gpus(arch):
     most_shared = DeviceTraits.of_arch(arch).shared_bytes
     names = names_for(arch)
