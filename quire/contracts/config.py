@@ -270,8 +270,8 @@ class EngineConfig:
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     pipeline_parallel_size  processes that each have a range of the layers (a stage) with its KV cache, and num_threads divided
                             by their number; they compute steps of different sequences at the same time. With
-                            tensor_parallel_size each stage is so many processes; with a launcher they may be on several hosts.
-                            The same tokens at any number. On a CPU
+                            tensor_parallel_size each stage is so many processes; on CPUs with a launcher they may be on several
+                            hosts. The same tokens at any number. On GPUs each process has one
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
