@@ -22,6 +22,7 @@ from quire.parallel.barrier import native_extension
 from quire.parallel.joined_workers import lead_group
 from quire.parallel.launch import spawn_workers
 from quire.parallel.message_socket import SESSION_BYTES
+from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
@@ -75,6 +76,7 @@ def _stage_config(
     stages, kept_layers = stages_of(config, report), kept_layers_of(config, report)
     drafts = config.speculative_config
     has_heads, group = drafts is not None and drafts.has_draft_heads, launched_group(config)
+    is_spawned = group is None and config.distributed_executor_backend != "ray"
     return StageConfig(
         folder=str(report.folder),
         dtype=spec.dtype,
@@ -103,10 +105,10 @@ def _stage_config(
         num_host_pages=num_host_pages(config, report),
         slots_file=page_files[0] if page_files else -1,
         expert_ranks=placement_lists(find_placements(config, spec)),
-        first_rank=1 if group is None else 0,
+        first_rank=1 if is_spawned else 0,
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),
         needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in stage_memories(config, report)),
-        options={} if group is None else config_fields(config),
+        options={} if is_spawned else config_fields(config),
     )
 
 
@@ -122,7 +124,8 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
     group = launched_group(config)
     if group is None:
         torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
-        workers = spawn_workers(WORKER_MODULE, len(stage_config.places) + 1, stage_config.to_json(), options)
+        start = start_ray_workers if stage_config.first_rank == 0 else spawn_workers
+        workers = start(WORKER_MODULE, stage_config.first_rank + len(stage_config.places), stage_config.to_json(), options)
     else:
         workers = lead_group(group, stage_config.to_json(), options)
     own_stage = None
@@ -130,7 +133,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         if isinstance(workers, RemoteWorkers):
             _check_hosts(config, stage_config)
         ready: dict[str, Any] = {}
-        if group is not None:
+        if stage_config.first_rank == 0:
             try:
                 own_stage, ready = _build_own_stage(config, stage_config, workers)
             except WorkerError:
@@ -153,6 +156,11 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
 
 def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
     """Raise ConfigError for what stages on several hosts do not support."""
+    if stage_config.link is None:
+        raise ConfigError(
+            "distributed_executor_backend is 'ray', but its workers share no memory with the leader, as stages must: "
+            "start them where processes see each other, or with torchrun"
+        )
     if stage_config.num_host_pages > 0:
         raise ConfigError(
             f"kv_host_bytes is {config.host_tier_bytes}, but the pipeline stages are on several hosts, which share no pages: "

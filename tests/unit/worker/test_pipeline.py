@@ -45,6 +45,7 @@ def thread_workers(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(pipeline_build, "spawn_workers", spawn)
+    monkeypatch.setattr(pipeline_build, "start_ray_workers", spawn)
     return made
 
 
@@ -239,12 +240,12 @@ def test_one_step_is_in_flight_without_async_scheduling():
     stages.close()
 
 
-def test_stages_may_have_different_numbers_of_layers():
+def test_stages_may_have_different_numbers_of_layers_whoever_starts_them():
     one = _engine()
     expected = _outputs(one, temperature=0.9)
     one.close()
-    for layers in ((1, 7), (5, 2, 1)):
-        stages = _engine(len(layers), pipeline_layers=layers)
+    for layers, starter in ((1, 7), "spawn"), ((5, 2, 1), "ray"):
+        stages = _engine(len(layers), pipeline_layers=layers, distributed_executor_backend=starter)
         assert _outputs(stages, temperature=0.9) == expected
         stages.close()
 
