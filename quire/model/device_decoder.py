@@ -346,7 +346,7 @@ class DeviceLayer:
         self.fused: FusedLayer | None = None
         self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self._own = own
-        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order)
+        self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
@@ -464,9 +464,13 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None else self._ranks.gather_rows(y)
+        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
         y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         return y if self._ranks is None else self._ranks.gather_rows(y)
+
+    def _takes_own_rows(self, y: Tensor) -> bool:
+        """Return whether the feed-forward block of divided rows reads this rank's only."""
+        return self._exchange is not None and self._exchange.takes_own_rows(y)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
@@ -544,8 +548,8 @@ class DeviceLayer:
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
-            ranks = self._ranks
+            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
+            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
             if ranks is None:
                 branches = self._branches
                 return out if shared is None else out + shared if branches is None else branches.join(shared, out)
@@ -588,7 +592,11 @@ class DeviceLayer:
         if self._ranks is not None and "shared.down" not in self._ranks.row_parallel:
             inner = self._ranks.gather_inner(inner, "shared.down")
         out = self._product("shared.down", inner, step)
-        return out if self._shared_scale is None else torch.sigmoid(self._shared_scale(y)) * out
+        if self._shared_scale is None:
+            return out
+        scale = self._shared_scale(y)
+        scale = scale if step.lora is None else step.lora.add_to(scale, y, f"{self._prefix}shared_scale")
+        return torch.sigmoid(scale) * out
 
 
 T = TypeVar("T")

@@ -100,7 +100,7 @@ class PipelineExecutor:
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size
         self.has_rope_variants = has_rope_variants
-        self.has_states = False  # see check_pipeline
+        self.has_states = memory.num_states > 0
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
@@ -111,8 +111,8 @@ class PipelineExecutor:
         self._kept_layers = config.kept_layers
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
         self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
-        part = config.page_part(memory.kv, memory.kv.part(0, 0))
-        self.host_slab = None if part is None else HostSlab(None, config.num_host_pages, part=part)
+        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0))
+        self.host_slab: HostSlab | None = None
         self.release: Callable[[], None] | None = None
 
     def expert_stats(self) -> list[ExpertStats]:
@@ -154,6 +154,11 @@ class PipelineExecutor:
                 self._pages.use(block_ids)
         if entries or block_copies:
             self._send(encode_changes(Changes(list(entries), list(block_copies))))
+
+    def open_host_tier(self, num_pages: int, is_shared: bool) -> None:
+        """Map the slots that the stages share, if there are any; see HostSlab."""
+        if self._page_part is not None:
+            self.host_slab = HostSlab(None, num_pages, is_shared, self._page_part)
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every stage copies its part, in the order of the steps."""

@@ -220,6 +220,7 @@ def stages_part(config: EngineConfig, report: ModelReport, environment: Mapping[
         sum(each.weight_bytes for each in own),
         sum(each.bytes_per_block for each in kv),
         sum(each.window_bytes_per_block for each in kv),
+        sum(each.bytes_per_state for each in kv),
     )
 
 
@@ -250,5 +251,6 @@ def _worker_memory(
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
     own += planned_adapter_bytes(config, stage.spec(report.spec), stage.select(shapes, False))
-    num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    kv = _worker_kv(report, stage, shard)
+    num_kv_bytes = kv.pool_bytes(memory.num_kv_blocks, memory.num_window_blocks) + memory.num_states * kv.bytes_per_state
     return StageMemory(stage, int(own), num_kv_bytes, shard)

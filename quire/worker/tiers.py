@@ -56,11 +56,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_transfer(config: EngineConfig, report: ModelReport) -> None:
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{config.transfer_field} and pipeline_parallel_size {config.pipeline_parallel_size}: KV transfer is not supported "
-            "with pipeline stages; leave it out, or take tensor_parallel_size instead"
-        )
     if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
         raise ConfigError(
             f"{config.transfer_field}: the rope of {report.spec.model_type} depends on the length of a sequence, which KV "

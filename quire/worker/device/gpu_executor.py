@@ -407,9 +407,9 @@ class GpuStepExecutor:
     def close(self) -> None:
         """Drop all CUDA graphs, so that their memory can be freed."""
         self._drop_graphs()
-        if self._pages is not None:
-            self._pages.settle()
-        self._pages = self.host_slab = None
+        pages, self._pages, self.host_slab = self._pages, None, None
+        if pages is not None:
+            pages.settle()
 
     def launch(
         self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING

@@ -29,6 +29,7 @@ from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.communicator import Communicator, CountingCommunicator, all_agree, least_of
+from quire.parallel.joined_workers import host_key
 from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.launched_step import StepSizes
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 WORKER_MODULE = "quire.worker.device.gpu_worker"
+
+
+def hosts_of(store: Store, rank: int, size: int) -> list[int]:
+    """Return a number for the host of each rank, the same on all of them; every rank calls this."""
+    store.set(f"quire/host/{rank}", host_key())
+    keys = [bytes(store.get(f"quire/host/{other}")) for other in range(size)]
+    return [keys.index(key) for key in keys]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +181,10 @@ class GpuGroup:
             return CountingCommunicator(TorchCommunicator.gloo(own_store, rank, size, interface="lo", check=barrier.check))
 
         tensor = connect(f"stage{stage.index}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
-        ranks = None if tensor is None else DeviceRanks(tensor, told.shard(place))
+        ranks = None
+        if tensor is not None:
+            hosts = hosts_of(PrefixStore(f"hosts{stage.index}", store), place.tensor_rank, num_ranks)
+            ranks = DeviceRanks(tensor, told.shard(place), hosts)
         stages = connect(f"rank{place.tensor_rank}", stage.index, stage.num_stages) if stage.num_stages > 1 else None
         own = None if stages is None else DeviceStage(stage, told.spec(), told.rank_specs(place), stages)
         shares = told.config.parallel.shares
