@@ -16,6 +16,7 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
+from quire.contracts.model_spec import MoeSpec
 from quire.kv.tiers.host_slab import slots_file
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
@@ -26,7 +27,7 @@ from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
-from quire.worker.expert_parallel import find_placements, placement_lists
+from quire.worker.expert_parallel import PlacedLoads, find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
 from quire.worker.parallel_build import close_files, divide_threads, threads_of_host, threads_release
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
@@ -99,6 +100,7 @@ def _stage_config(
             row_floats=row_floats(native_extension(), spec.hidden_size),
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
+            num_experts=tuple(layer.mlp.num_experts if isinstance(layer.mlp, MoeSpec) else 0 for layer in spec.layers),
             feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
         kept_layers=kept_layers,
@@ -148,7 +150,9 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         spared = sum(int(each["spared_weight_bytes"]) for each in told)
         report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=spared)
         has_rope_variants = spec.rope_switch_len(memory.max_model_len) is not None
-        executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage)
+        placements = find_placements(config, spec)
+        placed = None if placements is None else PlacedLoads(placements, config.parallel.shares)
+        executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage, placed)
         executor.open_host_tier(stage_config.num_host_pages, config.prefill_listen is not None)
         return executor, report
     except BaseException:

@@ -211,6 +211,9 @@ def test_stages_whose_ranks_hold_whole_experts_give_the_tokens_of_one_process(op
     stages = _engine(2, 2, model="demo-moe", enable_expert_parallel=True, **options)
     params = {**KINDS["log-probabilities"], "max_tokens": 6}
     assert _outputs(stages, **params) == _outputs(one, **params)
+    alone, placed = (llm.llm_engine.stats.experts for llm in (one, stages))
+    assert [(each.layer, each.tokens) for each in placed] == [(each.layer, each.tokens) for each in alone]
+    assert all(sum(each.rank_tokens) == pytest.approx(sum(each.tokens)) for each in placed)
     memories = stage_memories(stages.llm_engine.config, stages.llm_engine.report)
     assert sum(each.weight_bytes for each in memories) == pytest.approx(stages.llm_engine.report.packed_weight_bytes, rel=0.1)
     one.close()
@@ -359,8 +362,8 @@ def test_the_idle_share_of_each_stage_is_measured():
             "decode_context_parallel_size is 2 and pipeline_parallel_size 2: both together are not supported",
         ),
         (
-            {"pipeline_parallel_size": 2, "model": "demo-moe", "save_expert_load": "load.json"},
-            "save_expert_load and pipeline_parallel_size 2: both together are not supported",
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
+            "enable_eplb and pipeline_parallel_size 2: both together are not supported",
         ),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
