@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -269,7 +269,7 @@ def estimate_memory(
         _check_recurrent(config, spec)
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
-    num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
+    num_weight_bytes, whole = device_weight_bytes(config, spec, shapes, folder), spec
     place = None
     if config.parallel.world_size > 1:
         place = place_of(config, device_stages(config, spec, shapes, folder, num_weight_bytes), rank)
@@ -302,9 +302,23 @@ def estimate_memory(
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
-    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv))
+    page_shares = _page_shares(config, whole, kv)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv, page_shares))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
-    return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=check_pinned(config, num_offloaded_bytes))
+    pinned_bytes = check_pinned(config, num_offloaded_bytes)
+    return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+
+
+def _page_shares(config: EngineConfig, spec: ModelSpec, kv: KvSpec) -> tuple[int, ...]:
+    """Return the bytes that each rank has of a page of the host tier; empty where there is one rank, or no host tier.
+
+    spec, kv  the whole model, and the cache of one of its ranks
+    """
+    if config.parallel.world_size == 1 or config.host_tier_bytes == 0:
+        return ()
+    shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+    shards = [DeviceShard.of(spec, rank, shares, config.deterministic, has_experts) for rank in range(len(shares))]
+    return tuple(KvSpec.on_device(shard.local_spec, kv.block_size, kv.dtype, False).bytes_per_block for shard in shards)
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -352,11 +366,14 @@ def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:
     return wanted
 
 
-def tier_staging_bytes(config: EngineConfig, kv: KvSpec) -> int:
-    """Return the bytes of the buffers on a device that pages of the host tier pass through; 0 without a host tier."""
+def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[int] = ()) -> int:
+    """Return the bytes of the buffers on a device that pages of the host tier pass through; 0 without a host tier.
+
+    page_shares  of all ranks, see MemoryPlan
+    """
     if config.host_tier_bytes == 0 or kv.bytes_per_block == 0:
         return 0
-    num_pages = config.host_tier_bytes // kv.bytes_per_block
+    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.bytes_per_block)
     return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
 
 
