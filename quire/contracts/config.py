@@ -120,8 +120,8 @@ class EngineConfig:
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
-    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without pipeline
-                            stages and prefill_context_parallel_size
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without
+                            prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
                             tokens
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
@@ -140,8 +140,8 @@ class EngineConfig:
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     pipeline_parallel_size  processes that each have a range of the layers (a stage) with its KV cache, and num_threads divided
                             by their number; they compute steps of different sequences at the same time. With
-                            tensor_parallel_size each stage is so many processes; with a launcher they may be on several hosts.
-                            The same tokens at any number. On a CPU
+                            tensor_parallel_size each stage is so many processes; on CPUs with a launcher they may be on several
+                            hosts. The same tokens at any number. On GPUs each process has one
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
