@@ -48,6 +48,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The first message, which is sent over standard input with its length in front.
 
     address     ZeroMQ endpoint to connect to
+    server_key  with which CURVE encrypts the connection, where it crosses a network; known to no other process; empty: none
     session     8 random bytes that every later message of either side begins with
     parent_pid  the process with which the engine ends
     config      fields of EngineConfig
@@ -64,6 +65,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     log_format: str = "text"
     kv_events: KvEventOptions | None = None
     records_timelines: bool = False
+    server_key: bytes = b""
     protocol_version: int = PROTOCOL_VERSION
 
 
