@@ -603,7 +603,7 @@ class EngineConfig:
             check_num_threads("num_threads", self.num_threads)
         elif self.distributed_executor_backend == "ray":
             raise ConfigError(
-                "data_parallel_backend and distributed_executor_backend are both 'ray': Ray starts a whole replica on one node, "
+                "data_parallel_backend and distributed_executor_backend are both 'ray': Ray starts a replica on one node, "
                 "and the replica its ranks, with distributed_executor_backend='spawn' or None"
             )
         elif self.prefill_listen is not None:

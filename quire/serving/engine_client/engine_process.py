@@ -254,9 +254,9 @@ class EngineProcess:
 
 
 def _spawn(command: tuple[str, ...], environment: Mapping[str, str], reports: ReportOptions) -> Process:
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if reports.log_format == "json" else {}
+    stdout, stderr = (subprocess.PIPE, subprocess.STDOUT) if reports.log_format == "json" else (None, None)
     variables = {**environment_with_quire(), **environment}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, bufsize=0, **pipes)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=variables, bufsize=0)
 
 
 logger = get_logger("quire.engine.output")
