@@ -311,6 +311,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_time_s              seconds that loading took
     pooler                   the model's task and pooling
     enable_lora              whether requests may have LoRA adapters
+    max_loras                adapters that are in memory at the same time; 0 without enable_lora
     role                     that the engine has now
     prefill_listen           where decode engines connect while the role is "prefill"; None: it cannot have that role
     takes_prefill_urls       whether the addresses of prefill engines come by SetPrefillUrls while the role is "decode"
@@ -352,6 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
     enable_lora: bool = False
+    max_loras: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
 
