@@ -106,7 +106,11 @@ class NativeMixerBuilder:
         values, keys = _scaled(own.heads, spec.head_dim), _scaled(own.kv_heads, spec.state_size)
         num_keys = spec.num_groups * spec.state_size
         channels = [values, _moved(keys, spec.channels), _moved(keys, spec.channels + num_keys)]
-        parts = [*(_moved(part, spec.channels) for part in channels), values, _moved(own.heads, spec.channels + spec.conv_channels)]
+        parts = [
+            *(_moved(part, spec.channels) for part in channels),
+            values,
+            _moved(own.heads, spec.channels + spec.conv_channels),
+        ]
         self._add_parts(mixer, f"{prefix}mamba.in", parts)
         self._set_conv(mixer, prefix, channels)
         scales = spec.scales

@@ -89,4 +89,3 @@ def test_preempted_sequence_goes_on_from_its_last_checkpoint():
     resumed = starts_of(driver)[2:]
     assert resumed
     assert all(num_computed > 0 for num_computed, _ in resumed)
-
