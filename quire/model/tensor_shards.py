@@ -283,6 +283,9 @@ class ModelShard:
                 (layer.heads.heads, layer.total_heads) if module == "q" else (layer.heads.kv_heads, layer.total_kv_heads)
             )
             return ShardRange(heads.start * num_rows // total, heads.stop * num_rows // total)
+        if module == "kv_b":
+            heads = layer.heads.heads
+            return ShardRange(heads.start * num_rows // layer.total_heads, heads.stop * num_rows // layer.total_heads)
         if module.startswith("experts."):
             if layer.experts is not None:
                 return ShardRange(0, num_rows)

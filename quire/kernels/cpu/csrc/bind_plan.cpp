@@ -133,10 +133,12 @@ void bind_layer(nb::module_& m) {
 
 void bind_lora(nb::module_& m, PlanClass& plan) {
     nb::class_<LoraAdapter>(m, "LoraAdapter")
-        .def(nb::init<i32, i32>(), "num_layers"_a, "num_experts"_a)
+        .def(nb::init<i32, i32, i32>(), "num_layers"_a, "num_experts"_a, "num_heads"_a)
         .def("set", &LoraAdapter::set, "layer"_a, "module"_a, "a"_a, "b"_a, "Set what is added to a module's outputs, see LoraModule in lora.h.")
-        .def("set_expert", &LoraAdapter::set_expert, "layer"_a, "expert"_a, "module"_a, "a"_a, "b"_a, "The same of an expert, see ExpertModule in lora.h.");
-    plan.def_prop_ro("num_layers", &Plan::num_layers).def_prop_ro("num_experts", &Plan::num_experts, "The most that a layer has.").def("set_adapter", &Plan::set_adapter, "number"_a, "adapter"_a.none(), "Set the adapter of a number; None: the number is free.");
+        .def("set_expert", &LoraAdapter::set_expert, "layer"_a, "expert"_a, "module"_a, "a"_a, "b"_a, "The same of an expert, see ExpertModule in lora.h.")
+        .def("set_head", &LoraAdapter::set_head, "layer"_a, "head"_a, "module"_a, "a"_a, "b"_a, "The same of a head of latent attention, see HeadModule in lora.h.");
+    plan.def_prop_ro("num_layers", &Plan::num_layers).def_prop_ro("num_experts", &Plan::num_experts, "The most that a layer has.")
+        .def_prop_ro("num_latent_heads", &Plan::num_latent_heads, "The most that a layer with latent attention has.").def("set_adapter", &Plan::set_adapter, "number"_a, "adapter"_a.none(), "Set the adapter of a number; None: the number is free.");
 }
 
 void bind_setup(PlanClass& plan) {

@@ -248,7 +248,7 @@ void Plan::finish_attention(PlanLayer& l) {
     measure(l.q_site, 1);
     measure(l.key_up_site, l.num_heads);
     measure(l.value_up_site, l.num_heads);
-    max_jobs_ = std::max(max_jobs_, l.num_heads);
+    max_latent_heads_ = std::max(max_latent_heads_, l.num_heads);
     latent_size_ = std::max(latent_size_, l.head_dim);
     question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
     answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
@@ -409,8 +409,8 @@ void Plan::finish() {
         measure(fuse_site_, 1);
         beside_size_ = 2 * hidden_;
     }
-    jobs_.resize(std::max(max_experts_, max_jobs_));
-    packs_.resize(std::max(max_experts_, max_jobs_));
+    jobs_.resize(std::max(max_experts_, max_latent_heads_));
+    packs_.resize(std::max(max_experts_, max_latent_heads_));
 }
 
 // In a step without drafts, with few wanted rows, which are the last ones of their sequences, in order.

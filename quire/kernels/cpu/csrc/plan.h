@@ -278,7 +278,8 @@ public:
     // Set the adapter of a number, after finish; null: the number is free.
     void set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter);
     i32 num_layers() const { return static_cast<i32>(layers_.size()); }
-    i32 num_experts() const { return max_experts_; }  // the most of a layer
+    i32 num_experts() const { return max_experts_; }
+    i32 num_latent_heads() const { return max_latent_heads_; }  // the most of a layer
     // Keep the inputs of these layers, in rising order, in every step from now on.
     void keep_inputs(std::vector<i32> layers);
     // Write the queries of these rows of the next step, as attention reads them, to `out`: layer by layer [rows][num_heads * head_dim].
@@ -427,7 +428,7 @@ private:
     float* queries_out_ = nullptr;
     i32 beside_size_ = 0;
     float *beside_ = nullptr, *kept_ = nullptr;  // rows of twice the hidden size; inputs of layers
-    i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_jobs_ = 0;
+    i32 qkv_size_ = 0, attention_size_ = 0, inner_size_ = 0, max_experts_ = 0, max_top_k_ = 0, max_latent_heads_ = 0;
     i32 latent_size_ = 0, question_size_ = 0, question_rank_ = 0, answer_size_ = 0;
     i64 packed_words_ = 0, packed_groups_ = 0;  // per row, the maximum of all sites; every thread packs a single row for itself
     // Memory of a step, made for capacity_ rows and grown when a step is larger.

@@ -12,7 +12,9 @@ namespace quire {
 struct StepExperts : StepContext {
     // The modules that read the input of the block after attention.
     static LoraModules mlp_modules(const PlanLayer& l) {
-        if (l.router) return l.shared_up ? LoraModules{l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up}} : LoraModules{l.index, {LoraModule::router}};
+        if (l.router && l.shared_scale) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up, LoraModule::shared_scale}};
+        if (l.router && l.shared_up) return {l.index, {LoraModule::router, LoraModule::shared_gate, LoraModule::shared_up}};
+        if (l.router) return {l.index, {LoraModule::router}};
         return {l.index, {LoraModule::gate, LoraModule::up}};
     }
 
@@ -124,14 +126,14 @@ struct StepExperts : StepContext {
     void shared_expert(const PlanLayer& l) {
         const i64 inner = row_stride(l.total_shared_inner);
         float* const own = plan.inner_ + l.first_shared_inner;
+        const LoraSums sums(lora, mlp_modules(l));
         if (l.shared_scale) {
             const Packed input = packed(l.mlp_site, l.shared_scale_form, num_rows);
-            const LinearJob scale = job(*l.shared_scale, input, Finish::store, plan.shared_scales_, 1);
+            const LinearJob scale = adapted(job(*l.shared_scale, input, Finish::store, plan.shared_scales_, 1), sums[3]);
             run(&scale, 1);
         }
         const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
         const bool is_joint = l.shared_gate && l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
-        const LoraSums sums(lora, mlp_modules(l));
         LinearJob gate = adapted(job(l.shared_gate ? *l.shared_gate : *l.shared_up, l.shared_gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner),
                                  sums[l.shared_gate ? 1 : 2]);
         gate.second = is_joint ? &l.shared_up->weight : nullptr;
