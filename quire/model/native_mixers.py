@@ -63,7 +63,10 @@ class NativeMixerBuilder:
     set_norm: SetsNorm
 
     def build(self, spec: MixerSpec, prefix: str, heads: HeadRange | None) -> Any:
-        """Return a native mixer, without its last projection, and without the factor on its input; heads: see LayerShard.mixer_heads, None: all."""
+        """Return a native mixer, without its last projection, and without the factor on its input.
+
+        heads  see LayerShard.mixer_heads; None: all
+        """
         mixer = self.native.Mixer(_KINDS[type(spec)])
         own = mixer_heads(spec, 0, (1.0,)) if heads is None else heads
         mixer.taps = spec.conv_size

@@ -31,8 +31,8 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
-from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
+from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage

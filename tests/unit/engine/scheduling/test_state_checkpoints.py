@@ -1,6 +1,5 @@
 """Where the scheduler keeps recurrent states, and which sequences start from them."""
 
-import pytest
 from scheduling_fakes import Driver, make_config, make_request
 
 
