@@ -19,7 +19,8 @@ from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.device_sampler import SampledRows
@@ -67,7 +68,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._is_leading = True
 
     @property
-    def workers(self) -> SpawnedWorkers:
+    def workers(self) -> WorkerGroup | RemoteWorkers:
         """The other ranks."""
         return self._workers
 
@@ -136,8 +137,11 @@ class LeaderGpuExecutor(GpuStepExecutor):
             self._num_moved_here += len(super().take_moved(waits))
             if has_others:
                 self._workers.communicator.barrier()
-        self._group.moves.set(0, self._num_moved_here)
-        count = self._group.moves.least() - self._num_moved
+        moves = self._group.moves
+        if moves is None:
+            return ()
+        moves.set(0, self._num_moved_here)
+        count = moves.least() - self._num_moved
         self._num_moved += count
         return tuple(self._page_moves.popleft()[0] for _ in range(count))
 
