@@ -149,8 +149,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""
         found = self._workers.stats()
         found[0] = replace(found[0], collectives=self._group.collectives())
-        shares = self._group.shares
-        return [replace(stats, share=share / sum(shares)) for stats, share in zip(found, shares, strict=True)]
+        shares, places = self._group.shares, self._group.places if self._stage is not None else {}
+        parts = [place.describe() for place in places.values()] or [""] * len(found)
+        parted = zip(found, shares, parts, strict=True)
+        return [replace(stats, share=share / sum(shares), part=part) for stats, share, part in parted]
 
     def check_health(self) -> None:
         """See StepExecutor."""

@@ -295,6 +295,10 @@ def test_each_rank_of_a_stage_holds_its_part_only(thread_workers):
     report = ranks.llm_engine.report
     own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in range(1, 5)]
     memories = stage_memories(ranks.llm_engine.config, report)
+    assert [rank.part for rank in ranks.llm_engine.stats.ranks][:2] == [
+        "no layers",
+        "stage 0 (layers 0 to 5), tensor-parallel rank 0",
+    ]
     assert [(memory.stage.index, memory.shard.rank) for memory in memories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for memory, num_bytes in zip(memories, own, strict=True):
         assert abs(memory.weight_bytes - num_bytes) < 0.1 * sum(own)

@@ -123,12 +123,13 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two
     ]
     found = []
     for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)}):
-        llm = engine(folder, deterministic=True, **more)
+        llm = engine(folder, deterministic=True, quantization="int4", **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
         ranks = llm.llm_engine.stats.ranks
         llm.close()
     assert found[0] == found[1]
     assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
+    assert ranks[3].part == "stage 0 (layers 0 to 1), tensor-parallel rank 1"
     assert ranks[0].collectives["recv"].num_calls > 0
 
 
