@@ -32,11 +32,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
-    if report.device != "cpu" and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{name} is {value!r} and pipeline_parallel_size {config.pipeline_parallel_size}, but the model runs on "
-            f"{report.device}: KV tiers are supported with stages on a CPU only; leave one of them out"
-        )
     if report.spec.has_recurrent_state:
         raise ConfigError(
             f"{name} is {value!r}, but {report.spec.model_type} has a recurrent state, which KV tiers do not hold: leave it out"
@@ -121,8 +116,11 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
 
 def _page_name(config: EngineConfig, report: ModelReport) -> str:
     """Return in what order a page has its bytes: on several GPUs it is the share of each, one after the other."""
+    if not report.memory.page_shares:
+        return "whole blocks"
     shares = ":".join(f"{share:g}" for share in config.parallel.shares)
-    return f"shares {shares} of GPUs" if report.memory.page_shares else "whole blocks"
+    stages = config.pipeline_parallel_size if config.pipeline_layers is None else tuple(config.pipeline_layers)
+    return f"shares {shares} of GPUs, stages {stages}"
 
 
 def _runs(shapes: tuple[tuple[int, int], ...]) -> str:

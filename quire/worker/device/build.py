@@ -114,7 +114,7 @@ def build_device_runner(
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
     if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
-        return PipelinedStepDriver(built.executor, speculator, drafting, mark_step=mark_step, row_processor=processor), report
+        return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
     return driver, report
 

@@ -35,6 +35,7 @@ SIZES = {"block_size": 4, "num_kv_blocks": 4, "max_model_len": 16, "max_num_seqs
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "device": DEVICE, **SIZES}
 PROMPTS = [[(7 * n + 31 * k) % 290 for n in range(13)] for k in range(2)]
 TIER = {"kv_host_bytes": 1 << 20, "kv_save": "all"}
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
 SETTINGS = {
     "float32": {},
@@ -168,12 +169,14 @@ def rank_threads(monkeypatch):
 
 
 @needs_ranks
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_pages_are_found_on_disk_after_a_restart_where_each_rank_has_a_share_of_them(folder, tmp_path, rank_threads, size):
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, marks=pytest.mark.slow), RANKS, pytest.param(STAGES, marks=pytest.mark.slow)]
+)
+def test_pages_are_found_on_disk_after_a_restart_where_each_rank_has_a_share_of_them(folder, tmp_path, rank_threads, sizes):
     disk = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
     params, found = replace(greedy(1), logprobs=1), []
     for _ in range(2):
-        llm = LLM(str(folder), **OPTIONS, **disk, tensor_parallel_size=size)
+        llm = LLM(str(folder), **OPTIONS, **disk, **sizes)
         (output,) = llm.generate([PROMPTS[0][:5]], params, use_tqdm=False)
         found.append((output.metrics.num_cached_tokens, output.outputs[0].cumulative_logprob))
         llm.close()
@@ -182,15 +185,16 @@ def test_pages_are_found_on_disk_after_a_restart_where_each_rank_has_a_share_of_
 
 @pytest.mark.slow
 @needs_ranks
-def test_ranks_of_prefill_and_decode_engines_give_the_tokens_of_one_rank(folder, tmp_path, monkeypatch, rank_threads):
+@pytest.mark.parametrize("sizes", [RANKS, STAGES])
+def test_ranks_of_prefill_and_decode_engines_give_the_tokens_of_one_rank(folder, tmp_path, monkeypatch, rank_threads, sizes):
     """Their copies are late, so that one rank loads and saves after the other has."""
-    check_prefill_engine(folder, tmp_path, monkeypatch, tensor_parallel_size=2, num_kv_blocks=7, kv_save="all")
+    check_prefill_engine(folder, tmp_path, monkeypatch, num_kv_blocks=7, kv_save="all", **sizes)
 
 
 def test_pages_of_another_number_of_ranks_are_never_read(folder):
-    ranks, prints = {"tensor_parallel_size": 2}, []
-    for options in ({}, ranks, {**ranks, "tensor_parallel_shares": (3, 1)}):
+    prints = []
+    for options in ({}, RANKS, {**RANKS, "tensor_parallel_shares": (3, 1)}, STAGES):
         config = EngineConfig(model=str(folder), **OPTIONS, kv_host_bytes=1 << 20, **options)
         report = inspect_model(config)
         prints.append((tier_fingerprint(config, report)["page"], transfer_fingerprint(config, report)["page"]))
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 4
