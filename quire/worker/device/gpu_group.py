@@ -161,6 +161,7 @@ class GpuGroup:
     places   of all ranks
     workers  the other ranks' processes; None: this is a worker
     is_first_on_host  of the ranks there: compiles kernels for all of them
+    timeout_s  until the device has run a step; None: all ranks are on this host, where they are watched
     """
 
     ranks: DeviceRanks | None
@@ -175,6 +176,7 @@ class GpuGroup:
     places: dict[int, StagePlace]
     workers: WorkerGroup | RemoteWorkers | None = None
     is_first_on_host: bool = True
+    timeout_s: float | None = None
 
     @classmethod
     def connect(
@@ -216,8 +218,14 @@ class GpuGroup:
         parts = tuple(each.stage.num_layers * shares[each.tensor_rank] for each in places.values())
         moves = None if told.slots_file < 0 else PageMoveCounters(member.memory, barrier.size)
         is_first = workers is not None or (isinstance(member, WorkerContext) and member.local_rank == 0)
-        host = member.communicator, barrier, moves, told.slots_file
-        return cls(ranks, tensor, own, stages, *host, parts, places, workers, is_first)
+        host, timeout_s = member.communicator, None
+        if member.address is not None:
+            # Unlike that of a member, it waits for ranks that load and compile longer than others.
+            timeout_s, place_of_all = told.config.distributed_timeout_s, (barrier.rank, barrier.size)
+            host_store = PrefixStore("host", store)
+            host = TorchCommunicator.gloo(host_store, *place_of_all, check=barrier.check, hostname=member.address)
+        of_host = host, barrier, moves, told.slots_file
+        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, is_first, timeout_s)
 
     def page_share(self, memory: MemoryPlan) -> PageShare | None:
         """Return what this rank has of the pages of the host tier; None: there is none."""
@@ -257,3 +265,5 @@ class GpuGroup:
         for each in (self.tensor, self.stages):
             if each is not None:
                 each.close()
+        if isinstance(self.host, TorchCommunicator):
+            self.host.close()

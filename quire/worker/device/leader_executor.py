@@ -199,8 +199,12 @@ class LeaderGpuExecutor(GpuStepExecutor):
         for _ in range(_SPINS):
             if event.query():
                 return
+        timeout_s, began_s = self._group.timeout_s, time.monotonic()
         while not event.query():
             self._workers.barrier.check()
+            if timeout_s is not None and time.monotonic() - began_s > timeout_s:
+                reason = "a rank is stopped, or a host cannot be reached"
+                raise WorkerError(f"no step has ended for {timeout_s:g} s (distributed_timeout_s): {reason}", 0)
             time.sleep(_PAUSE_S)
 
     @contextmanager
