@@ -180,8 +180,8 @@ void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
 }
 
 void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
-    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
-        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
+    if (entry_ != Entry::token || divides_rows() || has_homes() || group_.exchange)
+        throw std::invalid_argument("a draft head, a rank that computes some of the rows or one without shared memory has no pipeline stages");
     is_stage_ = true;
     first_layer_ = first_layer;
     is_first_stage_ = is_first;
