@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
-from quire.parallel.launch import spawn_workers
+from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
@@ -63,7 +64,7 @@ from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
-from quire.worker.parallel_launch import launch_options
+from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
 from quire.worker.tiers import num_host_pages, page_bytes
@@ -130,6 +131,11 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
     size, num_pages = config.parallel.world_size, num_host_pages(config, report)
+    if num_pages > 0 and launched_group(config) is not None:
+        raise ConfigError(
+            f"kv_host_bytes is {config.host_tier_bytes}, but ranks on GPUs that a launcher starts share no pages: "
+            "leave kv_host_bytes, kv_disk_dir, role and prefill_listen out, or start one process, which starts the others"
+        )
     file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
     try:
         told = RankConfig.of(config, report, sizes, -1 if file is None else file)
@@ -144,9 +150,12 @@ def build_leader(config: EngineConfig, device: torch.device, report: ModelReport
 def _start_ranks(
     config: EngineConfig, device: torch.device, report: ModelReport, told: RankConfig, options: LaunchOptions
 ) -> BuiltRank:
-    workers = spawn_workers(WORKER_MODULE, config.parallel.world_size, told.to_json(), options)
+    workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.options:
+            workers.startup.stage("comparing ranks")
+            check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
         workers.startup.stage("connecting")
         group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
@@ -196,7 +205,8 @@ def build_rank(
     try:
         parameters = open_parameters(report.folder, report.spec)
         is_first = group is None or group.rank == 0
-        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if is_first else None
+        compiles = group is None or group.is_first_on_host
+        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         ranks, stage = (None, None) if group is None else (group.ranks, group.stage)
         # Only collectives are recorded, not what stages send.
@@ -220,7 +230,7 @@ def build_rank(
         if group is not None:
             if compilation is not None:
                 compilation.wait()
-            group.wait()  # for what rank 0 has compiled
+            group.wait()  # for what the first rank of a host has compiled
         own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes

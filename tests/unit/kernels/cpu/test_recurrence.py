@@ -86,6 +86,7 @@ def test_convolution_is_that_of_torch(isa, channels, taps, has_bias, dtype):
         STARTS,
         [0 if row < 0 else own.data_ptr() + row * size for row in rows.sources],
         [[(count, own.data_ptr() + row * size) for count, row in saved] for saved in saves],
+        2,
         isa,
     )
     torch.testing.assert_close(out.to(dtype).float(), want, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
