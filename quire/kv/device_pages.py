@@ -183,8 +183,8 @@ class DevicePages:
             _pin(self, slab.address, slab.num_slots * slab.stride)
 
     def warm_up(self) -> None:
-        """Compile the kernels, and start the streams, before anything waits for them; no block may be in use. Slot 0 is saved as
-        it was loaded."""
+        """Compile the kernels, and start the streams, before anything waits for them; no block may be in use. Slot 0 keeps its
+        page."""
         self.move(0, [], [(0, 0)])
         self.move(0, [(0, 0)], [])
         self.settle()

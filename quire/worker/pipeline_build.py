@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from quire.base.errors import WorkerError
+from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
@@ -137,7 +137,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
     own_stage = None
     try:
         if isinstance(workers, RemoteWorkers):
-            check_hosts(config)
+            _check_hosts(config, stage_config)
             stage_config = replace(stage_config, slots_file=-1)  # each process has the pages of its own layers
         ready: dict[str, Any] = {}
         if stage_config.first_rank == 0:
@@ -163,6 +163,16 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
             own_stage.close()
         workers.kill()
         raise
+
+
+def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
+    """Raise ConfigError for what stages on several hosts do not support."""
+    if stage_config.link is None:
+        raise ConfigError(
+            "distributed_executor_backend is 'ray', but its workers share no memory with the leader, as stages must: "
+            "start them where processes see each other, or with torchrun"
+        )
+    check_hosts(config)
 
 
 def _build_own_stage(
