@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.router.backend import BackendTable, LoadReport
+from quire.router.backend import BackendTable, LoadReport, PromptCounts
 from quire.router.config import RouterConfig, parse_aliases, parse_backend
+from quire.router.metrics import RouterMetrics
 from quire.router.policy import make_policy, rendezvous
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import MAX_CHUNKS, parse_body
@@ -194,6 +195,21 @@ def test_reported_requests_are_those_of_others():
     assert backend.num_others == 4
     backend.take_load(LoadReport())
     assert backend.num_others == 0
+
+
+def test_true_cached_tokens_are_counted_from_the_first_report_on_and_over_restarts():
+    table, (backend,), _ = make_table(1)
+    metrics = RouterMetrics(table)
+    reports = [(1000, 900), (1100, 950), (1100, 950), (40, 10), (None, None), (60, 20)]
+    for prompt_tokens, cached in reports:
+        backend.take_load(LoadReport(prompt_tokens_total=prompt_tokens, cached_tokens_total=cached))
+        text = metrics.render()[0].decode()
+    backend.prompt_counts.sent, backend.prompt_counts.predicted = 70, 30
+    text = metrics.render()[0].decode()
+    for name, value in (("served_prompt", 160), ("served_cached", 70), ("prompt", 70), ("predicted_cached", 30)):
+        assert f'quire_router:{name}_tokens_total{{backend="{backend.name}"}} {value}.0' in text
+    backend.prompt_counts = PromptCounts(sent=5)  # removed, and added again
+    assert f'quire_router:prompt_tokens_total{{backend="{backend.name}"}} 75.0' in metrics.render()[0].decode()
 
 
 def test_least_loaded_counts_requests_of_others():
