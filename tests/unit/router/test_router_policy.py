@@ -197,6 +197,24 @@ def test_reported_requests_are_those_of_others():
     assert backend.num_others == 0
 
 
+@pytest.mark.parametrize("policy", ["prefix", "least-loaded", "round-robin"])
+def test_health_checks_reset_no_load_and_dead_backends_count_for_nobody(policy):
+    table, (busy, idle, dead), _ = make_table()
+    flights = [busy.begin(500, True) for _ in range(3)]
+    dead.mark_unhealthy("gone")
+    for _ in range(10):
+        for one in (busy, idle):
+            one.mark_ready()
+            one.take_load(LoadReport(running=0, waiting=0))
+        assert (busy.num_in_flight, busy.num_queued_tokens, busy.num_others) == (3, 1500, 0)
+    choose = make_policy(policy, table.mean_cost)
+    chosen = {choose([one for one in table if one.is_available], prompt_of(words(400, 1))).backend for _ in range(4)}
+    assert chosen == ({busy, idle} if policy == "round-robin" else {idle})
+    for flight in flights:
+        busy.end(flight, is_good=True)
+    assert (busy.num_in_flight, busy.num_queued_tokens) == (0, 0)
+
+
 def test_true_cached_tokens_are_counted_from_the_first_report_on_and_over_restarts():
     table, (backend,), _ = make_table(1)
     metrics = RouterMetrics(table)
