@@ -26,6 +26,7 @@ from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import estimate_memory
+from quire.worker.expert_parallel import find_placements, placement_lists, placements_of
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -49,13 +50,15 @@ def hosts_of(store: Store, rank: int, size: int) -> list[int]:
 class RankConfig:
     """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
 
-    config       with the folder of the model, and with what the leader has settled
-    is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
+    config        with the folder of the model, and with what the leader has settled
+    is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
+    expert_ranks  with expert parallelism: for each layer that has experts, in order, those of each rank
     """
 
     config: EngineConfig
     sizes: StepSizes
     is_on_gpu: bool
+    expert_ranks: tuple[list[list[int]], ...] | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes) -> RankConfig:
@@ -68,16 +71,18 @@ class RankConfig:
             block_size=report.memory.kv.block_size,
             speculative_config=None,  # drafts are made by the leader
         )
-        return cls(settled, sizes, report.device != "interpreter")
+        placements = placement_lists(find_placements(config, report.spec))
+        return cls(settled, sizes, report.device != "interpreter", placements)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
-        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes), "is_on_gpu": self.is_on_gpu}
+        return dataclasses.asdict(self) | {"sizes": list(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        return cls(EngineConfig(**fields["config"]), StepSizes(*fields["sizes"]), fields["is_on_gpu"])
+        experts = None if fields["expert_ranks"] is None else tuple(fields["expert_ranks"])
+        return cls(EngineConfig(**fields["config"]), StepSizes(*fields["sizes"]), fields["is_on_gpu"], experts)
 
     def device(self, rank: int) -> torch.device:
         """Return the device of a rank."""
@@ -91,15 +96,16 @@ class RankConfig:
 
     def shard(self, rank: int) -> DeviceShard:
         """Return the part of a rank."""
-        config = self.config
-        return DeviceShard.of(self.spec(), rank, config.parallel.shares, config.deterministic, config.enable_expert_parallel)
+        config, spec = self.config, self.spec()
+        placements = placements_of(self.expert_ranks, spec)
+        return DeviceShard.of(spec, rank, config.parallel.shares, config.deterministic, placements)
 
     def report(self, rank: int) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""
         config, folder, device, spec = self.config, Path(self.config.model), self.device(rank), self.spec()
         shapes = parameter_shapes(spec)
         max_model_len = effective_max_model_len(spec, config.max_model_len)
-        memory = estimate_memory(config, device, spec, shapes, max_model_len, folder, rank)
+        memory = estimate_memory(config, device, spec, shapes, max_model_len, folder, self.shard(rank))
         name = str(device) if self.is_on_gpu else "interpreter"
         return ModelReport(folder, folder, spec, shapes, memory, read_generation_defaults(folder), device=name)
 

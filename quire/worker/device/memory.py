@@ -28,6 +28,7 @@ from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
+from quire.worker.expert_parallel import find_placements
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
 
@@ -249,11 +250,11 @@ def estimate_memory(
     shapes: Mapping[str, tuple[int, ...]],
     max_model_len: int,
     folder: Path,
-    rank: int = 0,
+    shard: DeviceShard | None = None,
 ) -> MemoryPlan:
     """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU.
 
-    rank  of tensor parallelism, whose part the plan is for
+    shard  of a tensor-parallel rank, which the plan is for; None: rank 0's, or that of all
     Raises ConfigError, also where the model cannot be shared by so many ranks.
     """
     if spec.has_recurrent_state:
@@ -262,8 +263,8 @@ def estimate_memory(
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
     if config.tensor_parallel_size > 1:
-        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
-        shard = DeviceShard.of(spec, rank, shares, config.deterministic, has_experts)
+        placements = None if shard is not None else find_placements(config, spec)
+        shard = shard or DeviceShard.of(spec, 0, config.parallel.shares, config.deterministic, placements)
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
