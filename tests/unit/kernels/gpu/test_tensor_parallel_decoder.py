@@ -238,33 +238,29 @@ def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sum
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.parametrize("has_whole_experts", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["whole", "parts"])
-def test_lossy_ranks_do_what_one_rank_does(has_whole_experts, device, monkeypatch):
+def test_lossy_ranks_do_what_one_rank_does(device, monkeypatch):
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
     monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
     whole = spec_of("shared-experts")
     spec = replace(whole, layers=whole.layers[:1])
-    tokens = torch.arange(20) * 7 % 61
-    places = torch.cat([table[:, None] * 4 + torch.arange(4) for table in TABLES]).view(2, -1)[:, :10].flatten()
-    step = AttentionMetadata(places, [0, 10, 20], [10, 10], TABLES)
+    tokens, places = torch.arange(12) * 7 % 61, (TABLES[0, :3, None] * 4 + torch.arange(4)).flatten()
+    step = AttentionMetadata(places, [0, 12], [12], TABLES[:1])
 
     def run(decoder, pool):
         decoder.watch_experts(LossyRouting(1.0, 0.01, 0.3))
-        for _ in range(2):
-            hidden = decoder.forward(tokens, torch.arange(20) % 10, DeviceAttentionMetadata.of(step, device), pool)
+        hidden = decoder.forward(tokens, torch.arange(12), DeviceAttentionMetadata.of(step, device), pool)
         return hidden, decoder.expert_counts()
 
     one = DeviceDecoder(spec, parameters_of(spec), 64, device)
     expected, counts = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
-    placements = placed(spec, (1, 1)) if has_whole_experts else None
+    placements = placed(spec, (1, 1))
     ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 64, device, placements=placements)
     pools = ranks.pools(4, "float32", 12, device)
     for hidden, found in ranks.call(lambda decoder, rank: run(decoder, pools[rank])):
         torch.testing.assert_close(hidden, expected, atol=3e-5, rtol=3e-5)
         assert found == counts
     ranks.close()
-    assert sum(counts[0].tokens) < 2 * 20 * spec.layers[0].mlp.top_k
-    assert min(counts[0].changes[:3]) >= 0
+    assert counts[0].changes[0] > 0
 
 
 def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):
