@@ -58,9 +58,9 @@ def read_counts(routings: Sequence[DeviceRouting | None]) -> list[RoutingCounts 
 class DeviceRouting:
     """Every rank has one for each layer, and does the same. All is done on the device, and may be part of a CUDA graph.
 
-    With a capacity, choices take room by descending weight, as on a CPU. Those that find none move at the same time, each to the
-    best expert that has room for it, several of one row to the best, the second best and so on; up to _ROUNDS times. On a CPU
-    they move one after the other and try all experts, so a few choices differ.
+    With a capacity, choices take room by descending weight, as on a CPU. Those that find none move at the same time, each to
+    the best expert that has room for it, several of one row to the best, the second best and so on; up to _ROUNDS times. On a
+    CPU they move one after the other and try all experts, so a few choices differ.
     """
 
     def __init__(
