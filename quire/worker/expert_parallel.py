@@ -79,6 +79,13 @@ def placements_of(lists: Sequence[list[list[int]]] | None, spec: ModelSpec) -> P
     return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
 
 
+def placements_in(placements: Placements | None, first: int, last: int) -> Placements | None:
+    """Return where the experts of layers [first, last) are, by their indices among these."""
+    if placements is None:
+        return None
+    return {layer - first: placement for layer, placement in placements.items() if first <= layer < last}
+
+
 def check_experts(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the options of experts do not fit the model or the device."""
     names = [name for name in _EXPERT_OPTIONS if getattr(config, name) not in (None, False)]
