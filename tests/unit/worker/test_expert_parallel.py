@@ -18,6 +18,7 @@ from quire.worker.expert_parallel import (
     count_experts,
     expert_stats,
     find_placements,
+    placements_in,
     save_expert_load,
 )
 from quire.worker.inspect import inspect_model
@@ -166,7 +167,11 @@ def test_placements_come_from_loads_and_from_files(tmp_path):
     assert [found[layer].num_copies[layer] for layer in range(3)] == [2, 2, 2]
     placement = ExpertPlacement(16, (tuple(range(16)), (2,)))
     write_placements(path, dict.fromkeys(range(3), placement))
-    assert find_placements(_config(expert_placement=path), spec) == dict.fromkeys(range(3), placement)
+    read = find_placements(_config(expert_placement=path), spec)
+    assert read == dict.fromkeys(range(3), placement)
+    assert placements_in(read | {0: found[0]}, 0, 2) == {0: found[0], 1: placement}
+    assert placements_in(read, 2, 3) == {0: placement}
+    assert placements_in(None, 0, 1) is None
 
 
 def test_the_imbalance_is_that_of_a_count_by_hand():
