@@ -106,6 +106,8 @@ def _stage_config(
         kept_layers=kept_layers,
         num_host_pages=num_host_pages(config, report),
         slots_file=page_files[0] if page_files else -1,
+        context_size=config.decode_context_parallel_size,
+        num_local_blocks=memory.num_local_blocks,
         expert_ranks=placement_lists(find_placements(config, spec)),
         first_rank=1 if is_spawned else 0,
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),

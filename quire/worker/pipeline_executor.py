@@ -126,7 +126,9 @@ class PipelineExecutor:
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
-        return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
+        parts = {rank: place.describe() for rank, place in self._places.items()}
+        found = zip(self._workers.stats(), self._shares, strict=True)
+        return [replace(stats, share=share, part=parts.get(stats.rank, "no layers")) for stats, share in found]
 
     @property
     def stage_times(self) -> StageTimes:

@@ -38,6 +38,7 @@ from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_build import check_rank_memory, threads_of_host
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import (
+    Changes,
     StepCall,
     decode_adapter,
     decode_adapter_key,
@@ -165,12 +166,7 @@ class StageExecutor:
             if call is StageCall.STEP:
                 self._run(step_number(message), decode_step(message), step_reads(message))
             elif call is StageCall.CHANGES:
-                changes = decode_changes(message)
-                for batch_slot, index, block_ids in changes.entries:
-                    self._block_tables[batch_slot, index : index + len(block_ids)] = block_ids
-                    self._pages.use(block_ids)
-                if changes.block_copies:
-                    self._kv.copy_blocks(tuple(changes.block_copies))
+                self._change(decode_changes(message))
             elif call is StageCall.MOVE_TOKENS:
                 sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
                 self._decoder.move_tokens(self._kv, sources, targets)
@@ -185,6 +181,18 @@ class StageExecutor:
                     self._answer(call, request_slot(message), message.arrays[0].tolist())
             else:
                 raise InvariantError(f"the leader has sent call {call!r}, which no stage knows")
+
+    def _change(self, changes: Changes) -> None:
+        """Change block tables, and copy blocks."""
+        context, copies = self._decoder.context, changes.block_copies
+        for batch_slot, index, block_ids in changes.entries:
+            self._block_tables[batch_slot, index : index + len(block_ids)] = block_ids
+            self._pages.use(block_ids if context is None else context.local(block_ids))
+        if context is not None:
+            # Both blocks of a copy have the same index in their tables, and so are on the same rank.
+            copies = list(zip(*(context.local(ids) for ids in zip(*copies, strict=True)), strict=True))
+        if copies:
+            self._kv.copy_blocks(tuple(copies))
 
     def _run(self, number: int, step: StepCall, reads: Sequence[DraftInput]) -> None:
         """Compute a step, after the stage before has."""

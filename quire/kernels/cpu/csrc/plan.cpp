@@ -179,8 +179,8 @@ void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
 }
 
 void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
-    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
-        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
+    if (entry_ != Entry::token || divides_rows() || has_homes() || group_.exchange)
+        throw std::invalid_argument("a draft head, a rank that computes some of the rows or one without shared memory has no pipeline stages");
     is_stage_ = true;
     first_layer_ = first_layer;
     is_first_stage_ = is_first;
@@ -399,6 +399,22 @@ void Plan::reserve_attention(const Batch& batch) {
     }
 }
 
+// Assign addresses to arrays that lie behind each other. `arrays` calls the function that it is given with a pointer and a number of values
+// for each; twice, first to add up the sizes, for which `reserve` then returns the memory.
+template <typename Arrays, typename Reserve>
+void lay_out(const Arrays& arrays, const Reserve& reserve) {
+    u8* base = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        arrays([&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = base == nullptr ? nullptr : reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        });
+        if (pass == 0) base = reserve(used);
+    }
+}
+
 void Plan::reserve(i32 num_tokens, const Batch& batch) {
     reserve_attention(batch);
     if (has_last_ask_) reserve_attention(last_ask_);
@@ -408,15 +424,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     // No address is valid until all are new: after a failed allocation the plan makes them again.
     capacity_ = 0;
     row_threads_ = 0;
-    // Twice: first to add up sizes, then to assign addresses.
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        u8* base = arena_.data;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(own_x_, computes_in_place() ? 0 : rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
         if (is_sharded()) {  // see reserve_shared
@@ -476,11 +484,12 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(packed_scales_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_sums_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_starts_, packed_rows * own_stride(packed_groups_) + 64);
-        if (pass == 0) {
-            arena_ = Memory(0);
-            arena_ = Memory(used);
-        }
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) {
+        arena_ = Memory(0);
+        arena_ = Memory(num_bytes);
+        return arena_.data;
+    });
     x_ = own_x_;
     capacity_ = static_cast<i32>(rows);
     row_threads_ = num_threads;
@@ -490,14 +499,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
     if (num_tokens > shared_rows_) shared_rows_ = std::max(num_tokens, std::min(2 * shared_rows_, 4096));
     shared_logit_rows_ = std::max(shared_logit_rows_, num_logit_rows);
     const i64 rows = shared_rows_, pairs = rows * max_top_k_;
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         if (shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -517,8 +519,8 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(shared_logits_, static_cast<i64>(shared_logit_rows_) * vocab_);
-        if (pass == 0) base = group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return group_.rows.reserve(num_bytes); });
 }
 
 // Bytes of partial results of attention that ranks exchange at once.
@@ -548,19 +550,12 @@ void Plan::reserve_divided() {
     if (given_.batch.num_tokens > divided_capacity_) divided_capacity_ = std::max(given_.batch.num_tokens, std::min(2 * divided_capacity_, 4096));
     i64 num_counts = 0;
     for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(divided_expert_tokens_, num_counts * row_group_.size);  // the first: it is read between steps
         for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
         take(divided_x_, divided_capacity_ * row_stride(hidden_));
-        if (pass == 0) base = row_group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return row_group_.rows.reserve(num_bytes); });
 }
 
 void Plan::share_expert_tokens() {

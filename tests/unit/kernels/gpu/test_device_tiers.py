@@ -12,7 +12,7 @@ from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.kv import device_pages
 from quire.kv.device_pages import HostCopyStream
-from quire.worker.device import build
+from quire.worker import parallel_launch
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.leader_executor import LeaderGpuExecutor
 from quire.worker.inspect import inspect_model
@@ -155,7 +155,7 @@ def test_unsupported_options_are_refused(folder, options, match):
 def rank_threads(monkeypatch):
     """Let the ranks of an engine be threads. Copies are late where there is one rank, and on all ranks but the leader."""
     one_launch_at_a_time(monkeypatch)
-    monkeypatch.setattr(build, "spawn_workers", ThreadWorkers)
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
     lock, open_host_tier = threading.Lock(), GpuStepExecutor.open_host_tier
 
     def open_with_streams(executor, *arguments):
