@@ -28,6 +28,7 @@ class HostPart:
     weight_bytes     of their weights together; what is replicated counts once for each rank
     bytes_per_block  of their KV caches together, for one block; key and value heads that several ranks hold count for each
     window_bytes_per_block  the same for a block of the window group, see KvSpec
+    bytes_per_state  of the recurrent state of one sequence; 0: there is none
     """
 
     num_ranks: int
@@ -35,6 +36,7 @@ class HostPart:
     weight_bytes: int
     bytes_per_block: int
     window_bytes_per_block: int = 0
+    bytes_per_state: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class MemoryPlan:
                       the whole model
     pinned_bytes      of the host tier of a GPU, which cannot be swapped out; activation_bytes has the buffers on the GPU that
                       its pages pass through
+    page_shares       bytes that each rank has of a page of the host tier, where several GPUs share the model; empty elsewhere
     offloaded_bytes   of weights in host memory that a GPU copies before use, see EngineConfig.cpu_offload_gb; weight_bytes are
                       those on the GPU, with the staging buffers
     """
@@ -72,6 +75,7 @@ class MemoryPlan:
     num_block_places: int = 1
     num_homes: int = 1
     pinned_bytes: int = 0
+    page_shares: tuple[int, ...] = ()
 
     @property
     def num_local_blocks(self) -> int:
@@ -101,7 +105,7 @@ class MemoryPlan:
     @property
     def state_bytes(self) -> int:
         """Bytes of all recurrent states."""
-        return self.num_states * self.kv.bytes_per_state
+        return self.num_states * (self.kv if self.host is None else self.host).bytes_per_state
 
     @property
     def kv_bytes(self) -> int:
@@ -205,9 +209,10 @@ class MemoryPlan:
     def _describe_states(self) -> tuple[str, ...]:
         if self.num_states == 0:
             return ()
+        bytes_per_state = (self.kv if self.host is None else self.host).bytes_per_state
         return (
             f"states      {format_bytes(self.state_bytes)}: {self.num_states:,} recurrent states of "
-            f"{format_bytes(self.kv.bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
+            f"{format_bytes(bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -90,6 +91,13 @@ class KvPool:
             targets = torch.tensor([target - first for _, target in pairs])
             for cache in self._arrays_of(is_windowed):
                 cache[targets] = cache[sources]
+
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy rows of the recurrent states, (source, target) pairs, in every layer."""
+        for states in self.states if copies else ():
+            for pool in states:
+                for source, target in copies:
+                    pool[target] = pool[source]
 
     def _arrays_of(self, is_windowed: bool) -> list[Tensor]:
         """Return the tensors of KV of one group."""

@@ -408,7 +408,10 @@ class DecoderLayer:
         row = self._norm(row, latent.norm, "kv_a_norm")
         up = self._parameters["kv_b.weight"].view(spec.num_heads, -1, rank)
         q_rope, k_rope = (place.rotate(heads, latent.is_interleaved) for heads in (q_rope, k_rope[:, None]))
-        q = place.scale(torch.cat((q_rope, torch.einsum("thn,hnr->thr", q_nope, up[:, :nope])), -1))
+        q_row = torch.einsum("thn,hnr->thr", q_nope, up[:, :nope])
+        if self._lora is not None:
+            q_row = self._lora.add_to_keys(q_row, q_nope, f"{self._prefix}kv_b", latent)
+        q = place.scale(torch.cat((q_rope, q_row), -1))
         row = torch.cat((k_rope, row[:, None]), -1)
         if latent.indexer is None:
             store_kv(row, row, place.k_cache, place.v_cache, place.step.slots)
@@ -420,7 +423,10 @@ class DecoderLayer:
             store_index_keys(keys, place.v_cache, place.step.slots)
             attended = attend_indexed(q, index, (place.k_cache, place.v_cache), place.step, spec, latent.indexer)
         attended = attended[..., latent.rope_dim :]
-        return self._linear(torch.einsum("thr,hvr->thv", attended, up[:, nope:]).flatten(1), "o")
+        values = torch.einsum("thr,hvr->thv", attended, up[:, nope:])
+        if self._lora is not None:
+            values = self._lora.add_to_values(values, attended, f"{self._prefix}kv_b", latent)
+        return self._linear(values.flatten(1), "o")
 
     def _index(
         self, x: Tensor, q_latent: Tensor, spec: IndexerSpec, rope_dim: int, place: LayerPlace

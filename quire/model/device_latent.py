@@ -25,11 +25,15 @@ class LatentAttention:
     spec         with the heads of this rank
     own          the layer's dense parameters: the norms of latent rows, and kv_b.weight
     is_in_order  batch-invariant: a row has the same bits for any number of rows
+    prefix       of the layer's canonical names
     """
 
-    def __init__(self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, is_in_order: bool) -> None:
+    def __init__(
+        self, spec: AttentionSpec, own: Mapping[str, Tensor], rope: Rope | None, is_in_order: bool, prefix: str
+    ) -> None:
         if spec.latent is None:
             raise InvariantError("latent attention of a layer that has none")
+        self._prefix = prefix
         self._spec, self._latent, self._rope, self._is_in_order = spec, spec.latent, rope, is_in_order
         self._q_norm = None if self._latent.q_rank is None else Norm(self._latent.norm, own["q_a_norm.weight"])
         self._row_norm = Norm(self._latent.norm, own["kv_a_norm.weight"])
@@ -56,7 +60,9 @@ class LatentAttention:
         nope, q_rope = product("qkv", read).unflatten(1, (spec.num_heads, -1)).split((latent.nope_dim, latent.rope_dim), -1)
         row, k_rope = product("kv_a", y).split((latent.kv_rank, latent.rope_dim), -1)
         row = normalize(row.contiguous(), self._row_norm)
-        q = torch.cat((self._halves(q_rope), multiply_heads(nope, self._into, self._is_in_order)), -1)
+        q_row, name, lora = multiply_heads(nope, self._into, self._is_in_order), f"{self._prefix}kv_b", step.lora
+        q_row = q_row if lora is None else lora.add_to_keys(q_row, nope, name)
+        q = torch.cat((self._halves(q_rope), q_row), -1)
         k = torch.cat((self._halves(k_rope), row), -1)[:, None]
         heads, rope = Projections(q, k, k), self._rope
         if spec.query_scaling is not None:
@@ -67,7 +73,8 @@ class LatentAttention:
         else:
             index = self._indexer.inputs(y, read, positions, step, cache)
             attended = attend_chosen(q, index, cache.k, step, spec, self._indexer.spec, self._is_in_order)
-        return multiply_heads(attended, self._out_of, self._is_in_order).flatten(1)
+        values = multiply_heads(attended, self._out_of, self._is_in_order)
+        return (values if lora is None else lora.add_to_values(values, attended, name)).flatten(1)
 
     def _halves(self, x: Tensor) -> Tensor:
         return _halves(x) if self._latent.is_interleaved else x

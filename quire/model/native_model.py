@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
+from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
+    NO_ATTENTION,
     NO_MLP,
     AltUpSpec,
     AttentionSpec,
@@ -30,6 +32,7 @@ from quire.contracts.model_spec import (
 )
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
+from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
@@ -75,12 +78,14 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
-    if spec.has_recurrent_state:
-        return "layers with a recurrent state"
-    if any(layer.is_mlp_only or layer.mlp == NO_MLP for layer in spec.layers):
-        return "layers without attention, or without a feed-forward block"
-    if any(layer.attention.has_output_gate for layer in spec.layers):
-        return "a gate on the output of attention"
+    for layer in spec.layers:
+        refusal = mixer_refusal(layer)
+        if refusal is not None:
+            return refusal
+    if any(moe.latent_size is not None for _, moe in mixtures):
+        return "experts that read a projection of their input"
+    if any(layer.attention.has_output_gate and layer.attention.latent is not None for layer in spec.layers):
+        return "a gate on the output of latent attention"
     if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
         return "several residual streams (AltUp) or a low-rank residual (LAuReL) in another layer than that of Gemma 3n"
     if any(layer.has_scale and layer.mlp_out is None and not isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
@@ -291,6 +296,24 @@ class NativeModelBuilder:
             parameter.give_back()
         return packed
 
+    def _pack_parts(self, name: str, ranges: Sequence[ShardRange]) -> list[NativeWeight]:
+        """Return packed rows of a weight, with those of its bias: ranges after one another."""
+        parameter = self._parameters.pop(f"{name}.weight")
+        weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
+        if isinstance(weight, QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        bias = self._vector(f"{name}.bias")
+        weight = self._packer.fitting(self._forms.of(f"{name}.weight", weight))
+        packed = [
+            self._packer.pack(
+                weight_rows(weight, part.start, part.stop), None if bias is None else bias[part.start : part.stop]
+            )
+            for part in ranges
+        ]
+        if isinstance(parameter, StoredParameter):
+            parameter.give_back()
+        return packed
+
     def _vector(self, name: str) -> Tensor | None:
         """Return a bias or the weight of a norm, None if there is none."""
         parameter = self._parameters.pop(name, None)
@@ -299,8 +322,22 @@ class NativeModelBuilder:
             raise TypeError(f"{name} is quantised")
         return found
 
-    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1) -> None:
-        """Set a native norm of rows of `size` values; num_heads: number of heads, each with its own weight."""
+    def _set_input_norms(self, layer: Any, spec: LayerSpec, prefix: str) -> None:
+        """Set what attention and a mixer read: the same norm, times a factor of each."""
+        name, hidden = f"{prefix}attn_in", self._spec.hidden_size
+        factor, mixed = spec.attention_in_scale, spec.mixer.scales.input if isinstance(spec.mixer, Mamba2Spec) else 1.0
+        weight = self._parameters.get(f"{name}.weight")
+        if spec.mixer is not None and spec.attention != NO_ATTENTION:
+            self._set_norm(layer.mixer_in, spec.attn_in, name, hidden, factor=mixed)
+            self._parameters |= {} if weight is None else {f"{name}.weight": weight}
+        elif spec.mixer is not None:
+            factor = mixed
+        self._set_norm(layer.attn_in, spec.attn_in, name, hidden, factor=factor)
+
+    def _set_norm(
+        self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1, factor: float = 1.0
+    ) -> None:
+        """Set a native norm of rows of `size` values, times a factor; num_heads: number of heads, each with its own weight."""
         if spec is None:
             return
         weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
@@ -308,16 +345,22 @@ class NativeModelBuilder:
             raise InvariantError(f"{name} must have a weight: {spec.has_weight}")
         # Without a weight, values are multiplied by one.
         weight = torch.ones(size * num_heads) if weight is None else weight.float().contiguous() + spec.offset
+        weight = weight if factor == 1.0 else weight * factor
         bias = None if bias is None else bias.float().contiguous()
         addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         norm.set(spec.kind == "layer", size, spec.eps, *addresses, num_heads)
 
     def _build_layer(self, spec: LayerSpec, prefix: str, shard: LayerShard | None = None) -> Any:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
-        for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+        self._set_input_norms(layer, spec, prefix)
+        for name in ("attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        if attention.latent is None:
+        if spec.mixer is not None:
+            self._build_mixer(layer, spec.mixer, prefix, shard)
+        if attention == NO_ATTENTION:
+            pass
+        elif attention.latent is None:
             self._build_heads(layer, spec, prefix, shard)
         else:
             self._build_latent(layer, attention, attention.latent, prefix, shard)
@@ -337,10 +380,11 @@ class NativeModelBuilder:
             sinks = sinks[heads.start : heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
+        layer.attention_out_scale, layer.mixer_out_scale = spec.attention_out_scale, spec.mixer_out_scale
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
         if isinstance(spec.mlp, MoeSpec):
             self._build_experts(layer, spec.mlp, prefix, shard)
-        else:
+        elif spec.mlp != NO_MLP:
             self._build_mlp(layer, spec.mlp, prefix, shard)
         if spec.per_layer_gate is not None:
             layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
@@ -352,6 +396,13 @@ class NativeModelBuilder:
             assert scale is not None
             layer.output_scale = float(scale)
         return layer
+
+    def _build_mixer(self, layer: Any, mixer: MixerSpec, prefix: str, shard: LayerShard | None) -> None:
+        builder = NativeMixerBuilder(self._native, self._pack, self._pack_parts, self._vector, self._set_norm)
+        layer.mixer = builder.build(mixer, prefix, None if shard is None else shard.mixer_heads)
+        names: dict[type, str] = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
+        name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
+        layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
 
     def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
         hidden = self._spec.hidden_size
@@ -379,7 +430,7 @@ class NativeModelBuilder:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
         rows = _attention_rows(spec, shard)
-        for name in ("q", "k", "v", "o"):
+        for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
                 continue
@@ -423,6 +474,7 @@ class NativeModelBuilder:
         for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.inner
             setattr(layer, name, self._pack(prefix + name, rows=rows))
+        layer.gate_scale, layer.down_scale = spec.gate_scale, spec.down_scale
         if spec.sparsity > 0:
             layer.is_sparse, layer.sparse_quantile = True, float(normal_quantile(spec.sparsity))
         if spec.activation == "xielu":
@@ -457,11 +509,13 @@ class NativeModelBuilder:
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
         outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
-        up = ShardRange(size + inner.start, size + inner.stop)
-        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (inner, up), own)
+        layer.is_expert_gated = spec.expert.is_gated
+        ranges = (inner, ShardRange(size + inner.start, size + inner.stop)) if spec.expert.is_gated else (inner,)
+        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, ranges, own)
         down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,), own)
         for parts in zip(both, down, strict=True):
-            layer.add_expert(*(parts[0] or (None, None)), *(parts[1] or (None,)))
+            ups = parts[0] or [None, None]
+            layer.add_expert(ups[0] if len(ups) > 1 else None, ups[-1], *(parts[1] or (None,)))
         if own is not None:
             layer.expert_copies, layer.own_copies = list(own.num_copies), list(own.own_copies)
 
@@ -494,7 +548,7 @@ class NativeModelBuilder:
         layer.branch.router_in.set(norm.kind == "layer", hidden, norm.eps, factors.data_ptr())
 
     def _build_shared(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
-        for name in ("gate", "up", "down"):
+        for name in ("gate", "up", "down") if spec.shared is not None and spec.shared.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.shared_inner
             setattr(layer, f"shared_{name}", self._pack(f"{prefix}shared.{name}", rows=rows))
         if spec.has_shared_gate:
@@ -507,7 +561,7 @@ def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shar
         return {}
     dim = spec.attention.head_dim
     heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
+    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
 
 
 def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:

@@ -39,7 +39,7 @@ QUICK = ("phi3", "gpt2", "gemma2", "glm", "minicpm3", "llama4-moe")
 FAMILIES = [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *WRAPPED) if case not in QUICK)]
 KINDS = ("torch", pytest.param("native", marks=pytest.mark.skipif(load_native() is None, reason="not built")))
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
-NOT_ADAPTED = re.compile(r"\.(router|experts|kv_b_proj)\b|(mlp|block_sparse_moe)\.gate$|vision")
+NOT_ADAPTED = re.compile(r"\.(router|experts)\b|(mlp|block_sparse_moe)\.gate$|vision")
 
 
 def linear_shapes(model):

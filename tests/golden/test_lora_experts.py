@@ -18,7 +18,9 @@ from tests.lora_adapter import write_adapter, write_merged, write_stacks
 
 pytestmark = pytest.mark.golden
 
-ADAPTED = re.compile(r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|router(?:\.proj)?|gate\.wg))\.weight")
+ADAPTED = re.compile(
+    r"(.*\.(?:experts\.\d+\.\w+|(?:mlp|block_sparse_moe)\.gate|shared_expert_gate|kv_b_proj|router(?:\.proj)?|gate\.wg))\.weight"
+)
 MORE = ("mixtral", "glm4-moe", "ernie4-5-moe", "hunyuan-moe", "phimoe", "deepseek-v3", "olmoe", "minimax-m2", "gemma4-moe")
 STACKED = ("qwen3-vl-moe", "gemma4-moe")
 RANK = 3

@@ -68,6 +68,25 @@ def group_pairs(adapters: Tensor, has_experts: Tensor, experts: Tensor, num_expe
     return group_rows(groups, num_adapters * num_experts)
 
 
+class HeadGroups(NamedTuple):
+    """The (token, head) pairs of a step with adapters, token by token.
+
+    by_adapter  sorted by adapter
+    by_head     sorted by adapter and head: their matrices are those of adapter * num_heads + head
+    """
+
+    by_adapter: RowGroups
+    by_head: RowGroups
+
+
+def group_heads(adapters: Tensor, num_adapters: int, num_heads: int) -> HeadGroups:
+    """Sort the heads of a step's tokens; adapters: [T] i32 of the tokens, -1: none."""
+    pairs = adapters[:, None].expand(-1, num_heads).contiguous()
+    heads = torch.arange(num_heads, dtype=torch.int32, device=adapters.device)
+    numbers = torch.where(pairs < 0, pairs, pairs * num_heads + heads).flatten()
+    return HeadGroups(group_rows(pairs.flatten(), num_adapters), group_rows(numbers, num_adapters * num_heads))
+
+
 def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: RowGroups, num_slots: int = 1) -> None:
     """Add b (a x) of each row's adapter to y in place, as torch does: each product is rounded to the dtype.
 
@@ -85,13 +104,32 @@ def add_low_rank(y: Tensor, x: Tensor, a: Tensor, b: Sequence[Tensor], groups: R
         check_contiguous("b", part, (num_adapters, part.shape[1], rank), y.dtype)
     if rank * num_parts != a.shape[1]:
         raise InvariantError(f"a has {a.shape[1]} rows, which are not those of {num_parts} parts")
-    shrunk = torch.empty(len(y), a.shape[1], dtype=y.dtype, device=y.device)
-    _shrink_launch(shrunk, x, a, groups, num_slots).run()
+    shrunk = shrink(x, a, groups, num_slots)
     first = 0
     for index, part in enumerate(b):
         own = shrunk[:, index * rank : (index + 1) * rank]
         _expand_launch(y[:, first : first + part.shape[1]], own, part, groups).run()
         first += part.shape[1]
+
+
+def shrink(x: Tensor, a: Tensor, groups: RowGroups, num_slots: int = 1) -> Tensor:
+    """Return a x of each row's adapter [groups.num_rows, R]; rows without an adapter are undefined.
+
+    x  [groups.num_rows / num_slots, K], of which num_slots rows share each; a [adapters, R, K]
+    """
+    check_tensor("x", x, (groups.num_rows // num_slots, a.shape[2]), *_FLOATS)
+    check_contiguous("a", a, tuple(a.shape), x.dtype)
+    out = torch.empty(groups.num_rows, a.shape[1], dtype=x.dtype, device=x.device)
+    _shrink_launch(out, x, a, groups, num_slots).run()
+    return out
+
+
+def expand(y: Tensor, x: Tensor, b: Tensor, groups: RowGroups) -> None:
+    """Add b x of each row's adapter to y [T, O] in place; x [T, R], b [adapters, O, R]."""
+    check_tensor("y", y, (groups.num_rows, b.shape[1]), *_FLOATS)
+    check_tensor("x", x, (groups.num_rows, b.shape[2]), y.dtype)
+    check_contiguous("b", b, tuple(b.shape), y.dtype)
+    _expand_launch(y, x, b, groups).run()
 
 
 def _shrink_launch(out: Tensor, x: Tensor, a: Tensor, groups: RowGroups, num_slots: int) -> Launch:

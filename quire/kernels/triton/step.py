@@ -78,6 +78,16 @@ class AddsAdapters(Protocol):
         """
         ...
 
+    def add_to_keys(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return queries y [T, H, kv_rank] in the space of latent rows with what adapters of kv_b add for x [T, H, nope_dim];
+        may change y."""
+        ...
+
+    def add_to_values(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return outputs y [T, H, value_dim] of latent attention with what the adapters of kv_b add for x [T, H, kv_rank]; may
+        change y."""
+        ...
+
     def of_experts(self, name: str) -> Callable[[Tensor], Callable[[str, Tensor, int], Tensor]] | None:
         """Return what the adapters add to the products of a mixture, see `ExpertExtras` of moe.py; None: nothing.
 

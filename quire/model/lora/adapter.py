@@ -18,12 +18,15 @@ from quire.model.families import FAMILIES
 from quire.model.families.sources import Source, Sources
 from quire.model.lora.adapter_config import CONFIG_FILE, AdapterConfig, read_adapter_config
 from quire.model.lora.experts import LowRankPair, expert_sources, is_stack, split_gate_up, split_stack
+from quire.model.lora.latent import is_absorbed
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.stored_tensors import listing, open_file
 
 _WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_(A|B)(?:\.default)?\.weight")
-_LAYER_MODULE = re.compile(r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|gate|up|down|router|shared\.(?:gate|up|down))|lm_head")
+_LAYER_MODULE = re.compile(
+    r"layers\.\d+\.(?:q|k|v|o|attn_gate|q_a|kv_a|kv_b|gate|up|down|router|shared_scale|shared\.(?:gate|up|down))|lm_head"
+)
 """Canonical names of the linear layers that can be adapted."""
 _HASHED_BYTES = 1 << 20
 
@@ -184,7 +187,11 @@ def adapter_bytes(shapes: Mapping[str, Shape], rank: int, width: int, num_ranks:
     width      bytes of a value
     num_ranks  tensor-parallel ranks on CPUs, each of which has the whole first matrices
     """
-    return sum(rank * (rows + num_ranks * columns) * width for rows, columns in adaptable_shapes(shapes).values())
+    # Both products of absorbed latent attention read the first matrix of kv_b, each in its own layout.
+    values = 0
+    for name, (rows, columns) in adaptable_shapes(shapes).items():
+        values += rows + num_ranks * (1 + is_absorbed(name)) * columns
+    return rank * width * values
 
 
 def adaptable_shapes(shapes: Mapping[str, Shape]) -> dict[str, tuple[int, int]]:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.model_spec import LatentSpec
 from quire.model.lora.adapter import Adapter
+from quire.model.lora.latent import split_heads
 
 
 class LoraDeltas:
@@ -42,6 +44,24 @@ class LoraDeltas:
             pair = adapter.pairs.get(name)
             if pair is not None:
                 y[tokens] += (x[tokens] @ pair.a.t()) @ pair.b.t()
+        return y
+
+    def add_to_keys(self, y: Tensor, x: Tensor, name: str, latent: LatentSpec) -> Tensor:
+        """Return queries y [T, H, kv_rank] in the space of latent rows with what adapters of kv_b add for x [T, H, nope_dim];
+        changes y. See `lora/latent.py`."""
+        for adapter, tokens in self._step:
+            pair = adapter.pairs.get(name)
+            if pair is not None:
+                y[tokens] += torch.einsum("thn,hnr->thr", x[tokens], split_heads(pair, latent).keys) @ pair.a
+        return y
+
+    def add_to_values(self, y: Tensor, x: Tensor, name: str, latent: LatentSpec) -> Tensor:
+        """Return outputs y [T, H, value_dim] of attention with what adapters of kv_b add for x [T, H, kv_rank], in the
+        space of latent rows; changes y."""
+        for adapter, tokens in self._step:
+            pair = adapter.pairs.get(name)
+            if pair is not None:
+                y[tokens] += torch.einsum("thr,hvr->thv", x[tokens] @ pair.a.t(), split_heads(pair, latent).values)
         return y
 
     def add_to_rows(self, y: Tensor, x: Tensor, rows: Tensor, name: str) -> Tensor:

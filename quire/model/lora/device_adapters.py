@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError, UnsupportedError
-from quire.contracts.model_spec import ModelSpec, MoeSpec
-from quire.kernels.triton.lora import RowGroups, add_low_rank, group_pairs, group_rows
+from quire.contracts.model_spec import AttentionSpec, ModelSpec, MoeSpec
+from quire.kernels.triton.lora import HeadGroups, RowGroups, add_low_rank, group_heads, group_pairs, group_rows
 from quire.kernels.triton.moe import AddedProducts
 from quire.model.lora.adapter import Adapter, adaptable_shapes
+from quire.model.lora.device_heads import HeadMatrices
 from quire.model.lora.experts import LowRankPair, expert_shapes, is_expert, is_router
+from quire.model.lora.latent import is_absorbed
 from quire.model.lora.numbers import AdapterNumbers
 from quire.model.parameters import parameter_shapes
 
@@ -42,12 +44,16 @@ class AdaptedRows(NamedTuple):
 
     numbers      [T] i32 of the rows' adapters; -1: none
     has_experts  [adapters] i32 flags; None: there is no room for adapters of experts
+    heads        of layers with latent attention
+    head_groups  the heads of the rows, by the number of heads
     """
 
     matrices: dict[str, _Matrices]
     groups: RowGroups
     numbers: Tensor
     has_experts: Tensor | None
+    heads: dict[str, HeadMatrices]
+    head_groups: dict[int, HeadGroups]
 
     def add_to(self, y: Tensor, x: Tensor, name: str) -> Tensor:
         """Return the output y [T, O] of a linear layer with what the adapters add for its input x [T, K]; changes y."""
@@ -55,6 +61,14 @@ class AdaptedRows(NamedTuple):
         if found is not None:
             add_low_rank(y, x, found.a, found.b, self.groups)
         return y
+
+    def add_to_keys(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """See AddsAdapters."""
+        return self.heads[name].add_to_keys(y, x, self.head_groups[y.shape[1]])
+
+    def add_to_values(self, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """See AddsAdapters."""
+        return self.heads[name].add_to_values(y, x, self.head_groups[y.shape[1]])
 
     def of_experts(self, name: str) -> Callable[[Tensor], AddedProducts] | None:
         """Return what the adapters add to the products of the experts of a layer; None: nothing."""
@@ -85,13 +99,17 @@ class DeviceAdapters:
     """
 
     def __init__(self, spec: ModelSpec, max_loras: int, max_rank: int, device: torch.device, has_experts: bool = False) -> None:
-        self._max_loras, self._max_rank = max_loras, max_rank
+        self._spec, self._max_loras, self._max_rank = spec, max_loras, max_rank
         self.numbers = AdapterNumbers()
         own = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
         shapes, stacks = adaptable_shapes(own), expert_shapes(spec, own)
         parts: dict[str, list[tuple[int, int]]] = {}
         self._places: dict[str, _Place] = {}
-        for name in sorted(shapes, key=_order):
+        self._heads: dict[str, HeadMatrices] = {}
+        for name in filter(is_absorbed, shapes):
+            dtype = getattr(torch, spec.dtype)
+            self._heads[name] = HeadMatrices.zeros(max_loras, max_rank, self._attention(name), dtype, device)
+        for name in sorted(shapes.keys() - self._heads.keys(), key=_order):
             layer = _layer_of(name)
             sizes = parts.setdefault(layer, [])
             self._places[name] = _Place(layer, len(sizes))
@@ -110,7 +128,8 @@ class DeviceAdapters:
 
     def tensors(self) -> list[Tensor]:
         """Return the matrices of all adapters."""
-        return [part for matrices in self._matrices.values() for part in (matrices.a, *matrices.b)]
+        own = [part for matrices in self._matrices.values() for part in (matrices.a, *matrices.b)]
+        return [*own, *(part for matrices in self._heads.values() for part in matrices)]
 
     def load(self, adapter: Adapter) -> None:
         """See AdapterHolder. Raises UnsupportedError for experts without room for them, and for a layer that the model stores
@@ -135,12 +154,16 @@ class DeviceAdapters:
         has_experts = any(is_expert(name) for name in adapter.pairs)
         found: dict[str, list[tuple[_Place, LowRankPair]]] = {layer: [] for layer in self._matrices}
         for name, pair in adapter.pairs.items():
+            if name in self._heads:
+                continue
             place = self._places[name]
             found[place.layer].append((place, pair))
         with torch.inference_mode():
             for layer, pairs in found.items():
                 if self._num_experts[layer] == 1 or has_experts:
                     self._set(layer, number, pairs)
+            for name, matrices in self._heads.items():
+                matrices.set(number, adapter.pairs.get(name), self._attention(name))
             if self._has_experts is not None:
                 self._has_experts[number] = int(has_experts)
         self.numbers.set(adapter.key, number)
@@ -164,7 +187,14 @@ class DeviceAdapters:
 
     def rows(self, numbers: Tensor) -> AdaptedRows:
         """Return rows of a step; numbers: [T] i32 of their adapters on the device, -1: none."""
-        return AdaptedRows(self._matrices, group_rows(numbers, self._max_loras), numbers, self._has_experts)
+        counts = sorted({self._attention(name).num_heads for name in self._heads})
+        head_groups = {count: group_heads(numbers, self._max_loras, count) for count in counts}
+        groups = group_rows(numbers, self._max_loras)
+        return AdaptedRows(self._matrices, groups, numbers, self._has_experts, self._heads, head_groups)
+
+    def _attention(self, name: str) -> AttentionSpec:
+        """Return the attention of the layer that has a canonical name."""
+        return self._spec.layers[int(name.split(".")[1])].attention
 
 
 def _zeros(

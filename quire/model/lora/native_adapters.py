@@ -7,10 +7,12 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quire.contracts.model_spec import ModelSpec
 from quire.model.lora.adapter import Adapter
-from quire.model.lora.experts import is_expert
+from quire.model.lora.experts import LowRankPair, is_expert
+from quire.model.lora.latent import is_absorbed, split_heads
 from quire.model.lora.numbers import AdapterNumbers
 from quire.model.native_weights import WeightPacker
 from quire.model.tensor_shards import ModelShard
@@ -29,12 +31,13 @@ _MODULES = {
     "shared.gate": (9,),
     "shared.up": (10,),
     "shared.down": (11,),
+    "shared_scale": (12,),
 }
 """Canonical name of a layer's module -> LoraModule in csrc/lora.h."""
 _EXPERT_MODULES = {"gate": 0, "up": 1, "down": 2}
 """Module of an expert -> ExpertModule in csrc/lora.h."""
 _KEYS_AND_VALUES = (1, 2)
-_HEAD = 12
+_HEAD = 13
 
 
 class NativeAdapters:
@@ -55,13 +58,17 @@ class NativeAdapters:
         if adapter.key in self.numbers:
             return
         packer = WeightPacker(self._native, getattr(torch, self._spec.dtype))
-        packed = self._native.LoraAdapter(self._plan.num_layers, self._plan.num_experts)
+        packed = self._native.LoraAdapter(self._plan.num_layers, self._plan.num_experts, self._plan.num_latent_heads)
         for name, pair in adapter.pairs.items():
             own = pair.b
             if self._shard is not None:
                 rows = self._shard.output_rows(name, len(pair.b))
                 own = pair.b[rows.start : rows.stop]
-            a, b = (packer.pack(matrix.contiguous(), may_be_short=False) for matrix in (pair.a, own))
+            pair = LowRankPair(pair.a, own)
+            if is_absorbed(name):
+                self._set_heads(packed, packer, int(name.split(".")[1]), pair)
+                continue
+            a, b = (packer.pack(matrix.contiguous(), may_be_short=False) for matrix in pair)
             if is_expert(name):
                 _, index, _, expert, module = name.split(".")
                 packed.set_expert(int(index), int(expert), _EXPERT_MODULES[module], a, b)
@@ -74,6 +81,20 @@ class NativeAdapters:
         self.numbers.set(adapter.key, number)
         if "lm_head" in adapter.pairs:
             self._with_head.add(adapter.key)
+
+    def _set_heads(self, packed: Any, packer: WeightPacker, layer: int, pair: LowRankPair) -> None:
+        """Set the pairs of the products of each head with latent attention that `pair`, of kv_b and the rank's heads, makes."""
+        latent = self._spec.layers[layer].attention.latent
+        assert latent is not None
+        heads = split_heads(pair, latent)
+
+        def pack(matrix: Tensor) -> Any:
+            return packer.pack(matrix.contiguous(), may_be_short=False)
+
+        key_b, value_a = pack(pair.a.t()), pack(pair.a)
+        for head, (keys, values) in enumerate(zip(heads.keys, heads.values, strict=True)):
+            packed.set_head(layer, head, 0, pack(keys.t()), key_b)
+            packed.set_head(layer, head, 1, value_a, pack(values))
 
     def unload(self, key: str) -> None:
         """See AdapterHolder."""

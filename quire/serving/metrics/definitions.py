@@ -124,6 +124,14 @@ class Definitions:
             "enable_prefix_caching",
             "cache_dtype",
         )
+        self.adapters = self._gauge(
+            "lora_requests_info",
+            "With enable_lora the Unix time, and in labels, with commas between them, the adapters of requests that the engine "
+            "computes and of those that wait.",
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+        )
         self.batch_prefill = gauge("batch_prefill_tokens", "Prompt tokens in the last step.")
         self.batch_decode = gauge("batch_decode_tokens", "Decoding sequences in the last step: one token each.")
         self.engine_state = gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "state")
@@ -254,6 +262,11 @@ class Definitions:
             "rank_collective_seconds",
             "Seconds that a rank waited for others at barriers; otherwise duration of calls. On GPUs the time to launch them; "
             "none in CUDA graphs.",
+            "rank", "operation",
+        )  # fmt: skip
+        self.rank_exposed = counter(
+            "rank_collective_exposed_seconds",
+            "Of these, seconds in which the rank, or its GPU, only waited: exchanges of experts may overlap with products.",
             "rank", "operation",
         )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")

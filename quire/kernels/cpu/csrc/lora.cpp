@@ -23,6 +23,13 @@ void LoraAdapter::set_expert(i32 layer, i32 expert, i32 module, std::shared_ptr<
     adapts_experts = true;
 }
 
+void LoraAdapter::set_head(i32 layer, i32 head, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
+    if (module < 0 || module >= NUM_HEAD_MODULES || layer < 0 || layer >= num_layers || head < 0 || head >= num_heads)
+        throw std::invalid_argument("there is no module " + std::to_string(module) + " of head " + std::to_string(head) + " of layer " + std::to_string(layer));
+    put(head_index(num_layers, num_experts, num_heads, layer, head, static_cast<HeadModule>(module)), std::move(a), std::move(b));
+    adapts_heads = true;
+}
+
 void LoraAdapter::put(i32 index, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b) {
     const Weight &first = a->weight, &second = b->weight;
     const bool is_dense = first.format == Format::bf16 || first.format == Format::f16 || first.format == Format::f32;
@@ -118,12 +125,17 @@ void LoraState::group_places(i32 layer, const LoraRows& rows, const i32* pair_ro
     }
 }
 
-void LoraState::reserve(i32 num_rows) {
+void LoraState::reserve(i32 num_rows, i32 num_tokens) {
     i32 rank = 0;
-    for (const auto& adapter : adapters)
-        if (adapter) rank = std::max(rank, adapter->rank);
+    bool has_heads = false;
+    for (const auto& adapter : adapters) {
+        if (!adapter) continue;
+        rank = std::max(rank, adapter->rank);
+        has_heads = has_heads || adapter->adapts_heads;
+    }
     padded_rank = (rank + 15) / 16 * 16;
-    const i64 bytes = num_rows * stride() * static_cast<i64>(sizeof(float));
+    head_sums.resize(num_heads);
+    const i64 bytes = std::max(num_rows * stride(), has_heads ? num_tokens * head_stride() : 0) * static_cast<i64>(sizeof(float));
     if (bytes <= shrunk.bytes) return;
     shrunk = Memory(0);
     shrunk = Memory(bytes);
@@ -132,13 +144,14 @@ void LoraState::reserve(i32 num_rows) {
 void Plan::set_adapter(i32 number, std::shared_ptr<LoraAdapter> adapter) {
     if (divides_rows() || entry_ != Entry::token) throw std::invalid_argument("a rank that divides rows or a draft head takes no adapters");
     if (number < 0) throw std::invalid_argument("the number of an adapter is at least 0");
-    if (adapter && (adapter->num_layers != num_layers() || adapter->num_experts != max_experts_))
-        throw std::invalid_argument("the adapter is for another number of layers or experts");
+    if (adapter && (adapter->num_layers != num_layers() || adapter->num_experts != max_experts_ || adapter->num_heads != max_latent_heads_))
+        throw std::invalid_argument("the adapter is for another number of layers, experts or heads");
     if (adapter && adapter->rank == 0 && !is_stage_) throw std::invalid_argument("the adapter has no matrices");
     const std::lock_guard<std::mutex> lock(guard_);
     if (number >= static_cast<i32>(lora_.adapters.size())) lora_.adapters.resize(static_cast<size_t>(number) + 1);
     lora_.num_layers = num_layers();
     lora_.num_experts = max_experts_;
+    lora_.num_heads = max_latent_heads_;
     lora_.adapters[number] = std::move(adapter);
 }
 
@@ -168,7 +181,7 @@ void Plan::begin_lora(const StepInput& input) {
     if (has_head && input.best != nullptr) throw std::invalid_argument("the best tokens of a head with adapters are found in its logits");
     for (const i32 number : lora_.numbers) lora_.adapts_experts = lora_.adapts_experts || (number >= 0 && lora_.adapters[number]->adapts_experts);
     const i32 num_places = lora_.adapts_experts ? input.batch.num_tokens * max_top_k_ : 0;
-    if (!lora_.all.is_empty()) lora_.reserve(std::max({input.batch.num_tokens, input.num_logit_rows, num_places}));
+    if (!lora_.all.is_empty()) lora_.reserve(std::max({input.batch.num_tokens, input.num_logit_rows, num_places}), input.batch.num_tokens);
 }
 
 void Plan::begin_lora_logits(const i32* rows, i32 count) {
@@ -177,7 +190,7 @@ void Plan::begin_lora_logits(const i32* rows, i32 count) {
     std::vector<i32> numbers;
     for (i32 i = 0; i < count; ++i) numbers.push_back(rows[i] < static_cast<i32>(lora_.kept_numbers.size()) ? lora_.kept_numbers[rows[i]] : -1);
     lora_.group(numbers, lora_.logit);
-    if (!lora_.logit.is_empty()) lora_.reserve(count);
+    if (!lora_.logit.is_empty()) lora_.reserve(count, 0);
 }
 
 }  // namespace quire

@@ -9,32 +9,38 @@ namespace quire {
 
 // The linear layers that can be adapted. With latent attention, k is the projection to the cached row. The head's pair is that of
 // the layer after the last one.
-enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, head };
-constexpr i32 NUM_LORA_MODULES = 13;
+enum class LoraModule : i32 { q, k, v, o, q_a, gate, up, down, router, shared_gate, shared_up, shared_down, shared_scale, head };
+constexpr i32 NUM_LORA_MODULES = 14;
+// What an adapter of kv_b adds to the two products of a head of latent attention, see Latent in plan.h.
+enum class HeadModule : i32 { key_up, value_up };
+constexpr i32 NUM_HEAD_MODULES = 2;
 // The linear layers of an expert that can be adapted.
 enum class ExpertModule : i32 { gate, up, down };
 constexpr i32 NUM_EXPERT_MODULES = 3;
 // Modules that read the same rows and are computed together.
-constexpr i32 MAX_LORA_OUTPUTS = 3;
+constexpr i32 MAX_LORA_OUTPUTS = 4;
 // Rows of an adapter that one thread multiplies with its first matrix.
 constexpr i32 MAX_LORA_ROWS = 8;
 
-// b includes the scale of the adapter. num_experts: the most that a layer of the model has.
+// b includes the scale of the adapter. num_experts, num_heads: the most that a layer of the model has, of heads with latent attention.
 struct LoraAdapter {
-    std::vector<LowRankWeights> weights;  // by layers, then modules; after these, of the experts by layers, experts, then modules
+    std::vector<LowRankWeights> weights;  // by layers, then modules; after these, of the experts by layers, experts, then modules; then of heads
     std::vector<std::shared_ptr<NativeWeight>> matrices;  // that `weights` points to
-    i32 num_layers, num_experts, rank = 0;  // the largest
-    bool adapts_experts = false;
+    i32 num_layers, num_experts, num_heads, rank = 0;  // the largest
+    bool adapts_experts = false, adapts_heads = false;
 
-    LoraAdapter(i32 layers, i32 experts)
-        : weights((static_cast<size_t>(layers) + 1) * NUM_LORA_MODULES + static_cast<size_t>(layers) * experts * NUM_EXPERT_MODULES),
-          num_layers(layers), num_experts(experts) {}
+    LoraAdapter(i32 layers, i32 experts, i32 heads)
+        : weights(head_index(layers, experts, heads, layers, 0, HeadModule::key_up)), num_layers(layers), num_experts(experts), num_heads(heads) {}
     // Set a pair. Throws std::invalid_argument for matrices that do not fit together.
     void set(i32 layer, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
     void set_expert(i32 layer, i32 expert, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
+    void set_head(i32 layer, i32 head, i32 module, std::shared_ptr<NativeWeight> a, std::shared_ptr<NativeWeight> b);
     static i32 index(i32 layer, LoraModule module) { return layer * NUM_LORA_MODULES + static_cast<i32>(module); }
     static i32 expert_index(i32 layers, i32 experts, i32 layer, i32 expert, ExpertModule module) {
         return (layers + 1) * NUM_LORA_MODULES + (layer * experts + expert) * NUM_EXPERT_MODULES + static_cast<i32>(module);
+    }
+    static i32 head_index(i32 layers, i32 experts, i32 heads, i32 layer, i32 head, HeadModule module) {
+        return expert_index(layers, experts, layers, 0, ExpertModule::gate) + (layer * heads + head) * NUM_HEAD_MODULES + static_cast<i32>(module);
     }
 
 private:
@@ -74,17 +80,20 @@ struct LoraState {
     std::vector<i32> numbers, kept_numbers;  // adapter of each token of the last step, and of each row that it kept; -1: none
     // Of all tokens, of the wanted rows, and of rows that get logits.
     LoraRows all, wanted, logit;
-    i32 num_layers = 0, num_experts = 0;  // of the adapters
+    i32 num_layers = 0, num_experts = 0, num_heads = 0;  // of the adapters
     bool adapts_experts = false;          // in this step
     LoraPlaces places;                    // of the mixture that is computed
-    Memory shrunk{0};  // results of the first matrices: [rows][MAX_LORA_OUTPUTS][padded_rank] f32
+    std::vector<LowRankSum> head_sums;    // of the heads whose products are computed
+    Memory shrunk{0};  // results of the first matrices: [rows][MAX_LORA_OUTPUTS, or num_heads][padded_rank] f32
     i32 padded_rank = 0;  // the largest of the adapters, a multiple of 16
 
     // Group rows by their adapters' numbers.
     void group(const std::vector<i32>& row_numbers, LoraRows& found) const;
-    // Take memory for this many rows.
-    void reserve(i32 num_rows);
+    // Take memory for this many rows, of which num_tokens have heads.
+    void reserve(i32 num_rows, i32 num_tokens);
     i64 stride() const { return static_cast<i64>(MAX_LORA_OUTPUTS) * padded_rank; }
+    i64 head_stride() const { return static_cast<i64>(num_heads) * padded_rank; }
+    i32 head_index(i32 layer, i32 head, HeadModule module) const { return LoraAdapter::head_index(num_layers, num_experts, num_heads, layer, head, module); }
     // Group the places of a layer's experts by the adapters of their rows: place p has row pair_rows[p], and the count experts of this
     // rank have places [firsts[i], firsts[i] + counts[i]).
     void group_places(i32 layer, const LoraRows& rows, const i32* pair_rows, i32 num_places, i32 count, const i32* experts, const i32* firsts, const i32* counts);

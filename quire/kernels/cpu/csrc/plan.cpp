@@ -103,7 +103,7 @@ void Plan::copy_queries(std::vector<i32> rows, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (is_sharded() || is_stage_) throw std::invalid_argument("a rank or a pipeline stage has a part of the queries only");
     for (const auto& layer : layers_)
-        if (layer->latent.rank > 0) throw std::invalid_argument("the queries of latent attention cannot be copied");
+        if (layer->latent.rank > 0 || !layer->has_attention()) throw std::invalid_argument("the queries of latent attention cannot be copied");
     query_rows_ = std::move(rows);
     queries_out_ = out;
 }
@@ -179,8 +179,8 @@ void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
 }
 
 void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
-    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
-        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
+    if (entry_ != Entry::token || divides_rows() || has_homes() || group_.exchange)
+        throw std::invalid_argument("a draft head, a rank that computes some of the rows or one without shared memory has no pipeline stages");
     is_stage_ = true;
     first_layer_ = first_layer;
     is_first_stage_ = is_first;
@@ -218,6 +218,11 @@ void Plan::finish_attention(PlanLayer& l) {
         home_row_size_ = std::max<i64>(home_row_size_, l.total_heads * std::max(l.head_dim, l.latent.value));
     }
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
+    if (l.attn_gate) {
+        if (has_homes() || l.latent.rank > 0) throw std::invalid_argument("latent attention, and that of homes, has no gate");
+        l.attn_gate_form = l.attn_site.add(l.attn_gate->weight);
+        gate_size_ = std::max(gate_size_, l.attn_gate->weight.n);
+    }
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
     qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
@@ -242,7 +247,7 @@ void Plan::finish_attention(PlanLayer& l) {
     measure(l.q_site, 1);
     measure(l.key_up_site, l.num_heads);
     measure(l.value_up_site, l.num_heads);
-    max_jobs_ = std::max(max_jobs_, l.num_heads);
+    max_latent_heads_ = std::max(max_latent_heads_, l.num_heads);
     latent_size_ = std::max(latent_size_, l.head_dim);
     question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
     answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
@@ -261,8 +266,8 @@ void Plan::finish_mixture(PlanLayer& l) {
     for (size_t i = 0; i < l.experts.size(); ++i) {
         const Expert& e = l.experts[i];
         if (!l.expert_copies.empty() && l.own_copies[i] < 0) continue;
-        if (!e.gate || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
-        l.expert_site.add(e.gate->weight);
+        if ((!e.gate && l.is_expert_gated) || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
+        if (e.gate) l.expert_site.add(e.gate->weight);
         l.expert_site.add(e.up->weight);
         l.down_site.add(e.down->weight);
     }
@@ -302,11 +307,13 @@ void Plan::finish_streams(PlanLayer& l) {
 void Plan::finish_layer(PlanLayer& l) {
     if (l.is_sparse && (is_sharded() || !l.gate)) throw std::invalid_argument("a gate that is cut by its mean is whole");
     if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
-    if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
-    finish_attention(l);
+    if (!l.has_attention() && l.mixer == nullptr && !l.has_mlp()) throw std::invalid_argument("a layer without any block");
+    if (l.total_inner == 0 && l.has_mlp()) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    if (l.mixer) finish_mixer(l);
+    if (l.has_attention()) finish_attention(l);
     if (l.router) {
         finish_mixture(l);
-    } else {
+    } else if (l.down) {
         if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
         l.up_form = l.mlp_site.add(l.up->weight);
         l.down_form = l.down_site.add(l.down->weight);
@@ -352,8 +359,8 @@ void Plan::finish() {
         measure(fuse_site_, 1);
         beside_size_ = 2 * hidden_;
     }
-    jobs_.resize(std::max(max_experts_, max_jobs_));
-    packs_.resize(std::max(max_experts_, max_jobs_));
+    jobs_.resize(std::max(max_experts_, max_latent_heads_));
+    packs_.resize(std::max(max_experts_, max_latent_heads_));
 }
 
 // In a step without drafts, with few wanted rows, which are the last ones of their sequences, in order.
@@ -378,6 +385,7 @@ void Plan::find_last_ask(const StepInput& input) {
 void Plan::reserve_attention(const Batch& batch) {
     i64 attention = 64;
     for (const auto& l : layers_) {
+        if (!l->has_attention()) continue;
         AttentionJob job;
         job.kv = l->kv;
         job.num_heads = l->attended_heads();
@@ -391,6 +399,22 @@ void Plan::reserve_attention(const Batch& batch) {
     }
 }
 
+// Assign addresses to arrays that lie behind each other. `arrays` calls the function that it is given with a pointer and a number of values
+// for each; twice, first to add up the sizes, for which `reserve` then returns the memory.
+template <typename Arrays, typename Reserve>
+void lay_out(const Arrays& arrays, const Reserve& reserve) {
+    u8* base = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        arrays([&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = base == nullptr ? nullptr : reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        });
+        if (pass == 0) base = reserve(used);
+    }
+}
+
 void Plan::reserve(i32 num_tokens, const Batch& batch) {
     reserve_attention(batch);
     if (has_last_ask_) reserve_attention(last_ask_);
@@ -400,15 +424,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     // No address is valid until all are new: after a failed allocation the plan makes them again.
     capacity_ = 0;
     row_threads_ = 0;
-    // Twice: first to add up sizes, then to assign addresses.
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        u8* base = arena_.data;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(own_x_, computes_in_place() ? 0 : rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
         if (is_sharded()) {  // see reserve_shared
@@ -419,7 +435,19 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             take(extra_, rows * row_stride(hidden_));
             take(pair_out_, pairs * row_stride(hidden_));
             take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+            take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
         }
+        if (has_states_) {
+            take(mix_in_, rows * row_stride(mix_in_size_));
+            take(mix_conv_, rows * row_stride(mix_conv_size_));
+            take(mix_low_, rows * row_stride(mix_low_size_));
+            take(mix_normed_, rows * row_stride(mix_shared_size_));
+            for (float** keys : {&mix_q_, &mix_k_}) take(*keys, rows * mix_keys_);
+            for (float** values : {&mix_v_, &mix_out_}) take(*values, rows * mix_values_);
+            take(mix_decay_, rows * mix_decays_);
+            take(mix_beta_, rows * mix_heads_);
+        }
+        take(gate_rows_, gate_size_ == 0 ? 0 : rows * row_stride(gate_size_));
         if (!shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -456,11 +484,12 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(packed_scales_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_sums_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_starts_, packed_rows * own_stride(packed_groups_) + 64);
-        if (pass == 0) {
-            arena_ = Memory(0);
-            arena_ = Memory(used);
-        }
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) {
+        arena_ = Memory(0);
+        arena_ = Memory(num_bytes);
+        return arena_.data;
+    });
     x_ = own_x_;
     capacity_ = static_cast<i32>(rows);
     row_threads_ = num_threads;
@@ -470,14 +499,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
     if (num_tokens > shared_rows_) shared_rows_ = std::max(num_tokens, std::min(2 * shared_rows_, 4096));
     shared_logit_rows_ = std::max(shared_logit_rows_, num_logit_rows);
     const i64 rows = shared_rows_, pairs = rows * max_top_k_;
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         if (shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -486,6 +508,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
         take(home_rows_, home_row_size_ == 0 ? 0 : rows * row_stride(home_row_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(context_rows_, context_row_size_ == 0 ? 0 : rows * row_stride(context_row_size_));
@@ -496,8 +519,8 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(shared_logits_, static_cast<i64>(shared_logit_rows_) * vocab_);
-        if (pass == 0) base = group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return group_.rows.reserve(num_bytes); });
 }
 
 // Bytes of partial results of attention that ranks exchange at once.
@@ -527,19 +550,12 @@ void Plan::reserve_divided() {
     if (given_.batch.num_tokens > divided_capacity_) divided_capacity_ = std::max(given_.batch.num_tokens, std::min(2 * divided_capacity_, 4096));
     i64 num_counts = 0;
     for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(divided_expert_tokens_, num_counts * row_group_.size);  // the first: it is read between steps
         for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
         take(divided_x_, divided_capacity_ * row_stride(hidden_));
-        if (pass == 0) base = row_group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return row_group_.rows.reserve(num_bytes); });
 }
 
 void Plan::share_expert_tokens() {
@@ -587,10 +603,10 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
         throw std::invalid_argument("the placement of experts has " + std::to_string(copies.size()) + " experts, the layer " + std::to_string(l.experts.size()));
     std::vector<Expert> experts = l.experts;
     for (const auto& [index, expert] : added) {
-        if (index < 0 || index >= static_cast<i32>(experts.size()) || !expert.gate || !expert.up || !expert.down)
+        if (index < 0 || index >= static_cast<i32>(experts.size()) || (!expert.gate && l.is_expert_gated) || !expert.up || !expert.down)
             throw std::invalid_argument("expert " + std::to_string(index) + " does not exist or has no weights");
         Site up = l.expert_site, down = l.down_site;
-        up.add(expert.gate->weight);
+        if (expert.gate) up.add(expert.gate->weight);
         up.add(expert.up->weight);
         down.add(expert.down->weight);
         if (up.forms.size() != 1 || down.forms.size() != 1) throw std::invalid_argument("expert " + std::to_string(index) + " has another format than the others of its layer");
@@ -599,7 +615,7 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     for (size_t i = 0; i < experts.size(); ++i) {
         if (own_copies[i] < 0)
             experts[i] = {};
-        else if (!experts[i].gate)
+        else if (!experts[i].up)
             throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
     }
     l.experts = std::move(experts);

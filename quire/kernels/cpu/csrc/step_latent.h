@@ -9,6 +9,7 @@ namespace quire {
 struct StepLatent : StepExperts {
     // The modules that read the input of an attention. has_few: queries are of other rows.
     static LoraModules attention_modules(const PlanLayer& l, bool has_few) {
+        if (!l.has_attention()) return {l.index, {}};
         if (l.latent.rank > 0) return {l.index, {LoraModule::k, l.latent.q_a ? LoraModule::q_a : LoraModule::q}};
         if (!l.k) return {l.index, {LoraModule::q}};
         if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
@@ -49,7 +50,7 @@ struct StepLatent : StepExperts {
                 memcpy(heads + static_cast<i64>(head) * l.head_dim, from + static_cast<i64>(head) * head_size + latent.nope, sizeof(float) * latent.rope);
             turn_latent(l, heads, l.num_heads, in.positions[row]);
         });
-        run_heads(l, l.key_up_site, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
+        run_heads(l, l.key_up_site, HeadModule::key_up, latent.nope, plan.question_, width, head_size, [&](const LatentHead& head, i32 index, const Packed& input) {
             return job(*head.key_up, input, Finish::store, plan.qkv_ + static_cast<i64>(index) * l.head_dim + latent.rope, q_width);
         });
         each(num_rows, [&](i64 row) { scale(plan.qkv_ + row * q_width, in.positions[row]); });
@@ -58,6 +59,7 @@ struct StepLatent : StepExperts {
 
     // Rotate the first values of heads of latent rows.
     void turn_latent(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        if (l.rope < 0) return;
         if (l.latent.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, l.latent.rope);
         const Plan::Angles& a = plan.angles_[l.rope];
         kernels.elementwise->turn_heads(nullptr, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);
@@ -76,14 +78,22 @@ struct StepLatent : StepExperts {
 
     // Pack k values of every head of rows, from values on and `step` apart, and run a linear layer for each head.
     template <class Make>
-    void run_heads(const PlanLayer& l, const Site& site, i32 k, const float* values, i64 stride, i64 step, Make make) {
+    void run_heads(const PlanLayer& l, const Site& site, HeadModule module, i32 k, const float* values, i64 stride, i64 step, Make make) {
         const InputForm& form = site.forms[0];
         const i64 words = steps_of(form.kind, form.k) * static_cast<i64>(num_rows), groups = groups_of(form.k, form.group) * static_cast<i64>(num_rows);
-        each(l.num_heads, [&](i64 head) { kernels.linear->pack_rows(packed_at(form, num_rows, head * words, head * groups), 0, num_rows, values + head * step, stride, 0, k); });
+        const i64 num_products = lora.num_head_items(l.index, l.num_heads, module);
+        each(num_products + l.num_heads, [&](i64 item) {
+            const i64 head = item - num_products;
+            if (head < 0) return lora.shrink_head(*kernels.linear, item, l.index, l.num_heads, module, values, stride, step);
+            kernels.linear->pack_rows(packed_at(form, num_rows, head * words, head * groups), 0, num_rows, values + head * step, stride, 0, k);
+        });
         if (worker.rank == 0) {
             for (i32 head = 0; head < l.num_heads; ++head) {
                 plan.packs_[head] = packed_at(form, num_rows, head * words, head * groups);
                 plan.jobs_[head] = make(l.latent.heads[head], head, plan.packs_[head]);
+                if (num_products == 0) continue;
+                plan.lora_.head_sums[head] = lora.head_sum(l.index, head, module);
+                plan.jobs_[head].low_rank = &plan.lora_.head_sums[head];
             }
         }
         barrier(worker);
@@ -94,7 +104,7 @@ struct StepLatent : StepExperts {
     void leave_latent(const PlanLayer& l, const float* attended, i64 width) {
         const i64 to_width = row_stride(plan.answer_size_);
         float* const own = plan.answer_ + static_cast<i64>(l.first_head) * l.latent.value;
-        run_heads(l, l.value_up_site, l.latent.rank, attended + l.latent.rope, width, l.head_dim, [&](const LatentHead& head, i32 index, const Packed& input) {
+        run_heads(l, l.value_up_site, HeadModule::value_up, l.latent.rank, attended + l.latent.rope, width, l.head_dim, [&](const LatentHead& head, i32 index, const Packed& input) {
             return job(*head.value_up, input, Finish::store, own + static_cast<i64>(index) * l.latent.value, to_width);
         });
         wrote(own, num_rows, to_width, static_cast<i64>(l.num_heads) * l.latent.value);

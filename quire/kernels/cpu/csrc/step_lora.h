@@ -57,6 +57,28 @@ struct StepLora {
         table.shrink(*a, panel, tile.count, x, out);
     }
 
+    // As num_items, shrink and sum, for the heads of a layer, each of which has inputs of its own, `step` values apart.
+    i64 num_head_items(i32 layer, i32 num_heads, HeadModule module) const {
+        bool is_any = false;
+        for (size_t i = 0; has_rows() && i < lora->used.size(); ++i) is_any = is_any || lora->used[i][state.head_index(layer, 0, module)].a != nullptr;
+        return is_any ? static_cast<i64>(lora->tiles.size()) * num_heads * (state.padded_rank / 16) : 0;
+    }
+    void shrink_head(const LinearTable& table, i64 item, i32 layer, i32 num_heads, HeadModule module, const float* values, i64 stride, i64 step) const {
+        const i64 num_panels = state.padded_rank / 16;
+        const i32 panel = static_cast<i32>(item % num_panels), head = static_cast<i32>(item / num_panels % num_heads);
+        const LoraTile& tile = lora->tiles[item / num_panels / num_heads];
+        const Weight* const a = tile.weights[state.head_index(layer, head, module)].a;
+        if (a == nullptr || panel * 16 >= a->n) return;
+        const float* x[MAX_LORA_ROWS];
+        float* out[MAX_LORA_ROWS];
+        for (i32 i = 0; i < tile.count; ++i) {
+            x[i] = values + tile.rows[i] * stride + head * step;
+            out[i] = head_results(tile.rows[i], head) + panel * 16;
+        }
+        table.shrink(*a, panel, tile.count, x, out);
+    }
+    LowRankSum head_sum(i32 layer, i32 head, HeadModule module) const { return sum_of(state.head_index(layer, head, module), head_results(0, head), state.head_stride()); }
+
     // The number of items of `shrink_expert`.
     i64 num_expert_items(i32 num_modules) const { return static_cast<i64>(state.places.tiles.size()) * num_modules * (state.padded_rank / 16); }
 
@@ -93,19 +115,22 @@ struct StepLora {
 
     // What the epilogue of the i-th of some modules adds, after `shrink`.
     LowRankSum sum(const LoraModules& read, i32 i) const {
+        return is_adapted(read.layer, read.modules[i]) ? sum_of(read.index(i), results(0, i), state.stride()) : LowRankSum();
+    }
+
+private:
+    LowRankSum sum_of(i32 index, const float* shrunk, i64 stride) const {
         LowRankSum found;
-        if (!is_adapted(read.layer, read.modules[i])) return found;
         found.rows = lora->tables.data();
         found.next = lora->next.data();
         found.used = lora->used.data();
         found.num_used = static_cast<i32>(lora->used.size());
-        found.index = read.index(i);
-        found.shrunk = results(0, i);
-        found.stride = state.stride();
+        found.index = index;
+        found.shrunk = shrunk;
+        found.stride = stride;
         return found;
     }
-
-private:
+    float* head_results(i64 row, i64 head) const { return reinterpret_cast<float*>(state.shrunk.data) + row * state.head_stride() + head * state.padded_rank; }
     float* results(i64 row, i64 module) const {
         return reinterpret_cast<float*>(state.shrunk.data) + row * state.stride() + module * state.padded_rank;
     }

@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from quire.contracts.model_spec import GateClamp, MlpSpec, MoeSpec
+from quire.contracts.model_spec import AttentionSpec, GateClamp, LatentSpec, MlpSpec, MoeSpec, NormSpec
 from quire.kernels.reference.moe import mixture_of_experts as mixture_ref
 from quire.kernels.triton.linear import widen
-from quire.kernels.triton.lora import add_low_rank, group_pairs, group_rows
+from quire.kernels.triton.lora import add_low_rank, group_heads, group_pairs, group_rows
 from quire.kernels.triton.moe import ExpertExtras, mixture_of_experts
 from quire.kernels.triton.quantized_weights import pack_integers
+from quire.model.lora.device_heads import HeadMatrices
+from quire.model.lora.experts import LowRankPair
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 ROWS = {
@@ -129,3 +131,34 @@ def test_adapters_of_experts_give_what_merged_experts_give(kind, num_tokens, dev
             own = [merged(weight, *matrices[name], adapter) for weight, name in zip(dense, matrices, strict=True)]
         expected, rows = mixture_ref(x.cpu(), spec, router.cpu(), *(each.cpu() for each in own)), numbers == adapter
         torch.testing.assert_close(found[rows].cpu(), expected[rows.cpu()], atol=1e-4, rtol=1e-4)
+
+
+@DTYPES
+def test_heads_of_latent_attention_get_what_a_merged_projection_gives(dtype, device):
+    num_heads, rank, kv_rank, nope, value = 3, 5, 40, 20, 24
+    latent = LatentSpec(None, kv_rank, nope, 8, value, NormSpec("rms", 1e-6))
+    spec = AttentionSpec(num_heads, 1, kv_rank + 8, 1.0, latent=latent)
+    holder = HeadMatrices.zeros(3, 8, spec, dtype, device)
+    pairs = [
+        LowRankPair(
+            random(rank, kv_rank, dtype=dtype, device=device, seed=5 + number),
+            random(num_heads * (nope + value), rank, dtype=dtype, device=device, seed=9 + number),
+        )
+        for number in range(3)
+    ]
+    for number, pair in enumerate([pairs[2], None, pairs[1]]):
+        holder.set(number, pairs[number], spec)
+        holder.set(number, pair, spec)
+    adapters = [0, -1, 2, 1, 0, 0, 2] * 3
+    groups = group_heads(torch.tensor(adapters, dtype=torch.int32, device=device), 3, num_heads)
+    q = random(len(adapters), num_heads, nope + 8, dtype=dtype, device=device, seed=3)[..., :nope]
+    attended = random(len(adapters), num_heads, kv_rank, dtype=dtype, device=device, seed=4)
+    y_keys, y_values = torch.ones_like(attended), q.new_ones(len(adapters), num_heads, value)
+    found = holder.add_to_keys(y_keys.clone(), q, groups), holder.add_to_values(y_values.clone(), attended, groups)
+    for row, adapter in enumerate(adapters):
+        pair = {0: pairs[2], 2: pairs[1]}.get(adapter)
+        up = q.new_zeros(num_heads, nope + value, kv_rank) if pair is None else (pair.b @ pair.a).view(num_heads, -1, kv_rank)
+        want = torch.einsum("hn,hnr->hr", q[row], up[:, :nope]), torch.einsum("hr,hvr->hv", attended[row], up[:, nope:])
+        tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 3e-2, "rtol": 3e-2}
+        torch.testing.assert_close(found[0][row], y_keys[row] + want[0], **tolerance)
+        torch.testing.assert_close(found[1][row], y_values[row] + want[1], **tolerance)
