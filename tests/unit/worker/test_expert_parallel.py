@@ -112,8 +112,9 @@ def test_gpus_take_all_options_but_moves():
     report = replace(inspect_model(_config()), device="cuda:0")
     for option in ({"num_redundant_experts": 2}, {"expert_capacity_factor": 1.25}):
         check_experts(_config(**option), report)
-    with pytest.raises(ConfigError, match="enable_eplb is for ranks on CPUs, but device is 'cuda:0'"):
-        check_experts(_config(enable_eplb=True), report)
+    for option in ({"enable_eplb": True}, {"save_expert_placement": "placement.json"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))} is for ranks on CPUs, but device is 'cuda:0'"):
+            check_experts(_config(**option), report)
 
 
 def test_ranks_divide_the_memory_and_copies_add_to_it():
