@@ -358,7 +358,7 @@ def test_aborted_requests_leave_nothing_behind_and_others_get_their_tokens(cold)
             output.request_id: output.outputs[0].token_ids for output in found if output.request_id in kept and output.finished
         }
         assert ended == expected
-        assert wait_until(lambda: not engine.remote_prefill.take_ready(0.0) and not engine.remote_prefill._abandoned)
+        assert wait_until(lambda: not engine.remote_prefill.take_ready(0.0) and not engine.remote_prefill.num_under_way)
         check_nothing_is_held(engine)
         assert wait_until(lambda: not peer.engine.prefill.num_lendings and not peer.engine.scheduler.has_unfinished)
         check_nothing_is_held(peer.engine)
@@ -434,8 +434,8 @@ def test_prefill_engine_that_is_killed_or_stopped_between_pages_is_given_up(cold
             engine = llm.llm_engine
             expected = cold.generate(PREFIX, SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)[0]
             engine.add_request("one", PREFIX, SamplingParams(temperature=0.0, max_tokens=8))
-            transfer = engine.remote_prefill._transfers["one"]
-            assert wait_until(lambda: transfer.pull.num_done >= 2)
+            pull = engine.remote_prefill.pulls["one"]
+            assert wait_until(lambda: pull.num_done >= 2)
             subprocess.run(["kill", f"-{sent.upper()}", str(process.pid)], check=True)
             began_s, outputs = time.monotonic(), []
             while engine.has_unfinished_requests():
@@ -487,9 +487,7 @@ def test_a_prefill_engine_keeps_no_timelines_of_its_jobs(tmp_path):
         run(llm, PROMPTS[:2])
         assert outcomes(llm) == {"complete": 2}
         assert wait_until(lambda: peer.engine.prefill.tier_stats().num_pages == 0)
-        timelines = peer.engine.scheduler.timelines
-        assert not timelines._events
-        assert not timelines._lives
+        assert peer.engine.scheduler.timelines.num_held == 0
 
 
 @needs_native
