@@ -63,7 +63,10 @@ class NativeMixerBuilder:
     set_norm: SetsNorm
 
     def build(self, spec: MixerSpec, prefix: str, heads: HeadRange | None) -> Any:
-        """Return a native mixer, without its last projection, and without the factor on its input; heads: see LayerShard.mixer_heads, None: all."""
+        """Return a native mixer, without its last projection, and without the factor on its input.
+
+        heads  see LayerShard.mixer_heads; None: all
+        """
         mixer = self.native.Mixer(_KINDS[type(spec)])
         own = mixer_heads(spec, 0, (1.0,)) if heads is None else heads
         mixer.taps = spec.conv_size
@@ -106,7 +109,11 @@ class NativeMixerBuilder:
         values, keys = _scaled(own.heads, spec.head_dim), _scaled(own.kv_heads, spec.state_size)
         num_keys = spec.num_groups * spec.state_size
         channels = [values, _moved(keys, spec.channels), _moved(keys, spec.channels + num_keys)]
-        parts = [*(_moved(part, spec.channels) for part in channels), values, _moved(own.heads, spec.channels + spec.conv_channels)]
+        parts = [
+            *(_moved(part, spec.channels) for part in channels),
+            values,
+            _moved(own.heads, spec.channels + spec.conv_channels),
+        ]
         self._add_parts(mixer, f"{prefix}mamba.in", parts)
         self._set_conv(mixer, prefix, channels)
         scales = spec.scales

@@ -256,7 +256,11 @@ class ModelShard:
         if module.startswith("experts.") and layer.experts is not None:
             return (len(layer.experts.experts), *shape[1:])
         if module.startswith("experts."):
-            return (shape[0], layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
+            return (
+                shape[0],
+                layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size,
+                *shape[2:],
+            )
         return shape
 
     def _mixer_shape(self, layer: LayerShard, name: str, own: Shape, shape: Shape) -> Shape:

@@ -14,6 +14,7 @@ import torch
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import counts_experts
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
@@ -62,6 +63,7 @@ from quire.worker.device.memory import (
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
+from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
@@ -92,6 +94,7 @@ def build_device_runner(
     if config.nvtx_ranges and device.type != "cuda":
         raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
     sizes = step_sizes(config, report, num_batched_tokens)
+    warn_lossy(config)
     if config.parallel.world_size > 1:
         built = build_leader(config, device, report, sizes)
     else:
@@ -159,6 +162,9 @@ def _start_ranks(
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
+        placements = placements_of(told.expert_ranks, report.spec)
+        if placements is not None and group.stage is None:
+            built.executor.place_experts(placements, config.parallel.shares)
         built.executor.lead()
     except WorkerError:
         workers.wait_ready()  # raises what the rank at fault has failed with, in its class
@@ -206,6 +212,8 @@ def build_rank(
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
         logger.info(decoder.fusion)
+        if counts_experts(config) and stage is None:
+            decoder.watch_experts(config.lossy_routing)
         kv = report.memory.kv
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
@@ -308,12 +316,12 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+    shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = KvSpec.on_device(group.stage.rank_specs[0], kv.block_size, kv.dtype, kv.window_tokens is not None)
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, has_expert_ranks=has_experts)
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
     return Precompilation(order, parameters)
 
 

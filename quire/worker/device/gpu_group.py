@@ -39,6 +39,7 @@ from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import device_weight_bytes, estimate_memory, rank_device
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.stages import device_stages, place_of
+from quire.worker.expert_parallel import Placements, find_placements, placement_lists, placements_in, placements_of
 from quire.worker.parallel_launch import config_fields, launched_group
 from quire.worker.pipeline_stage import StagePlace
 
@@ -59,10 +60,12 @@ def hosts_of(store: Store, rank: int, size: int) -> list[int]:
 class RankConfig:
     """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
 
-    config       with the folder of the model, and with what the leader has settled, such as the layers of each stage
-    is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
-    slots_file   descriptor of the memory of the host tier, which all inherit; -1: there is none
-    options      that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty
+    config        with the folder of the model, and with what the leader has settled, such as the layers of each stage. The
+                  files of expert_placement and expert_load are the leader's; expert_ranks has what they say
+    is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
+    slots_file    descriptor of the memory of the host tier, which all inherit; -1: there is none
+    options       that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty
+    expert_ranks  with expert parallelism: for each layer that has experts, in order, those of each rank
     """
 
     config: EngineConfig
@@ -70,6 +73,7 @@ class RankConfig:
     is_on_gpu: bool
     slots_file: int = -1
     options: dict[str, str] = field(default_factory=dict[str, str])
+    expert_ranks: tuple[list[list[int]], ...] | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes, slots_file: int = -1) -> RankConfig:
@@ -82,23 +86,23 @@ class RankConfig:
             block_size=report.memory.kv.block_size,
             speculative_config=None,  # drafts are made by the leader
             pipeline_layers=tuple(stage.num_layers for stage in _stages(config, report)),
+            expert_placement="linear",
+            expert_load=None,
         )
         options = {} if launched_group(config) is None else config_fields(config)
-        return cls(settled, sizes, report.device != "interpreter", slots_file, options)
+        placements = placement_lists(find_placements(config, report.spec))
+        return cls(settled, sizes, report.device != "interpreter", slots_file, options, placements)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
-        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes)} | {
-            "is_on_gpu": self.is_on_gpu,
-            "slots_file": self.slots_file,
-            "options": self.options,
-        }
+        return dataclasses.asdict(self) | {"sizes": list(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        sizes = StepSizes(*fields["sizes"])
-        return cls(EngineConfig(**fields["config"]), sizes, fields["is_on_gpu"], fields["slots_file"], fields["options"])
+        experts = None if fields["expert_ranks"] is None else tuple(fields["expert_ranks"])
+        config, sizes = EngineConfig(**fields["config"]), StepSizes(*fields["sizes"])
+        return cls(config, sizes, fields["is_on_gpu"], fields["slots_file"], fields["options"], experts)
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank, by its number on its host. Raises ConfigError if it is not there."""
@@ -121,16 +125,18 @@ class RankConfig:
 
     def shard(self, place: StagePlace) -> DeviceShard:
         """Return the part of a rank of the layers of its stage."""
-        return self._shard(place.stage.spec(self.spec()), place.tensor_rank)
+        spec = self.spec()
+        placements = placements_in(placements_of(self.expert_ranks, spec), place.stage.start, place.stage.stop)
+        return self._shard(place.stage.spec(spec), place.tensor_rank, placements)
 
     def rank_specs(self, place: StagePlace) -> list[ModelSpec]:
         """Return the whole model as each tensor-parallel rank of a stage runs it."""
         spec, size = self.spec(), place.num_tensor_ranks
-        return [spec] if size == 1 else [self._shard(spec, rank).local_spec for rank in range(size)]
+        placements = placements_of(self.expert_ranks, spec)
+        return [spec] if size == 1 else [self._shard(spec, rank, placements).local_spec for rank in range(size)]
 
-    def _shard(self, spec: ModelSpec, tensor_rank: int) -> DeviceShard:
-        config = self.config
-        return DeviceShard.of(spec, tensor_rank, config.parallel.shares, config.deterministic, config.enable_expert_parallel)
+    def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
+        return DeviceShard.of(spec, tensor_rank, self.config.parallel.shares, self.config.deterministic, placements)
 
     def report(self, rank: int, device: torch.device) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""

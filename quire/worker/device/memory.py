@@ -30,6 +30,7 @@ from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.device.stages import device_stages, place_of
+from quire.worker.expert_parallel import find_placements
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
 from quire.worker.pipeline_plan import StageMemory
@@ -334,8 +335,8 @@ def _part_of(
     """Return the shapes of a rank's parameters, and the whole model with its part of each layer. Raises ConfigError."""
     is_tied = "lm_head.weight" not in shapes
     if place.num_tensor_ranks > 1:
-        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
-        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, has_experts)
+        shares, placements = config.parallel.shares, find_placements(config, spec)
+        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, placements)
         shapes, spec = shard.shapes(), shard.local_spec
     return place.stage.select(shapes, is_tied), spec
 

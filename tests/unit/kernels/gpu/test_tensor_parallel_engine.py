@@ -15,6 +15,7 @@ from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
 from quire.kernels.native import load_native
 from quire.model import device_experts
+from quire.parallel.expert_files import read_loads
 from quire.worker import parallel_launch
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
@@ -141,15 +142,21 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", bytes_of_all_rows)
     folder = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     params = SamplingParams(temperature=0.9, logprobs=2, max_tokens=3, **COMMON)
-    found = []
-    for options in ({"size": 1}, {"size": 2, "enable_expert_parallel": True}):
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
+    found, tokens, path = [], [], tmp_path / "load.json"
+    placed = {"size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1}
+    for options in ({"size": 1, "save_expert_load": str(path)}, placed):
         llm = engine(folder, deterministic=True, **options)
         found.append(outputs_of(llm, PROMPTS, params))
+        stats = llm.llm_engine.stats.experts
+        tokens.append([layer.tokens for layer in stats])
+        assert [sum(layer.rank_tokens) for layer in stats] == [sum(layer.tokens) * (options["size"] - 1) for layer in stats]
         if options["size"] > 1:
             counts = llm.llm_engine.stats.ranks[0].collectives
             assert ("all_to_all" in counts) == (bytes_of_all_rows == 0)
         llm.close()
     assert found[0] == found[1]
+    assert tokens[0] == tokens[1] == list(read_loads(str(path), {0: 4, 1: 4}).values())
 
 
 STAGES = {"size": 1, "pipeline_parallel_size": 2}
