@@ -12,7 +12,7 @@ from quire.base.renamed_option import take_old_name
 from quire.base.threads import check_num_threads
 from quire.contracts.expert_options import EplbConfig, LossyRouting, check_experts, take_redundant
 from quire.contracts.option_checks import check_budget, is_int, require
-from quire.contracts.parallel import EXECUTOR_BACKENDS, ParallelConfig
+from quire.contracts.parallel import EXECUTOR_BACKENDS, REPLICA_BACKENDS, ParallelConfig
 from quire.contracts.scheduler_config import KV_SAVES, POLICIES, KvSave
 from quire.contracts.speculative import SpeculativeConfig
 
@@ -120,14 +120,14 @@ class EngineConfig:
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
-    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without pipeline
-                            stages and prefill_context_parallel_size
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. Without pipeline stages and
+                            prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
-                            tokens
+                            tokens. On a CPU
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
     save_expert_placement   write the placement to this file when experts have moved, and when the engine is closed
     expert_capacity_factor  lossy, changes outputs: an expert takes at most this many times the mean of a step (1 to 8; usual:
-                            1.2 to 1.5), the rest goes to the next best experts; None: no limit. On a CPU, as the next two
+                            1.2 to 1.5), the rest goes to the next best experts; None: no limit
     expert_bias_rate        lossy, changes outputs: busy experts are chosen less, by a bias that changes by this much in a step
                             (1e-6 to 0.05) and is at most 0.05; None: off
     expert_min_share        lossy, changes outputs: experts with less than this share (0.001 to 1) of the weight of a token's
@@ -137,11 +137,13 @@ class EngineConfig:
                             memory are divided among them; max_num_seqs, num_kv_blocks, kv_cache_memory_bytes and all else
                             are those of each replica
     data_parallel_threads   threads of each replica, in place of num_threads: (2, 1); None: num_threads, or the cores, divided
+    data_parallel_backend   who starts the replicas of `quire serve`: "mp": the server, on its host; "ray": Ray, on any node of
+                            its cluster, as actors with num_threads CPUs each
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     pipeline_parallel_size  processes that each have a range of the layers (a stage) with its KV cache, and num_threads divided
                             by their number; they compute steps of different sequences at the same time. With
-                            tensor_parallel_size each stage is so many processes; with a launcher they may be on several hosts.
-                            The same tokens at any number. On a CPU
+                            tensor_parallel_size each stage is so many processes; on CPUs with a launcher they may be on several
+                            hosts. The same tokens at any number. On GPUs each process has one
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
@@ -223,6 +225,7 @@ class EngineConfig:
     expert_min_share: float | None = None
     data_parallel_size: int = 1
     data_parallel_threads: tuple[int, ...] | None = None
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
     host_memory_bytes: int | None = None
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
@@ -286,7 +289,6 @@ class EngineConfig:
         ):
             value = getattr(self, name)
             require(value is None or is_int(value, 1), name, value, "None or an integer >= 1")
-        check_num_threads("num_threads", self.num_threads)
         self._check_replicas()
         take_redundant(self)
         check_experts(self)
@@ -468,6 +470,20 @@ class EngineConfig:
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size
+        allowed = f"one of {REPLICA_BACKENDS}"
+        require(self.data_parallel_backend in REPLICA_BACKENDS, "data_parallel_backend", self.data_parallel_backend, allowed)
+        if self.data_parallel_backend == "mp":  # otherwise the cores are those of other hosts
+            check_num_threads("num_threads", self.num_threads)
+        elif self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "data_parallel_backend and distributed_executor_backend are both 'ray': Ray starts a replica on one node, "
+                "and the replica its ranks, with distributed_executor_backend='spawn' or None"
+            )
+        elif self.prefill_listen is not None:
+            raise ConfigError(
+                f"prefill_listen is {self.prefill_listen!r} and data_parallel_backend 'ray', which may start the engine on "
+                "another node: start a server on each node instead"
+            )
         if threads is not None:
             allowed = f"None or a sequence of {size} integers >= 1, one for each replica (data_parallel_size)"
             is_sequence = isinstance(threads, tuple | list) and len(threads) == size and all(is_int(one, 1) for one in threads)
@@ -477,7 +493,7 @@ class EngineConfig:
                     f"num_threads ({self.num_threads}) and data_parallel_threads ({threads!r}) both say how many threads the "
                     "replicas have: give one of them"
                 )
-            for number in threads:
+            for number in threads if self.data_parallel_backend == "mp" else ():
                 check_num_threads("data_parallel_threads", number)
             object.__setattr__(self, "data_parallel_threads", tuple(threads))
         if size > 1 and isinstance(self.device, str) and self.device.startswith("cuda:"):

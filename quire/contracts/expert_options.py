@@ -73,6 +73,11 @@ class LossyRouting:
         return bool(self.capacity_factor or self.bias_rate or self.min_share)
 
 
+def counts_experts(config: EngineConfig) -> bool:
+    """Return whether statistics have the tokens of experts on every device; on a CPU they always have."""
+    return config.enable_expert_parallel or config.save_expert_load is not None or bool(config.lossy_routing)
+
+
 def take_redundant(config: EngineConfig) -> None:
     """Read eplb_config, and take its num_redundant_experts. Called while the configuration is made."""
     if config.eplb_config is None:
@@ -125,9 +130,10 @@ def check_experts(config: EngineConfig) -> None:
 
 
 def _check_engines(config: EngineConfig) -> None:
-    """Check against options of stages, of ranks with the whole model, each of which counts its own rows, and of replicas."""
+    """Check against options of stages, which do not move experts, of ranks with the whole model, each of which counts its own
+    rows, and of replicas."""
     refused = {
-        "pipeline_parallel_size": ("enable_eplb", "save_expert_load", "save_expert_placement"),  # which count loads
+        "pipeline_parallel_size": ("enable_eplb", "save_expert_placement"),
         "prefill_context_parallel_size": ("enable_expert_parallel", "save_expert_load"),
     }
     for other, names in refused.items():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.expert_options import LossyRouting
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -25,7 +26,6 @@ from quire.contracts.model_spec import (
 from quire.kernels.reference.activation import apply_xielu, cut_gate
 from quire.kernels.reference.altup import join_streams, split_streams
 from quire.kernels.reference.norm import normalize as normalize_by_torch
-from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
@@ -52,6 +52,7 @@ from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
 from quire.model.device_refusal import check_on_device
+from quire.model.device_routing import DeviceRouting, RealRows, RoutingCounts, read_counts
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
@@ -118,11 +119,9 @@ class DeviceDecoder:
             head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
             self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
         fill_missing_weights(own, spec, self.dtype, device)
-        self._embed = DeviceEmbedding(spec, weights, self.dtype, ranks) if is_first else None
+        self._embed = DeviceEmbedding(spec, weights, self.dtype, is_in_order, ranks) if is_first else None
         self.embedding = None if self._embed is None else self._embed.linear
         self._final_norm = norm_of(own, "final_norm", spec.final_norm) if is_last else None
-        per_layer = None if spec.per_layer_inputs is None else own["per_layer_proj.weight"]
-        self._per_layer_proj = None if per_layer is None else DeviceLinear((per_layer,), None, is_in_order)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         tables = {rope: rope_of(rope, max_model_len, switch_len, self.dtype, device) for rope in ropes}
         self.num_long_rope_rows = max_model_len
@@ -135,6 +134,7 @@ class DeviceDecoder:
         self.is_fused = True
         self._tapped: dict[int, int] = {}
         self._features: Tensor | None = None
+        self._real_rows: RealRows | None = None
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
@@ -153,6 +153,17 @@ class DeviceDecoder:
     def offloaded_bytes(self) -> int:
         """Bytes of the weights that are in host memory."""
         return 0 if self._offload is None else self._offload.num_bytes
+
+    def watch_experts(self, lossy: LossyRouting) -> None:
+        """Count the tokens of the experts of each layer from now on, and change choices as `lossy` says. Before the first step,
+        on all ranks alike."""
+        self._real_rows = RealRows()
+        for layer in self._layers:
+            layer.watch_experts(lossy, self._real_rows)
+
+    def expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer; None: it has no experts, or they are not watched. Waits for launched steps."""
+        return read_counts([layer.routing for layer in self._layers])
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
@@ -187,9 +198,11 @@ class DeviceDecoder:
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
         # The first layer changes x in place.
         embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
-        inputs = LayerInputs(self._per_layer_inputs(token_ids, x), embeddings)
+        inputs = LayerInputs(None if self._embed is None else self._embed.per_layer_inputs(token_ids, x), embeddings)
         if self._offload is not None:
             self._offload.begin()
+        if self._real_rows is not None:
+            self._real_rows.begin(step.slots)
         if self.ranks is not None and self._divides_norms(x):
             norm = self._layers[0].first_norm
             y = x if norm is None else normalize(x, norm)
@@ -259,14 +272,6 @@ class DeviceDecoder:
         if not isinstance(stack, Tensor):
             raise InvariantError(f"{name} is quantised")
         return stack
-
-    def _per_layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
-        """Return the inputs [T, layers, size] that layers get besides the residual; None: the model has none."""
-        spec, own = self.spec.per_layer_inputs, self._weights.tensors
-        if spec is None or self._per_layer_proj is None:
-            return None
-        embedding, norm = own["per_layer_embed.weight"], own["per_layer_norm.weight"]
-        return per_layer_inputs(token_ids, x, spec, embedding, self._per_layer_proj, norm)
 
     def _keep(self, rows: Tensor, column: int | None) -> None:
         """Copy rows [T, hidden_size] to a column of the features; None: they are not needed."""
@@ -345,11 +350,20 @@ class DeviceLayer:
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
         self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
+        self.routing: DeviceRouting | None = None
         self._own = own
         self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
+
+    def watch_experts(self, lossy: LossyRouting, rows: RealRows) -> None:
+        """See DeviceDecoder."""
+        if isinstance(self._spec.mlp, MoeSpec):
+            router = self._own["router.weight"]
+            self.routing = DeviceRouting(self._spec.mlp, lossy, rows, self._correction, router.device)
+        if self._exchange is not None:
+            self._exchange.needs_all_rows = bool(lossy)
 
     @property
     def first_norm(self) -> Norm | None:
@@ -546,6 +560,8 @@ class DeviceLayer:
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
+            if self.routing is not None:
+                extra = self.routing.watched(extra, logits, is_noted=self._exchange is not None)
             out, kind = self._run_experts(read, logits, spec, extra)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
@@ -582,7 +598,8 @@ class DeviceLayer:
             return out, "sum" if is_sum else "columns"
         given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order, extra.biases
         routes = route_pairs(logits, spec, x.dtype, extra)
-        out, is_part = self._exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given))
+        note = None if self.routing is None else self.routing.note
+        out, is_part = self._exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given), note)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

@@ -80,14 +80,9 @@ def check_backend(config: EngineConfig) -> None:
 def _check_launchable(config: EngineConfig, reason: str) -> None:
     """Raise ConfigError where another than the leader is to start ranks that only the leader can start."""
     device = choose_device(config)
-    num_stages = config.pipeline_parallel_size
     for what, is_there in (
-        (
-            f"the stages of a pipeline (pipeline_parallel_size {num_stages})",
-            num_stages > 1 and config.distributed_executor_backend is not None,
-        ),
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
-        (f"ranks on GPUs (device {device})", device is not None),
+        (f"ranks on GPUs (device {device})", device is not None and config.distributed_executor_backend is not None),
         (
             f"groups that divide prompts (prefill_context_parallel_size {config.prefill_context_parallel_size})",
             config.prefill_context_parallel_size > 1 and config.tensor_parallel_size > 1,
@@ -110,7 +105,9 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
     if rendezvous is None or rendezvous.rank == 0:
         return None
     # They import this module's neighbours.
-    if config.pipeline_parallel_size > 1:
+    if choose_device(config) is not None:
+        from quire.worker.device.gpu_worker import main
+    elif config.pipeline_parallel_size > 1:
         from quire.worker.pipeline_worker import main
     else:
         from quire.worker.parallel_worker import main
@@ -127,16 +124,21 @@ def launch_options(config: EngineConfig, **more: Any) -> LaunchOptions:
     )
 
 
-def start_workers(config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions) -> WorkerGroup | RemoteWorkers:
-    """Start the workers of the configuration's group, or wait for those that a launcher has started; this process is rank 0."""
+def start_workers(
+    config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions, module: str = WORKER_MODULE
+) -> WorkerGroup | RemoteWorkers:
+    """Start the workers of the configuration's group, or wait for those that a launcher has started; this process is rank 0.
+
+    module  run by those that are started, see spawn_workers
+    """
     rendezvous = launched_group(config)
     if rendezvous is not None:
         if rendezvous.rank != 0:
             raise WorkerError(f"this process is rank {rendezvous.rank}: the engine runs on rank 0", rendezvous.rank)
         return lead_group(rendezvous, rank_config, options)
     if config.distributed_executor_backend == "ray":
-        return start_ray_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
-    return spawn_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
+        return start_ray_workers(module, config.parallel.world_size, rank_config, options)
+    return spawn_workers(module, config.parallel.world_size, rank_config, options)
 
 
 # What all ranks must have alike

@@ -9,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 import zmq
 
-from quire.serving.engine_client.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, is_readable
+from quire.serving.engine_client.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, beat, is_readable
 from quire.serving.engine_client.messages import Lost, Start, ToEngine
 
 _MAX_QUEUED_FRAMES = 10_000
@@ -32,6 +32,10 @@ class EnginePort:
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.LINGER, _FLUSH_MS)
+        if start.server_key:
+            beat(self.socket)
+            self.socket.curve_serverkey = start.server_key
+            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
         self.socket.connect(start.address)
         self._poller = zmq.Poller()
         self._poller.register(self.socket, zmq.POLLIN)

@@ -24,7 +24,7 @@ from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
-from quire.kv.device_pages import DevicePages
+from quire.kv.device_pages import DevicePages, PageShare
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.device_decoder import DeviceDecoder
@@ -79,6 +79,7 @@ from quire.worker.device.sampling_table import SamplingTable, draw_on_device
 from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
 from quire.worker.device.staging import NUM_READBACKS, Staged, Staging, waits_by
+from quire.worker.expert_parallel import PlacedLoads, Placements, expert_stats, with_routing_counts
 from quire.worker.state_table import StateTable
 from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
@@ -138,6 +139,7 @@ class GpuStepExecutor:
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
         self._sleeping: SleepingMemory | None = None
+        self._placed: PlacedLoads | None = None
         self.host_slab: HostSlab | None = None
         self._pages: DevicePages | None = None
         self._logit_rows: list[int] = []  # of the step that was started last
@@ -206,13 +208,17 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
-        """Make the slab of the host tier, if it has any pages; see HostSlab and DevicePages."""
+    def open_host_tier(self, num_pages: int, is_shared: bool = False, share: PageShare | None = None) -> None:
+        """Make the slab of the host tier, if it has any pages, or map it; see HostSlab and DevicePages.
+
+        share  of each page, where several ranks have one
+        """
         if num_pages > 0:
-            page_bytes = self._pool.spec.bytes_per_block
-            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes)
+            page_bytes, file = (self._pool.spec.bytes_per_block, None) if share is None else (share.page_bytes, share.file)
+            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
             with torch.inference_mode(), self._decoder.on_device():
-                self._pages = DevicePages(self._pool, self.host_slab)
+                first_byte = 0 if share is None else share.first_byte
+                self._pages = DevicePages(self._pool, self.host_slab, first_byte=first_byte)
                 self._pages.warm_up()
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
@@ -253,8 +259,13 @@ class GpuStepExecutor:
         """See StepExecutor. The changes are sent with the step."""
         self._entries, self._block_copies = entries, block_copies
         if self._pages is not None:
-            self._pages.use(block_id for _, _, block_ids in entries for block_id in block_ids)
-            self._pages.use(block_id for copy in block_copies for block_id in copy)
+            used = [block_id for _, _, block_ids in entries for block_id in block_ids]
+            self.use_blocks([*used, *(block_id for copy in block_copies for block_id in copy)])
+
+    def use_blocks(self, block_ids: Sequence[int]) -> None:
+        """Have the next steps wait for pages that are being loaded into these blocks; only with a host tier."""
+        if self._pages is not None:
+            self._pages.use(block_ids)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor. The moves are made with the next step that is started, also if one fails before that."""
@@ -371,8 +382,17 @@ class GpuStepExecutor:
         self.first_window_block = pool.num_blocks if self._has_windows else None
 
     def expert_stats(self) -> list[ExpertStats]:
-        """See StepExecutor: they are not counted."""
-        return []
+        """See StepExecutor: where the decoder watches them. Waits for launched steps."""
+        if not isinstance(self._decoder, DeviceDecoder):
+            return []
+        with self._decoder.on_device():
+            counts = self._decoder.expert_counts()
+        stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
+        return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
+
+    def place_experts(self, placements: Placements, shares: Sequence[float]) -> None:
+        """Say where the experts of each layer are, for their statistics."""
+        self._placed = PlacedLoads(placements, shares)
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""

@@ -6,37 +6,51 @@ Run by the leader as `python -m quire.worker.device.gpu_worker`, see quire.paral
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.config import EngineConfig
+from quire.model.resolve import resolve_model
 from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
 from quire.worker.device.staged_call import GpuCall, decode_staged
+from quire.worker.parallel_launch import own_fingerprint
+from quire.worker.parallel_messages import decode_page_moves
 
 
 def main(context: WorkerContext) -> None:
     """Load the part, then follow the leader until it closes the group."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // context.size))  # that load weights
+    torch.set_num_threads(max(1, torch.get_num_threads() // (context.num_on_host or context.size)))  # that load weights
     told = RankConfig.from_json(context.config)
-    config, device = told.config, told.device(context.rank)
+    if context.exchange is not None and isinstance(context.own, EngineConfig):
+        folder = resolve_model(context.own.model, context.own.revision)  # of this host
+        told = replace(told, config=replace(told.config, model=str(folder)))
+    config = told.config
+    if told.options:
+        context.startup.stage("comparing ranks")
+        check_fingerprints(context.communicator, own_fingerprint(context.own, Path(config.model), told.options))
+    device = told.device(context.rank if context.local_rank is None else context.local_rank)
     context.startup.stage("inspecting the model")
-    report = told.report(context.rank)
+    report = told.report(context.rank, device)
     context.startup.stage("connecting")
     group = GpuGroup.connect(context, context.connect_store(), device, told)
     context.startup.stage("loading weights")
     built = build_rank(config, device, report, told.sizes, group)
     context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
-    follower = Follower(built.executor)
+    follower = Follower(built.executor, group)
     while True:
         message = context.ring.receive()
         if message is None:
             continue
-        if follower.follow_sleep(GpuCall(int(message.header[0]))):
+        if follower.follow_waiting(GpuCall(int(message.header[0]))):
             context.communicator.barrier()  # the leader waits in it
         else:
             follower.follow(message)
@@ -45,18 +59,23 @@ def main(context: WorkerContext) -> None:
 class Follower:
     """Makes the calls of the leader's executor on this rank's. It reads nothing back."""
 
-    def __init__(self, executor: GpuStepExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: GpuStepExecutor, group: GpuGroup) -> None:
+        self._executor, self._group = executor, group
         self._hidden: dict[int, Tensor] = {}  # of the last steps that kept them, by Launched.place
         self._num_kept = 0
+        self._num_moved = 0
 
-    def follow_sleep(self, call: GpuCall) -> bool:
-        """Sleep or wake up if the leader has; return whether it was such a call."""
+    def follow_waiting(self, call: GpuCall) -> bool:
+        """Make a call of the leader that it waits for: to sleep, to wake up, or to end all copies of pages; return whether it
+        was such a call."""
         if call is GpuCall.SLEEP:
             self._hidden.clear()
             self._executor.sleep()
         elif call is GpuCall.WAKE_UP:
             self._executor.wake_up()
+        elif call is GpuCall.SETTLE_PAGES:
+            with self._executor.step_scope():
+                self._note_moved(waits=True)
         else:
             return False
         return True
@@ -64,6 +83,7 @@ class Follower:
     def follow(self, message: RingMessage) -> None:
         """Make the call of a message; it returns before the device is done."""
         call = GpuCall(int(message.header[0]))
+        self._note_moved(waits=False)
         with self._executor.step_scope():
             if call is GpuCall.STAGED:
                 staged_call, staged = decode_staged(message)
@@ -76,8 +96,19 @@ class Follower:
                 if self._executor.samples:
                     first, last, place = message.header[1:4].tolist()
                     self._executor.logits_of(self._hidden[place][first:last])
+            elif call is GpuCall.MOVE_PAGES:
+                self._executor.move_pages(0, *decode_page_moves(message))
+            elif call is GpuCall.USE_BLOCKS:
+                self._executor.use_blocks(message.arrays[0].tolist())
             else:
                 raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+
+    def _note_moved(self, waits: bool) -> None:
+        """Tell the leader which page moves have ended; waits: all, when they have."""
+        num_ended = len(self._executor.take_moved(waits))
+        if num_ended and self._group.moves is not None:
+            self._num_moved += num_ended
+            self._group.moves.set(self._group.rank, self._num_moved)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,7 +19,8 @@ from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.device_sampler import SampledRows
@@ -28,6 +30,7 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
+from quire.worker.parallel_messages import encode_page_moves
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -56,6 +59,8 @@ class LeaderGpuExecutor(GpuStepExecutor):
             raise InvariantError("the leader of a group has workers")
         self._group, self._workers, self._is_leading = group, group.workers, False
         self._num_kept = 0  # steps whose hidden states are kept
+        self._page_moves: deque[tuple[int, bool]] = deque()  # not ended on all ranks: the step, and whether it loads pages
+        self._num_moved = self._num_moved_here = 0
         super().__init__(decoder, pool, sizes, graphs, library)
 
     def lead(self) -> None:
@@ -63,7 +68,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._is_leading = True
 
     @property
-    def workers(self) -> SpawnedWorkers:
+    def workers(self) -> WorkerGroup | RemoteWorkers:
         """The other ranks."""
         return self._workers
 
@@ -108,12 +113,46 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See RowProcessor: the other ranks get no masks."""
         return False
 
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover: every rank copies its share of each page."""
+        with self._scope():
+            _, arrays = encode_page_moves(saves, loads)
+            self._workers.ring.send([GpuCall.MOVE_PAGES], arrays)
+            super().move_pages(step_id, saves, loads)
+        self._page_moves.append((step_id, bool(loads)))
+
+    def use_blocks(self, block_ids: Sequence[int]) -> None:
+        """See GpuStepExecutor. Another rank may still load pages that this one has loaded."""
+        with self._scope():
+            if block_ids and any(has_loads for _, has_loads in self._page_moves):
+                self._workers.ring.send([GpuCall.USE_BLOCKS], [np.array(block_ids, np.int64)])
+            super().use_blocks(block_ids)
+
+    def take_moved(self, waits: bool) -> tuple[int, ...]:
+        """See AsyncPageMover: a move is done when it is on all ranks, which say so when they get a message."""
+        with self._scope():
+            has_others = waits and bool(self._page_moves)
+            if has_others:
+                self._workers.ring.send([GpuCall.SETTLE_PAGES])
+            self._num_moved_here += len(super().take_moved(waits))
+            if has_others:
+                self._workers.communicator.barrier()
+        moves = self._group.moves
+        if moves is None:
+            return ()
+        moves.set(0, self._num_moved_here)
+        count = moves.least() - self._num_moved
+        self._num_moved += count
+        return tuple(self._page_moves.popleft()[0] for _ in range(count))
+
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""
         found = self._workers.stats()
         found[0] = replace(found[0], collectives=self._group.collectives())
-        shares = self._group.shares
-        return [replace(stats, share=share / sum(shares)) for stats, share in zip(found, shares, strict=True)]
+        shares, places = self._group.shares, self._group.places if self._stage is not None else {}
+        parts = [place.describe() for place in places.values()] or [""] * len(found)
+        parted = zip(found, shares, parts, strict=True)
+        return [replace(stats, share=share / sum(shares), part=part) for stats, share, part in parted]
 
     def check_health(self) -> None:
         """See StepExecutor."""
@@ -160,8 +199,12 @@ class LeaderGpuExecutor(GpuStepExecutor):
         for _ in range(_SPINS):
             if event.query():
                 return
+        timeout_s, began_s = self._group.timeout_s, time.monotonic()
         while not event.query():
             self._workers.barrier.check()
+            if timeout_s is not None and time.monotonic() - began_s > timeout_s:
+                reason = "a rank is stopped, or a host cannot be reached"
+                raise WorkerError(f"no step has ended for {timeout_s:g} s (distributed_timeout_s): {reason}", 0)
             time.sleep(_PAUSE_S)
 
     @contextmanager

@@ -73,6 +73,9 @@ class GpuCall(IntEnum):
     LOGITS = 2
     SLEEP = 3
     WAKE_UP = 4
+    MOVE_PAGES = 5
+    USE_BLOCKS = 6
+    SETTLE_PAGES = 7
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)

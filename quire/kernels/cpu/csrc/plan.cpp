@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -180,8 +179,8 @@ void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
 }
 
 void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
-    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
-        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
+    if (entry_ != Entry::token || divides_rows() || has_homes() || group_.exchange)
+        throw std::invalid_argument("a draft head, a rank that computes some of the rows or one without shared memory has no pipeline stages");
     is_stage_ = true;
     first_layer_ = first_layer;
     is_first_stage_ = is_first;
@@ -255,55 +254,6 @@ void Plan::finish_attention(PlanLayer& l) {
     if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
 }
 
-// A norm that divides heads of `dim` values by their lengths, and by `divisor`.
-static Norm length_norm(i32 dim, float divisor) {
-    Norm norm;
-    const std::vector<float> weight(dim, 1.0f / (std::sqrt(static_cast<float>(dim)) * divisor));
-    norm.set(false, dim, 1e-6f / static_cast<float>(dim), reinterpret_cast<uintptr_t>(weight.data()), 0, 1);
-    return norm;
-}
-
-void Plan::finish_mixer(PlanLayer& l) {
-    Mixer& m = *l.mixer;
-    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel)
-        throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
-    const i32 inputs[] = {6, 3, 5, 2};  // of each kind
-    if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
-        throw std::invalid_argument("a mixer of other parts than the kernels know, or of more taps or rows of a state");
-    const size_t channels = static_cast<size_t>(m.channels());
-    if (m.conv_weight.size() != channels * m.taps || (!m.conv_bias.empty() && m.conv_bias.size() != channels)) throw std::invalid_argument("the weights of a convolution");
-    if (m.total_values == 0) m.total_values = m.values();
-    i32 offset = 0;
-    for (const auto& part : m.in) {
-        m.in_forms.push_back(l.attn_site.add(part->weight));
-        m.offsets.push_back(offset);
-        offset += part->weight.n;
-    }
-    m.offsets.push_back(offset);
-    l.o_form = l.o_site.add(l.o->weight);
-    if (m.low_z) m.low_z_site.add(m.low_z->weight);
-    if (m.low_a) m.low_a_site.add(m.low_a->weight);
-    if (m.kind == MixerKind::mamba1) {
-        m.read_site.add(m.read->weight);
-        m.step_site.add(m.step_up->weight);
-        mix_low_size_ = std::max(mix_low_size_, m.read->weight.n);
-    }
-    if (m.low_z) mix_low_size_ = std::max(mix_low_size_, m.values() + m.num_decays());
-    for (const Site* site : {&l.attn_site, &l.o_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
-    if (m.kind == MixerKind::delta) {
-        m.k_norm = length_norm(m.k_dim, 1.0f);
-        m.q_norm = length_norm(m.k_dim, std::sqrt(static_cast<float>(m.k_dim)));
-    }
-    has_states_ = true;
-    mix_in_size_ = std::max(mix_in_size_, offset);
-    mix_conv_size_ = std::max(mix_conv_size_, m.channels());
-    mix_shared_size_ = std::max(mix_shared_size_, m.shared_size());
-    mix_values_ = std::max(mix_values_, m.values());
-    mix_keys_ = std::max(mix_keys_, m.k_heads * m.k_dim);
-    mix_decays_ = std::max(mix_decays_, m.num_decays());
-    mix_heads_ = std::max(mix_heads_, m.v_heads);
-}
-
 void Plan::finish_mixture(PlanLayer& l) {
     if (l.has_branch() && !l.shared_up) throw std::invalid_argument("a branch of experts stands next to a shared expert");
     if (!l.expert_scale.empty() && l.expert_scale.size() != l.experts.size()) throw std::invalid_argument("the scale of experts has a value for each");
@@ -316,8 +266,8 @@ void Plan::finish_mixture(PlanLayer& l) {
     for (size_t i = 0; i < l.experts.size(); ++i) {
         const Expert& e = l.experts[i];
         if (!l.expert_copies.empty() && l.own_copies[i] < 0) continue;
-        if (!e.gate || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
-        l.expert_site.add(e.gate->weight);
+        if ((!e.gate && l.is_expert_gated) || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
+        if (e.gate) l.expert_site.add(e.gate->weight);
         l.expert_site.add(e.up->weight);
         l.down_site.add(e.down->weight);
     }
@@ -496,8 +446,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             for (float** values : {&mix_v_, &mix_out_}) take(*values, rows * mix_values_);
             take(mix_decay_, rows * mix_decays_);
             take(mix_beta_, rows * mix_heads_);
-            take(gate_rows_, rows * row_stride(gate_size_));
         }
+        take(gate_rows_, gate_size_ == 0 ? 0 : rows * row_stride(gate_size_));
         if (!shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -653,10 +603,10 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
         throw std::invalid_argument("the placement of experts has " + std::to_string(copies.size()) + " experts, the layer " + std::to_string(l.experts.size()));
     std::vector<Expert> experts = l.experts;
     for (const auto& [index, expert] : added) {
-        if (index < 0 || index >= static_cast<i32>(experts.size()) || !expert.gate || !expert.up || !expert.down)
+        if (index < 0 || index >= static_cast<i32>(experts.size()) || (!expert.gate && l.is_expert_gated) || !expert.up || !expert.down)
             throw std::invalid_argument("expert " + std::to_string(index) + " does not exist or has no weights");
         Site up = l.expert_site, down = l.down_site;
-        up.add(expert.gate->weight);
+        if (expert.gate) up.add(expert.gate->weight);
         up.add(expert.up->weight);
         down.add(expert.down->weight);
         if (up.forms.size() != 1 || down.forms.size() != 1) throw std::invalid_argument("expert " + std::to_string(index) + " has another format than the others of its layer");
@@ -665,7 +615,7 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     for (size_t i = 0; i < experts.size(); ++i) {
         if (own_copies[i] < 0)
             experts[i] = {};
-        else if (!experts[i].gate)
+        else if (!experts[i].up)
             throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
     }
     l.experts = std::move(experts);

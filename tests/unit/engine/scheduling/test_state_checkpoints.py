@@ -1,9 +1,6 @@
 """Where the scheduler keeps recurrent states, and which sequences start from them."""
 
-import pytest
 from scheduling_fakes import Driver, make_config, make_request
-
-from quire.base.errors import ConfigError
 
 
 def driver_of(**options):
@@ -91,8 +88,3 @@ def test_preempted_sequence_goes_on_from_its_last_checkpoint():
     resumed = starts_of(driver)[2:]
     assert resumed
     assert all(num_computed > 0 for num_computed, _ in resumed)
-
-
-def test_stages_are_refused():
-    with pytest.raises(ConfigError, match="num_pipeline_stages"):
-        make_config(num_state_checkpoints=1, num_pipeline_stages=2)
