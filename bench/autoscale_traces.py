@@ -43,6 +43,7 @@ def simulate(args: argparse.Namespace, trace: Path, words: list[str]) -> tuple[f
     output = trace.with_name("figures.json")
     command = [sys.executable, "-m", "quire", "simulate", args.model, "--hardware", args.hardware, "--trace", str(trace)]
     command += ["--trace-speed", str(args.speed), "--goodput", *args.goodput, "--max-model-len", str(args.max_model_len)]
+    command += ["--max-num-batched-tokens", str(args.max_num_batched_tokens)]
     done = subprocess.run([*command, *words, "--output-json", str(output)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(words)}: {done.stderr[-2000:]}")
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=1.0)
     parser.add_argument("--goodput", nargs="+", default=["ttft:2000", "tpot:100"])
     parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     args = parser.parse_args()
     print("| replicas | attained | on average | attained per replica | actions |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:

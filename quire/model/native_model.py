@@ -400,7 +400,7 @@ class NativeModelBuilder:
     def _build_mixer(self, layer: Any, mixer: MixerSpec, prefix: str, shard: LayerShard | None) -> None:
         builder = NativeMixerBuilder(self._native, self._pack, self._pack_parts, self._vector, self._set_norm)
         layer.mixer = builder.build(mixer, prefix, None if shard is None else shard.mixer_heads)
-        names = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
+        names: dict[type, str] = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
         name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
         layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
 

@@ -24,7 +24,7 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
-from quire.kv.tiers.host_slab import slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_file
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
@@ -52,6 +52,7 @@ from quire.worker.device.memory import (
     DeviceMemory,
     MemoryBefore,
     Recordings,
+    check_pinned,
     device_weight_bytes,
     measure_usage,
     most_drafts_on_device,
@@ -87,21 +88,24 @@ class BuiltRank(NamedTuple):
 
 
 def build_device_runner(
-    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
+    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int, slab: HostSlab | None = None
 ) -> tuple[StepDriver, ModelReport]:
     """Load a model on a device and return its step driver, with the report of what it takes there.
 
     With several ranks or stages this is rank 0; the other ranks are started and have loaded their parts.
+    slab  see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     if config.nvtx_ranges and device.type != "cuda":
         raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
+    if slab is None:
+        check_pinned(report.memory)
     sizes = step_sizes(config, report, num_batched_tokens)
     warn_lossy(config)
     if config.parallel.world_size > 1:
         built = build_leader(config, device, report, sizes)
     else:
-        built = build_rank(config, device, report, sizes)
+        built = build_rank(config, device, report, sizes, slab=slab)
     for line in built.plan.describe().splitlines():
         logger.info(line)
     report, speculator = replace(report, memory=built.plan), None
@@ -194,11 +198,17 @@ def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> Grap
 
 
 def build_rank(
-    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, group: GpuGroup | None = None
+    config: EngineConfig,
+    device: torch.device,
+    report: ModelReport,
+    sizes: StepSizes,
+    group: GpuGroup | None = None,
+    slab: HostSlab | None = None,
 ) -> BuiltRank:
     """Load a model, or this rank's part of it; plan its memory and make its KV pool.
 
     group  of ranks that share the model: every rank calls this, and all find the same number of blocks
+    slab   see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     _choose_tiles(config, device)
@@ -252,7 +262,8 @@ def build_rank(
             drafter.give_pool(plan.num_kv_blocks)
         if config.host_tier_bytes:
             share = None if group is None else group.page_share(report.memory)
-            stepper.open_host_tier(num_host_pages(config, report), is_first and config.prefill_listen is not None, share)
+            is_shared = is_first and config.prefill_listen is not None
+            stepper.open_host_tier(num_host_pages(config, report), is_shared, share, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()

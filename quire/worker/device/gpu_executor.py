@@ -210,22 +210,21 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False, share: PageShare | None = None) -> None:
+    def open_host_tier(
+        self, num_pages: int, is_shared: bool = False, share: PageShare | None = None, slab: HostSlab | None = None
+    ) -> None:
         """Make the slab of the host tier, if it has any pages, or map it; see HostSlab and DevicePages.
 
         share  of each page, where several ranks have one
+        slab   with its pages, that another executor of the same model had
         """
         if num_pages > 0:
             page_bytes, file = (self._pool.spec.bytes_per_block, None) if share is None else (share.page_bytes, share.file)
-            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
+            self.host_slab = slab or HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
             with torch.inference_mode(), self._decoder.on_device():
                 first_byte = 0 if share is None else share.first_byte
                 self._pages = DevicePages(self._pool, self.host_slab, first_byte=first_byte)
                 self._pages.warm_up()
-
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See PageMover: refused, as pinning the memory of two slabs may take more than the host has."""
-        raise InvariantError("a GPU executor adopts no host tier")
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""

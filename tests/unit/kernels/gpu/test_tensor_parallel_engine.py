@@ -116,15 +116,21 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 
 
 @pytest.mark.slow
-def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(tmp_path, threads):
-    folder = write_checkpoint(tmp_path / "three", "qwen3", num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("family", "options", "placement"),
+    [("qwen3", {"quantization": "int4"}, {}), ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2})],
+)
+def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
+    tmp_path, threads, family, options, placement
+):
+    folder = write_checkpoint(tmp_path / "three", family, num_hidden_layers=3)
     params = [
         SamplingParams(temperature=0.9, top_k=7, logprobs=2, prompt_logprobs=1, max_tokens=2, **COMMON),
         SamplingParams(temperature=1.2, repetition_penalty=1.3, logprobs=1, max_tokens=2, **COMMON),
     ]
     found = []
-    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)}):
-        llm = engine(folder, deterministic=True, quantization="int4", **more)
+    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)} | placement):
+        llm = engine(folder, deterministic=True, **options, **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
         ranks = llm.llm_engine.stats.ranks
         llm.close()
