@@ -76,6 +76,8 @@ class GpuCall(IntEnum):
     MOVE_PAGES = 5
     USE_BLOCKS = 6
     SETTLE_PAGES = 7
+    LOAD_EXPERTS = 8
+    SWITCH_EXPERTS = 9
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)
