@@ -32,7 +32,7 @@ from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts, multiply_pairs, route_pairs
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
@@ -126,6 +126,11 @@ class DeviceDecoder:
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
         self.fusion = _fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
+
+    @property
+    def row_parallel(self) -> frozenset[str]:
+        """The names of the weights that are cut by their inputs, with ranks."""
+        return frozenset(self._weights.row_parallel)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the model's device current for this thread, within the block."""
@@ -268,10 +273,9 @@ class DeviceDecoder:
 
         lora  the rows that have adapters; None: there are none
         """
-        if self.ranks is not None:
-            return self.finish_logits(self.ranks.gather_logits(self.head(hidden), out))
-        logits = self.head(hidden, out)
-        return self.finish_logits(logits if lora is None else lora.add_to(logits, hidden, "lm_head"))
+        logits = self.head(hidden, out if self.ranks is None else None)
+        logits = logits if lora is None else lora.add_to(logits, hidden, "lm_head")
+        return self.finish_logits(logits if self.ranks is None else self.ranks.gather_logits(logits, out))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap logits as the model does, in place, and return them."""
@@ -522,7 +526,7 @@ class DeviceLayer:
         """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
         if self._ranks is None:
             return self._product(name, rows, step)
-        return self._ranks.close_block(name, self._linears[name], rows)
+        return self._ranks.close_block(name, lambda x: self._product(name, x, step), rows)
 
     def _mlp(self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor) -> Tensor:
         """Return the output of the feed-forward block of y, the residual normalised."""
@@ -535,7 +539,7 @@ class DeviceLayer:
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
-            out, kind = self._run_experts(read, logits, spec, extra)
+            out, kind = self._run_experts(read, logits, spec, extra, lora)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
             ranks = self._ranks
@@ -560,7 +564,9 @@ class DeviceLayer:
             return self._close("down", apply_xielu(both, *self._xielu), step)
         return self._close("down", activate(both, None, spec.activation), step)
 
-    def _run_experts(self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras) -> tuple[Tensor, PartKind]:
+    def _run_experts(
+        self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras, lora: AddsAdapters | None
+    ) -> tuple[Tensor, PartKind]:
         """Return what the experts give for x [T, N], and what that is with ranks."""
         gate_up, down = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
         if self._exchange is None:
@@ -569,9 +575,14 @@ class DeviceLayer:
             gather = None if ranks is None or is_sum else ranks.gather_inner
             out = mixture_of_experts(x, logits, spec, gate_up, down, self._is_in_order, extra, gather=gather)
             return out, "sum" if is_sum else "columns"
-        given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order, extra.biases
+        given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order
         routes = route_pairs(logits, spec, x.dtype, extra)
-        out, is_part = self._exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given))
+
+        def multiply(rows: Tensor, own: Routes, numbers: Tensor | None) -> Tensor:
+            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts", numbers)
+            return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters))
+
+        out, is_part = self._exchange.run(x, routes, multiply, None if lora is None else lora.numbers)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

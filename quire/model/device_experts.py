@@ -15,8 +15,9 @@ from quire.kernels.triton.moe import Routes, add_pairs
 from quire.model.device_ranks import DeviceRanks, LayerRanks
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
-MultiplyPairs = Callable[[Tensor, Routes], Tensor]
-"""(rows [T, N], routes to experts of this rank; negative: none) -> weighted outputs [P, N], zeros where there is no expert."""
+MultiplyPairs = Callable[[Tensor, Routes, Tensor | None], Tensor]
+"""(rows [T, N], routes to experts of this rank; negative: none, numbers of the rows' adapters) -> weighted outputs [P, N],
+zeros where there is no expert."""
 
 
 class _Copies(NamedTuple):
@@ -68,18 +69,20 @@ class ExpertExchange:
             return None
         return cls(ranks.whole, ranks.experts, mlp.top_k, is_in_order, own["router.weight"].device)
 
-    def run(self, x: Tensor, routes: Routes, multiply: MultiplyPairs) -> tuple[Tensor, bool]:
+    def run(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None = None) -> tuple[Tensor, bool]:
         """Return what the experts give [T, N], and whether that is this rank's part of a sum. While rows are divided: complete
         rows of this rank only, unless it is a part of a sum.
 
-        x       [T, N] what the experts read, of all rows
-        routes  of all rows
+        x         [T, N] what the experts read, of all rows
+        routes    of all rows
+        adapters  [T] i32 the number of each row's LoRA adapter, -1: none; None: no row has one
         """
         if not self._sends_rows(x):
-            return self._run_all(x, routes, multiply)
+            return self._run_all(x, routes, multiply, adapters)
         own = self._ranks.own_rows(len(x))
         pairs = slice(own.start * self._top_k, own.stop * self._top_k)
-        found = self._exchange(x[own], Routes(routes.shares[pairs], routes.experts[pairs]), multiply)
+        numbers = None if adapters is None else adapters[own]
+        found = self._exchange(x[own], Routes(routes.shares[pairs], routes.experts[pairs]), multiply, numbers)
         return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, len(x))), False
 
     def _sends_rows(self, x: Tensor) -> bool:
@@ -87,25 +90,28 @@ class ExpertExchange:
             return False
         return self._ranks.has_divided_rows or x.nbytes > ORDERED_BYTES
 
-    def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs) -> tuple[Tensor, bool]:
+    def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> tuple[Tensor, bool]:
         """The same where all ranks have all rows."""
         experts = routes.experts.long()
-        parts = multiply(x, Routes(routes.shares, self._place[experts]))
+        parts = multiply(x, Routes(routes.shares, self._place[experts]), adapters)
         if not self._is_in_order or self._ranks.is_measuring:
             return add_pairs(parts, self._top_k), True
         gathered = self._ranks.gather(parts)
         pairs = torch.arange(len(parts), device=x.device)
         return add_pairs(gathered[self._owner[experts], pairs], self._top_k), False
 
-    def _exchange(self, x: Tensor, routes: Routes, multiply: MultiplyPairs) -> Tensor:
+    def _exchange(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> Tensor:
         """Return what the experts give for this rank's rows [t, N]."""
         owner = self._owner[routes.experts.long()].view(len(x), self._top_k)
         copies = self._copies(owner)
-        told = torch.stack((routes.experts, routes.shares.view(torch.int32)), 1).view(len(x), 2 * self._top_k)
+        parts_told = [routes.experts, routes.shares.view(torch.int32)]
+        parts_told += [] if adapters is None else [adapters.repeat_interleave(self._top_k)]
+        told = torch.stack(parts_told, 1).view(len(x), len(parts_told) * self._top_k)
         rows = self._send(x[copies.row], copies.sizes[0], copies.out_sizes[0])
-        told = self._send(told[copies.row], copies.sizes[0], copies.out_sizes[0]).view(-1, 2)
+        told = self._send(told[copies.row], copies.sizes[0], copies.out_sizes[0]).view(-1, len(parts_told))
         places = self._place[told[:, 0].long()]
-        parts = multiply(rows, Routes(told[:, 1].contiguous().view(torch.float32), places))
+        numbers = None if adapters is None else told[:: self._top_k, 2].contiguous()
+        parts = multiply(rows, Routes(told[:, 1].contiguous().view(torch.float32), places), numbers)
         if self._is_in_order:
             results = self._send(parts[places >= 0], copies.out_sizes[1], copies.sizes[1])
             pairs = torch.empty_like(results)

@@ -81,7 +81,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     gpu = library_device(config)
     name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
     if config.enable_lora:
-        check_lora(config, spec, name)
+        check_lora(config, spec)
     check_backend(config)
     check_context_parallel(config, spec, name)
     check_stage_options(config, name)

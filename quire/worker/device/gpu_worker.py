@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.launch import WorkerContext, run_worker
 from quire.parallel.ring import RingMessage
 from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
 from quire.worker.device.staged_call import GpuCall, decode_staged
+from quire.worker.parallel_messages import decode_adapter, decode_adapter_key
 
 
 def main(context: WorkerContext) -> None:
@@ -31,7 +34,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage("loading weights")
     built = build_rank(config, device, report, told.sizes, group)
     context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
-    follower = Follower(built.executor)
+    follower = Follower(built.executor, built.adapters)
     while True:
         message = context.ring.receive()
         if message is None:
@@ -45,8 +48,8 @@ def main(context: WorkerContext) -> None:
 class Follower:
     """Makes the calls of the leader's executor on this rank's. It reads nothing back."""
 
-    def __init__(self, executor: GpuStepExecutor) -> None:
-        self._executor = executor
+    def __init__(self, executor: GpuStepExecutor, adapters: DeviceAdapters | None = None) -> None:
+        self._executor, self._adapters = executor, adapters
         self._hidden: Tensor | None = None  # of the last step that kept its hidden states
 
     def follow_sleep(self, call: GpuCall) -> bool:
@@ -73,9 +76,18 @@ class Follower:
                 if self._hidden is None:
                     raise InvariantError("the leader asks for logits of a step that did not keep its hidden states")
                 first, last = message.header[1:3].tolist()
-                self._executor.logits_of(self._hidden[first:last])
+                numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
+                self._executor.logits_of(self._hidden[first:last], numbers)
             else:
-                raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+                self._follow_adapter(call, message)
+
+    def _follow_adapter(self, call: GpuCall, message: RingMessage) -> None:
+        if self._adapters is None or call not in (GpuCall.LOAD_ADAPTER, GpuCall.UNLOAD_ADAPTER):
+            raise InvariantError(f"the leader has sent call {call!r}, which no worker knows")
+        if call is GpuCall.LOAD_ADAPTER:
+            self._adapters.load(decode_adapter(message))
+        else:
+            self._adapters.unload(decode_adapter_key(message))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.lora.adapter import Adapter
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.barrier import AbortReason
 from quire.parallel.launch import SpawnedWorkers
 from quire.sampling.row_state import SamplingRow
@@ -28,6 +30,8 @@ from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
+from quire.worker.parallel_executor import check_adapter_size
+from quire.worker.parallel_messages import encode_adapter, encode_adapter_key
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -50,11 +54,12 @@ class LeaderGpuExecutor(GpuStepExecutor):
         graphs: StepGraphs,
         library: AttentionLibrary | None,
         group: GpuGroup,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         if group.workers is None:
             raise InvariantError("the leader of a group has workers")
         self._group, self._workers, self._is_leading = group, group.workers, False
-        super().__init__(decoder, pool, sizes, graphs, library)
+        super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
         """Tell the workers of every call from now on. Before, all ranks make the same calls by themselves."""
@@ -89,12 +94,32 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor. Each rank has the hidden states of the last step that kept them."""
         with self._scope():
             if self._is_leading:
-                self._workers.ring.send([GpuCall.LOGITS, first, last])
+                numbers = [] if started.adapters is None else [started.adapters[first:last]]
+                self._workers.ring.send([GpuCall.LOGITS, first, last], numbers)
             return super().logits_at(started, first, last)
 
     def takes_masked(self, row: SamplingRow) -> bool:
         """See RowProcessor: the other ranks get no masks."""
         return False
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all ranks, before their next step. Raises UnsupportedError if it is too large."""
+        check_adapter_size(adapter)
+        holder = self._adapters_here()
+        holder.load(adapter)  # checks it: an error of a worker would end the group
+        with self._scope():
+            self._workers.ring.send(*encode_adapter(adapter, GpuCall.LOAD_ADAPTER))
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all ranks."""
+        self._adapters_here().unload(key)
+        with self._scope():
+            self._workers.ring.send(*encode_adapter_key(key, GpuCall.UNLOAD_ADAPTER))
+
+    def _adapters_here(self) -> DeviceAdapters:
+        if self._adapters is None:
+            raise InvariantError("the decoder takes no adapters")
+        return self._adapters
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks make the same."""

@@ -261,11 +261,13 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
+    adapted = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **shapes}
     if config.tensor_parallel_size > 1:
         shares, has_experts = config.parallel.shares, config.enable_expert_parallel
         shard = DeviceShard.of(spec, rank, shares, config.deterministic, has_experts)
         num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
         num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
+        adapted = {"lm_head.weight": (shard.own.vocabulary.size, spec.hidden_size), **shard.shapes()}
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     kv = KvSpec.on_device(
         spec,
@@ -286,8 +288,7 @@ def estimate_memory(
     offload = offload_plan(config, spec, shapes, num_weight_bytes)
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
-    head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **shapes})
+    num_weight_bytes += planned_adapter_bytes(config, spec, adapted)
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))

@@ -34,7 +34,7 @@ class Exchange:
             ranks = DeviceRanks(communicator, shard)
             self.exchanges.append(ExpertExchange(ranks, placement, TOP_K, is_in_order, torch.device("cpu")))
 
-    def multiply(self, rank, rows, routes):
+    def multiply(self, rank, rows, routes, adapters):
         shares, experts = (part.view(len(rows), TOP_K) for part in routes)
         own = self.weights[list(self.placement[rank])]
         found = rows[:, None] * own[experts.long().clamp(min=0)] * shares[..., None]
