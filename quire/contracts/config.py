@@ -127,8 +127,6 @@ class SchedulerConfig:
         for name in ("num_state_checkpoints", "max_num_drafts"):
             value = getattr(self, name)
             _require(value is None or _is_int(value, 0), name, value, "None or an integer >= 0")
-        has_states = self.num_state_checkpoints is not None
-        _require(not has_states or self.num_pipeline_stages == 1, "num_pipeline_stages", self.num_pipeline_stages, "1 here")
         _require(_is_int(self.num_host_pages, 0), "num_host_pages", self.num_host_pages, "an integer >= 0")
         _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
         threshold = self.long_prefill_token_threshold

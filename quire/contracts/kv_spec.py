@@ -42,10 +42,8 @@ def check_kv_format(kv_format: str, head_dims: Collection[int], has_recurrent_st
         return
     if not is_gpu and kv_format == "fp8":
         raise ConfigError("kv_cache_dtype 'fp8' needs a GPU; on the CPU choose 'auto', 'int8', 'k8v4' or 'turboquant_4bit'")
-    if is_gpu and has_recurrent_state:
-        raise ConfigError(
-            f"kv_cache_dtype {kv_format!r} is not supported on a GPU where layers have a recurrent state; choose 'auto'"
-        )
+    if has_recurrent_state:
+        raise ConfigError(f"kv_cache_dtype {kv_format!r} is not supported where layers have a recurrent state; choose 'auto'")
     if 4 not in bits:
         return
     for dim in head_dims:

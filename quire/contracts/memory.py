@@ -28,6 +28,7 @@ class HostPart:
     weight_bytes     of their weights together; what is replicated counts once for each rank
     bytes_per_block  of their KV caches together, for one block; key and value heads that several ranks hold count for each
     window_bytes_per_block  the same for a block of the window group, see KvSpec
+    bytes_per_state  of the recurrent state of one sequence; 0: there is none
     """
 
     num_ranks: int
@@ -35,6 +36,7 @@ class HostPart:
     weight_bytes: int
     bytes_per_block: int
     window_bytes_per_block: int = 0
+    bytes_per_state: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class MemoryPlan:
     @property
     def state_bytes(self) -> int:
         """Bytes of all recurrent states."""
-        return self.num_states * self.kv.bytes_per_state
+        return self.num_states * (self.kv if self.host is None else self.host).bytes_per_state
 
     @property
     def kv_bytes(self) -> int:
@@ -207,7 +209,7 @@ class MemoryPlan:
             return ()
         return (
             f"states      {format_bytes(self.state_bytes)}: {self.num_states:,} recurrent states of "
-            f"{format_bytes(self.kv.bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
+            f"{format_bytes((self.kv if self.host is None else self.host).bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
         )
 
 

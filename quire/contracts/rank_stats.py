@@ -12,6 +12,7 @@ class CollectiveStats:
     num_calls: int
     num_bytes: int
     seconds: float
+    exposed_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -171,7 +171,7 @@ class PrefillService:
     def advance(self) -> None:
         """Take new jobs, lend pages that were saved, choose those that the next step saves, and free what peers have taken.
 
-        No step may be in flight.
+        Steps may be in flight: pages that they save are lent when they have ended.
         """
         with self._lock:
             self._is_changed = False

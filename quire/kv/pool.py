@@ -91,6 +91,13 @@ class KvPool:
             for cache in self._arrays_of(is_windowed):
                 cache[targets] = cache[sources]
 
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy rows of the recurrent states, (source, target) pairs, in every layer."""
+        for states in self.states if copies else ():
+            for pool in states:
+                for source, target in copies:
+                    pool[target] = pool[source]
+
     def _arrays_of(self, is_windowed: bool) -> list[Tensor]:
         """Return the tensors of KV of one group."""
         layers = [index for index, flag in enumerate(self._is_windowed) if flag is is_windowed and self.k[index].numel() > 0]

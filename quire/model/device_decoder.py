@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from quire.base.errors import InvariantError
@@ -21,7 +20,6 @@ from quire.contracts.model_spec import (
     MlpSpec,
     ModelSpec,
     MoeSpec,
-    NormSpec,
     RopeSpec,
 )
 from quire.kernels.reference.activation import apply_xielu, cut_gate
@@ -37,15 +35,24 @@ from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
+from quire.model.device_embedding import DeviceEmbedding, norm_of
 from quire.model.device_experts import ExpertExchange
 from quire.model.device_heads import fill_missing_weights, needs_separate_heads, rope_of, turn_heads
 from quire.model.device_latent import LatentAttention
-from quire.model.device_layers import ExpertBranches, FusedLayer, LayerTail, SharedBlock, reason_not_to_fuse
+from quire.model.device_layers import (
+    ExpertBranches,
+    FusedLayer,
+    LayerTail,
+    SharedBlock,
+    describe_fusion,
+    reason_not_to_fuse,
+)
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
 from quire.model.device_refusal import check_on_device
+from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device
 from quire.model.mixers import mix
@@ -69,10 +76,12 @@ class DeviceDecoder:
     is_in_order    batch-invariant: a row has the same bits for any number of rows; quire's own kernels form sums in one order
     ranks          the tensor-parallel group of this rank: it has a part of every weight, and `spec` becomes the spec of this
                    part. All ranks must run the same steps in the same order
+    stage          the pipeline stage of this rank: it has these layers only, which `spec` then has; `ranks` are those of the
+                   stage. `forward` reads and changes its rows, and returns them unless it is the last one
     Raises ConfigError if a policy is given and weights are already quantised.
 
     is_fused, which may be changed between steps, selects fused layers where they are supported.
-    embedding, head  shared with draft heads that have none
+    embedding, head  shared with draft heads that have none; None: on another stage
     fusion  says which layers are fused, for the log
     """
 
@@ -85,32 +94,37 @@ class DeviceDecoder:
         policy: QuantizationPolicy | None = None,
         is_in_order: bool = False,
         ranks: DeviceRanks | None = None,
+        stage: DeviceStage | None = None,
     ) -> None:
         self._offload = offload = device if isinstance(device, OffloadedWeights) else None
         device = device.device if isinstance(device, OffloadedWeights) else device
         check_on_device(spec, is_in_order)
+        quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
+        switch_len = spec.rope_switch_len(max_model_len)
+        is_first, is_last = stage is None or stage.stage.is_first, stage is None or stage.stage.is_last
+        if stage is not None:
+            quantize = None if quantize is None else replace(quantize, first_layer=stage.stage.start)
+            parameters, spec = stage.take_parameters(parameters), stage.stage.spec(spec)
         self.spec = spec if ranks is None else ranks.shard.local_spec
-        self.ranks = ranks
+        self.ranks, self.stage = ranks, stage
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.device = device
         self.is_in_order = is_in_order
-        quantize = None if policy is None else parameter_quantizer(parameters, spec, policy, keeps_float8=True)
         shard = None if ranks is None else ranks.shard
         weights = load_on_device(parameters, spec, device, quantize, shard=shard, offload=offload)
         self._weights, own = weights, weights.tensors
-        self._positions = own.get("pos.weight")
-        self.embedding = DeviceLinear(weights.linears["embed.weight"])
-        head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
-        self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
+        self.head: DeviceLinear | None = None
+        if is_last:
+            head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
+            self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
         fill_missing_weights(own, spec, self.dtype, device)
-        self._embed_norm = norm_of(own, "embed_norm", spec.embed_norm)
-        scale = spec.embed_scale
-        self._embed_scale = float(torch.tensor(scale, dtype=self.dtype)) if spec.is_embed_scale_cast else scale
-        self._final_norm = Norm(spec.final_norm, own["final_norm.weight"], own.get("final_norm.bias"))
+        self._embed = DeviceEmbedding(spec, weights, self.dtype, ranks) if is_first else None
+        self.embedding = None if self._embed is None else self._embed.linear
+        self._final_norm = norm_of(own, "final_norm", spec.final_norm) if is_last else None
         per_layer = None if spec.per_layer_inputs is None else own["per_layer_proj.weight"]
         self._per_layer_proj = None if per_layer is None else DeviceLinear((per_layer,), None, is_in_order)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
-        tables = {rope: rope_of(rope, max_model_len, spec.rope_switch_len(max_model_len), self.dtype, device) for rope in ropes}
+        tables = {rope: rope_of(rope, max_model_len, switch_len, self.dtype, device) for rope in ropes}
         self.num_long_rope_rows = max_model_len
         self._layers = [
             DeviceLayer(
@@ -125,7 +139,7 @@ class DeviceDecoder:
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
-        self.fusion = _fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
+        self.fusion = describe_fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
 
     @property
     def row_parallel(self) -> frozenset[str]:
@@ -171,16 +185,10 @@ class DeviceDecoder:
                               have num_long_rope_rows added to their positions
         Returns               [T, hidden_size], after the final norm
         """
-        if self.ranks is None:
-            x = self.embedding.lookup(token_ids, self.dtype)
-        else:
-            x = self.ranks.lookup(self.embedding, token_ids, self.dtype)
-        if self._embed_scale != 1.0:
-            x = x * self._embed_scale
-        if self._positions is not None:
-            x = x + F.embedding(positions, self._positions)
-        if self._embed_norm is not None:
-            x = normalize(x, self._embed_norm)
+        x = None if self._embed is None else self._embed(token_ids, positions)
+        if self.stage is not None:
+            x = self.stage.take_rows(len(token_ids), x)
+        assert x is not None
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
         # The first layer changes x in place.
         embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
@@ -199,8 +207,9 @@ class DeviceDecoder:
 
     def _divides_norms(self, x: Tensor) -> bool:
         """Return whether each rank norms a part of the rows of a step. Sums that are gathered whole, to be added in order, stay
-        so: then a row does not depend on the number of rows."""
-        return x.nbytes > ORDERED_BYTES and not self._tapped and all(layer.can_divide_rows for layer in self._layers)
+        so: then a row does not depend on the number of rows. A stage sends all rows."""
+        may_divide = x.nbytes > ORDERED_BYTES and self.stage is None and not self._tapped
+        return may_divide and all(layer.can_divide_rows for layer in self._layers)
 
     def _run_layers(
         self,
@@ -212,7 +221,7 @@ class DeviceDecoder:
         pool: DeviceKvPool,
         is_few: bool,
     ) -> Tensor:
-        """Run all layers; return the hidden states [T, hidden_size] after the final norm.
+        """Run all layers; return the hidden states [T, hidden_size] after the final norm, or x if it is on a later stage.
 
         x  the residual stream, or this rank's rows of it; changed
         y  the norm that the first layer reads, of all rows; None: it is made from x
@@ -245,6 +254,8 @@ class DeviceDecoder:
             states = pool.states[index] if pool.states else ()
             y = layer.forward(x, y, positions, places, cache, following, states, own_inputs, inputs.embeddings)
         x = x if altup is None else join_streams(x, self._stack("altup_join"))
+        if self._final_norm is None:
+            return x
         return normalize(x, self._final_norm) if y is None else y
 
     def _stack(self, name: str) -> Tensor:
@@ -273,6 +284,8 @@ class DeviceDecoder:
 
         lora  the rows that have adapters; None: there are none
         """
+        if self.head is None:
+            raise InvariantError("logits are asked of a pipeline stage without the LM head")
         logits = self.head(hidden, out if self.ranks is None else None)
         logits = logits if lora is None else lora.add_to(logits, hidden, "lm_head")
         return self.finish_logits(logits if self.ranks is None else self.ranks.gather_logits(logits, out))
@@ -284,12 +297,6 @@ class DeviceDecoder:
         if self.spec.final_softcap is not None:
             logits.div_(self.spec.final_softcap).tanh_().mul_(self.spec.final_softcap)
         return logits
-
-
-def _fusion(num_layers: int, reasons: Counter[str], most_sequences: int, num_launches: int) -> str:
-    fused = f"{num_layers - reasons.total()} of {num_layers} layers are {num_launches} launches each in decode steps"
-    others = "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items())
-    return f"{fused} of up to {most_sequences} sequences{others}"
 
 
 class DeviceLayer:
@@ -461,9 +468,13 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None else self._ranks.gather_rows(y)
+        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
         y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         return y if self._ranks is None else self._ranks.gather_rows(y)
+
+    def _takes_own_rows(self, y: Tensor) -> bool:
+        """Return whether the feed-forward block of divided rows reads this rank's only."""
+        return self._exchange is not None and self._exchange.takes_own_rows(y)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
@@ -541,8 +552,8 @@ class DeviceLayer:
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             out, kind = self._run_experts(read, logits, spec, extra, lora)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            shared = None if spec.shared is None else self._shared_expert(y, spec.shared, step)
-            ranks = self._ranks
+            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
+            shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
             if ranks is None:
                 branches = self._branches
                 return out if shared is None else out + shared if branches is None else branches.join(shared, out)
@@ -605,8 +616,3 @@ T = TypeVar("T")
 def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
     """Return the entries whose names begin with a prefix, without the prefix."""
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
-
-
-def norm_of(parameters: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> Norm | None:
-    """Return the norm of that name; None if the layer has none."""
-    return None if spec is None else Norm(spec, parameters[f"{name}.weight"], parameters.get(f"{name}.bias"))

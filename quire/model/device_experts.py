@@ -2,140 +2,218 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
 from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.kernels.triton.adding import add_parts_launch
 from quire.kernels.triton.moe import Routes, add_pairs
 from quire.model.device_ranks import DeviceRanks, LayerRanks
+from quire.model.expert_legs import Leg, LegMaker
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
 MultiplyPairs = Callable[[Tensor, Routes, Tensor | None], Tensor]
 """(rows [T, N], routes to experts of this rank; negative: none, numbers of the rows' adapters) -> weighted outputs [P, N],
 zeros where there is no expert."""
 
+HALVES_ROWS = 256
+"""Rows of a rank from which on a step is exchanged in two halves; an estimate, not measured."""
 
-class _Copies(NamedTuple):
-    """Rows that are sent: one copy for each rank that has experts of a row, in the order of ranks.
-
-    row, rank       [C] i64 of each copy
-    sizes           copies, and pairs, that go to each rank; out_sizes: that come from each
-    """
-
-    row: Tensor
-    rank: Tensor
-    sizes: tuple[list[int], list[int]]
-    out_sizes: tuple[list[int], list[int]]
+_Exchanging = Generator[None, None, Tensor]
+"""Stops each time it has begun an exchange; returns the results of a part of this rank's rows."""
 
 
 class ExpertExchange:
-    """Runs the experts of one layer. Every rank has whole experts and knows the routes of all rows.
+    """Runs the experts of one layer. Every rank has whole experts.
 
     In steps of few rows every rank has all rows, and computes the pairs of its experts; nothing waits for the host, so such
-    steps can be recorded. In larger ones each rank sends, of a part of the rows, one copy of a row to each rank that has
-    experts of it (all-to-all), in the model's dtype, which the products read, and gets back what these have computed: with
-    `is_in_order` one row for each pair, which it adds in the order of choice, as one rank does; otherwise one row for each
-    copy, the sum of its pairs, which it adds in the order of ranks. The host waits once for the numbers of rows.
+    steps can be recorded. In larger ones each rank is responsible for a part of the rows. Where ranks have only these, each
+    sends one copy of a row to each rank that has experts of it (all-to-all), in the model's dtype, which the products read;
+    otherwise all have what they compute. The results come back: with `is_in_order` one row for each pair, which are added in
+    the order of choice, as one rank does; otherwise one row for each copy, the sum of its pairs, which are added in the order
+    of ranks. The host waits once for the numbers of rows. With ranks on several hosts see LegMaker.
 
-    experts  of each rank; each expert of the layer is on one
-    top_k    choices of a row
+    From HALVES_ROWS on, rows are exchanged in two halves: while experts compute one, the other is on its way.
+
+    placement  where the experts are; the copies of one divide its rows by turns
+    top_k      choices of a row
     """
 
     def __init__(
-        self, ranks: DeviceRanks, experts: list[tuple[int, ...]], top_k: int, is_in_order: bool, device: torch.device
+        self, ranks: DeviceRanks, placement: ExpertPlacement, top_k: int, is_in_order: bool, device: torch.device
     ) -> None:
         self._ranks, self._top_k, self._is_in_order = ranks, top_k, is_in_order
-        self.num_own = len(experts[ranks.shard.rank])
-        owners = {expert: rank for rank, own in enumerate(experts) for expert in own}
-        if sum(map(len, experts)) != len(owners):
-            raise InvariantError("an expert is on several GPUs")
-        own = {expert: place for place, expert in enumerate(experts[ranks.shard.rank])}
-        order = range(len(owners))
-        self._owner = torch.tensor([owners[expert] for expert in order], device=device)
-        self._place = torch.tensor([own.get(expert, -1) for expert in order], dtype=torch.int32, device=device)
-        self._all_ranks = torch.arange(len(experts), device=device)
+        self._rank = ranks.shard.rank
+        self.num_own = len(placement.ranks[self._rank])
+        holders = [
+            [rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)
+        ]
+        own = {expert: place for place, expert in enumerate(placement.ranks[self._rank])}
+        size = len(placement.ranks)
+        self._holders = torch.tensor([(each * size)[:size] for each in holders], device=device)  # [E, R]
+        self._num_copies = torch.tensor([len(each) for each in holders], device=device)
+        self._place = torch.tensor([own.get(expert, -1) for expert in range(len(holders))], dtype=torch.int32, device=device)
+        self._legs = LegMaker(self._rank, ranks.hosts, device)
 
     @classmethod
     def of(
         cls, mlp: MlpSpec | MoeSpec, ranks: LayerRanks | None, is_in_order: bool, own: Mapping[str, Tensor]
     ) -> ExpertExchange | None:
         """Return that of a layer with these dense parameters; None: its experts are not spread over ranks."""
-        if not isinstance(mlp, MoeSpec) or ranks is None or not ranks.experts:
+        if not isinstance(mlp, MoeSpec) or ranks is None or ranks.placement is None:
             return None
-        return cls(ranks.whole, ranks.experts, mlp.top_k, is_in_order, own["router.weight"].device)
+        return cls(ranks.whole, ranks.placement, mlp.top_k, is_in_order, own["router.weight"].device)
+
+    def takes_own_rows(self, x: Tensor) -> bool:
+        """Return whether `run` takes this rank's rows only, of a residual stream whose rows are divided."""
+        return self._ranks.has_divided_rows and self._exchanges(x)
 
     def run(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None = None) -> tuple[Tensor, bool]:
         """Return what the experts give [T, N], and whether that is this rank's part of a sum. While rows are divided: complete
         rows of this rank only, unless it is a part of a sum.
 
-        x         [T, N] what the experts read, of all rows
-        routes    of all rows
-        adapters  [T] i32 the number of each row's LoRA adapter, -1: none; None: no row has one
+        x         [T, N] what the experts read, of all rows; of this rank's only, where takes_own_rows says so
+        routes    of the same rows
+        adapters  [T] i32 the number of each row's LoRA adapter, -1: none; x has all rows then. None: no row has one
         """
-        if not self._sends_rows(x):
+        has_own_rows = adapters is None and self.takes_own_rows(x)
+        if not has_own_rows and not self._exchanges(x):
             return self._run_all(x, routes, multiply, adapters)
-        own = self._ranks.own_rows(len(x))
-        pairs = slice(own.start * self._top_k, own.stop * self._top_k)
-        numbers = None if adapters is None else adapters[own]
-        found = self._exchange(x[own], Routes(routes.shares[pairs], routes.experts[pairs]), multiply, numbers)
-        return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, len(x))), False
+        if has_own_rows:
+            routes = self._gather_routes(routes)
+        num_rows = len(routes.experts) // self._top_k
+        found = self._exchange(x, routes, num_rows, multiply, has_own_rows, adapters)
+        return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, num_rows)), False
 
-    def _sends_rows(self, x: Tensor) -> bool:
+    def _exchanges(self, x: Tensor) -> bool:
         if x.is_meta or self._ranks.is_measuring or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
         return self._ranks.has_divided_rows or x.nbytes > ORDERED_BYTES
 
+    def _owners(self, experts: Tensor, rows: Tensor) -> Tensor:
+        """Return the rank that computes each pair; -1: none. rows: of the pairs, counted over all ranks."""
+        chosen = experts.long().clamp(min=0)
+        return self._holders[chosen, rows % self._num_copies[chosen]].where(experts >= 0, -1)
+
+    def _places(self, experts: Tensor, owners: Tensor) -> Tensor:
+        """Return the place of each pair's expert on this rank; -1: another rank computes it."""
+        return self._place[experts.long().clamp(min=0)].where(owners == self._rank, -1)
+
     def _run_all(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> tuple[Tensor, bool]:
         """The same where all ranks have all rows."""
-        experts = routes.experts.long()
-        parts = multiply(x, Routes(routes.shares, self._place[experts]), adapters)
+        pairs = torch.arange(len(routes.experts), device=x.device)
+        owners = self._owners(routes.experts, pairs // self._top_k)
+        parts = multiply(x, Routes(routes.shares, self._places(routes.experts, owners)), adapters)
         if not self._is_in_order or self._ranks.is_measuring:
             return add_pairs(parts, self._top_k), True
-        gathered = self._ranks.gather(parts)
-        pairs = torch.arange(len(parts), device=x.device)
-        return add_pairs(gathered[self._owner[experts], pairs], self._top_k), False
+        return add_pairs(self._ranks.gather(parts)[owners, pairs], self._top_k), False
 
-    def _exchange(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None) -> Tensor:
-        """Return what the experts give for this rank's rows [t, N]."""
-        owner = self._owner[routes.experts.long()].view(len(x), self._top_k)
-        copies = self._copies(owner)
-        parts_told = [routes.experts, routes.shares.view(torch.int32)]
-        parts_told += [] if adapters is None else [adapters.repeat_interleave(self._top_k)]
-        told = torch.stack(parts_told, 1).view(len(x), len(parts_told) * self._top_k)
-        rows = self._send(x[copies.row], copies.sizes[0], copies.out_sizes[0])
-        told = self._send(told[copies.row], copies.sizes[0], copies.out_sizes[0]).view(-1, len(parts_told))
-        places = self._place[told[:, 0].long()]
-        numbers = None if adapters is None else told[:: self._top_k, 2].contiguous()
-        parts = multiply(rows, Routes(told[:, 1].contiguous().view(torch.float32), places), numbers)
-        if self._is_in_order:
-            results = self._send(parts[places >= 0], copies.out_sizes[1], copies.sizes[1])
-            pairs = torch.empty_like(results)
-            pairs[owner.flatten().argsort(stable=True)] = results
-            return add_pairs(pairs, self._top_k)
-        results = self._send(add_pairs(parts, self._top_k), copies.out_sizes[0], copies.sizes[0])
-        by_rank = x.new_zeros(len(self._all_ranks), *x.shape)
-        by_rank[copies.rank, copies.row] = results
-        out = torch.empty_like(x)
-        if len(x):
-            add_parts_launch(out, by_rank).run()
-        return out
+    def _gather_routes(self, own: Routes) -> Routes:
+        """Return the routes of all rows, given those of this rank's."""
+        told = torch.stack((own.experts, own.shares.view(torch.int32)), 1).view(-1, 2 * self._top_k)
+        told = self._ranks.gather_rows(told).view(-1, 2)
+        return Routes(told[:, 1].contiguous().view(torch.float32), told[:, 0].contiguous())
 
-    def _copies(self, owner: Tensor) -> _Copies:
-        """Return which rows go where, given the rank of each pair [t, top_k]; the host waits for their numbers."""
-        is_at = owner[:, :, None] == self._all_ranks
-        is_sent = is_at.any(1)
-        rank, row = is_sent.T.nonzero(as_tuple=True)
-        counts = self._ranks.gather(torch.stack((is_sent.sum(0), is_at.sum((0, 1)))))  # [from, copies or pairs, to]
-        table, own = counts.tolist(), self._ranks.shard.rank
-        sizes = table[own][0], table[own][1]
-        return _Copies(row, rank, sizes, ([each[0][own] for each in table], [each[1][own] for each in table]))
+    def _exchange(
+        self, x: Tensor, routes: Routes, num_rows: int, multiply: MultiplyPairs, has_own_rows: bool, adapters: Tensor | None
+    ) -> Tensor:
+        """Return what the experts give for this rank's rows [t, N]; routes: of all rows, x: of all or of this rank's."""
+        size, rows = len(self._ranks.hosts), torch.arange(num_rows, device=x.device)
+        source = ((rows + 1) * size - 1) // num_rows  # as DeviceRanks.own_rows divides them
+        owners = self._owners(routes.experts, rows.repeat_interleave(self._top_k)).view(num_rows, self._top_k)
+        num_pairs = (owners[:, :, None] == torch.arange(size, device=x.device)).sum(1)
+        own = self._ranks.own_rows(num_rows)
+        call = _Call(x, own.start if has_own_rows else None, routes, owners, source, multiply, adapters)
+        if num_rows // size < HALVES_ROWS:
+            parts, halves = [own], [rows >= 0]
+        else:
+            middle = (own.start + own.stop) // 2
+            parts = [slice(own.start, middle), slice(middle, own.stop)]
+            is_first = rows < (source * num_rows // size + (source + 1) * num_rows // size) // 2
+            halves = [is_first, ~is_first]
+        legs = self._legs.make(num_pairs, source, halves)
+        return torch.cat(_in_turns([self._run_part(call, each, part) for each, part in zip(legs, parts, strict=True)]))
 
-    def _send(self, x: Tensor, sizes: list[int], out_sizes: list[int]) -> Tensor:
+    def _run_part(self, call: _Call, legs: Sequence[Leg], own: slice) -> _Exchanging:
+        """Exchange a part of the rows and multiply it; own: this rank's rows of it."""
+        num_rows, last = len(call.source), legs[-1]
+        if call.first is None:
+            rows = call.x[last.received]
+        else:
+            rows, place = call.x, legs[0].sent - call.first
+            for index, leg in enumerate(legs, 1):
+                rows = yield from self._send(rows[place], leg.sizes, leg.out_sizes)
+                place = place if index == len(legs) else leg.position(num_rows)[legs[index].sent]
+        pairs = num_rows, self._top_k
+        experts = call.routes.experts.view(pairs)[last.received].flatten()
+        shares = call.routes.shares.view(pairs)[last.received].flatten()
+        places = self._places(experts, call.owners[last.received].flatten())
+        adapters = None if call.adapters is None else call.adapters[last.received]
+        results = call.multiply(rows, Routes(shares, places), adapters)
+        return (yield from (self._return_pairs if self._is_in_order else self._return_sums)(call, legs, own, results, places))
+
+    def _return_pairs(self, call: _Call, legs: Sequence[Leg], own: slice, results: Tensor, places: Tensor) -> _Exchanging:
+        """Return the sums of this rank's rows, whose pairs come back one by one."""
+        last = legs[-1]
+        is_here = torch.nonzero_static(places >= 0, size=sum(last.pair_out_sizes))[:, 0]
+        results = yield from self._send(results[is_here], last.pair_out_sizes, last.pair_sizes)
+        if len(legs) > 1:
+            sources = call.source[last.sent].repeat_interleave(last.sent_pairs, output_size=len(results))
+            sizes = legs[0].pair_out_sizes, legs[0].pair_sizes
+            results = yield from self._send(results[sources.argsort(stable=True)], *sizes)
+        pairs = torch.empty_like(results)
+        pairs[self._legs.return_order[call.owners[own].flatten()].argsort(stable=True)] = results
+        return add_pairs(pairs, self._top_k)
+
+    def _return_sums(self, call: _Call, legs: Sequence[Leg], own: slice, results: Tensor, places: Tensor) -> _Exchanging:
+        """Return the sums of this rank's rows; a rank sends back the sum of each copy's pairs."""
+        results = add_pairs(results, self._top_k)
+        for leg, before in zip(reversed(legs), [*reversed(legs[:-1]), None], strict=True):
+            results = yield from self._send(results, leg.out_sizes, leg.sizes)
+            if before is None:
+                num_rows, place = own.stop - own.start, leg.sent - own.start
+            else:
+                num_rows, place = len(before.received), before.position(len(call.source))[leg.sent]
+            by_rank = results.new_zeros(len(self._ranks.hosts), num_rows, results.shape[1])
+            by_rank[leg.receivers, place] = results
+            results = results.new_empty(by_rank.shape[1:])
+            if num_rows:
+                add_parts_launch(results, by_rank).run()
+        return results
+
+    def _send(self, x: Tensor, sizes: list[int], out_sizes: list[int]) -> _Exchanging:
         out = x.new_empty(sum(out_sizes), *x.shape[1:])
-        self._ranks.communicator.all_to_all(out, x.contiguous(), out_sizes, sizes)
+        transfer = self._ranks.communicator.begin_all_to_all(out, x.contiguous(), out_sizes, sizes)
+        yield
+        transfer.wait()
         return out
+
+
+class _Call(NamedTuple):
+    """Of a step: what the experts read, and the routes of all rows [T]; first: the number of the first row of x, None: x has
+    all rows; owners [T, top_k]: the rank that computes each pair; source [T]: the rank that each row is from; adapters [T]: see `run`."""
+
+    x: Tensor
+    first: int | None
+    routes: Routes
+    owners: Tensor
+    source: Tensor
+    multiply: MultiplyPairs
+    adapters: Tensor | None
+
+
+def _in_turns(parts: list[_Exchanging]) -> list[Tensor]:
+    """Run parts up to their next exchange in turns; return their results. While one computes, the other's rows are sent."""
+    results: dict[int, Tensor] = {}
+    while len(results) < len(parts):
+        for index, part in enumerate(parts):
+            if index not in results:
+                try:
+                    next(part)
+                except StopIteration as ended:
+                    results[index] = ended.value
+    return [results[index] for index in range(len(parts))]

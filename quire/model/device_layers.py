@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -73,6 +74,13 @@ def reason_not_to_fuse(
     if ranks is not None and not ranks.row_parallel >= {"o", "down"}:
         return "weights cut by their outputs"
     return None
+
+
+def describe_fusion(num_layers: int, reasons: Counter[str], most_sequences: int, num_launches: int) -> str:
+    """Return which layers of a model are fused, for the log; reasons: of those that are not."""
+    fused = f"{num_layers - reasons.total()} of {num_layers} layers are {num_launches} launches each in decode steps"
+    others = "".join(f"; {count} are not, as they have {reason}" for reason, count in reasons.items())
+    return f"{fused} of up to {most_sequences} sequences{others}"
 
 
 class LayerTail:

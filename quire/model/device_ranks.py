@@ -10,10 +10,12 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from quire.contracts.model_spec import ModelSpec
+from quire.contracts.model_spec import ModelSpec, MoeSpec
 from quire.kernels.triton.adding import add_parts_launch
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_shards import DeviceShard
+from quire.parallel.communicator import Transfer
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 
 PartKind = Literal["sum", "columns", "whole"]
@@ -33,7 +35,7 @@ class Collectives(Protocol):
         """See Communicator."""
         ...
 
-    def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
         """See Communicator."""
         ...
 
@@ -47,10 +49,12 @@ class DeviceRanks:
 
     communicator  of the group, on the model's device
     shard         the part of this rank
+    hosts         of the ranks, equal for ranks of one host; None: all are on one
     """
 
-    def __init__(self, communicator: Collectives, shard: DeviceShard) -> None:
+    def __init__(self, communicator: Collectives, shard: DeviceShard, hosts: Sequence[int] | None = None) -> None:
         self.communicator, self.shard = communicator, shard
+        self.hosts = tuple(hosts or (0,) * len(shard.ranks))
         self._vocabulary = tuple(each.vocabulary.size for each in shard.ranks)
         self._row_sizes: tuple[int, ...] | None = None
         self.is_measuring = False
@@ -164,7 +168,7 @@ class LayerRanks:
 
     row_parallel  names of this layer's weights that are cut by their inputs: "o", "down", "experts.down", "shared.down"
 
-    experts  with expert parallelism: those of each rank; empty: every rank has a part of each
+    placement  with expert parallelism: where the experts are; None: every rank has a part of each
     """
 
     def __init__(self, ranks: DeviceRanks, index: int, row_parallel: frozenset[str]) -> None:
@@ -181,7 +185,8 @@ class LayerRanks:
         self._heads, self._own_heads = [layer.heads for layer in layers], layers[ranks.shard.rank].heads
         self._dim = dim
         experts = [layer.experts for layer in layers]
-        self.experts = [each.experts for each in experts if each is not None]
+        whole, mlp = tuple(each.experts for each in experts if each is not None), ranks.shard.spec.layers[index].mlp
+        self.placement = ExpertPlacement(mlp.num_experts, whole) if whole and isinstance(mlp, MoeSpec) else None
 
     @classmethod
     def of(cls, ranks: DeviceRanks | None, index: int, row_parallel: Iterable[str]) -> LayerRanks | None:

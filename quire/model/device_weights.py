@@ -203,8 +203,7 @@ class _Loader:
         kinds: dict[str, list[object]] = {}
         for name, parameter in sorted(self._parameters.items()):
             if name.startswith("layers.") and len(self._shapes[name]) < 3:
-                policy = self._quantize
-                scheme = policy and policy.policy.scheme_of(name, self._shapes[name][-1], policy.num_layers)
+                scheme = self._quantize and self._quantize.scheme_of(name, self._shapes[name][-1])
                 kinds.setdefault(self._places[name].name, []).append((id(parameter), scheme, name in self._exact))
         firsts: dict[tuple[object, ...], str] = {}
         found = {name: firsts.setdefault(tuple(kind), name) for name, kind in kinds.items()}

@@ -17,6 +17,7 @@ from quire.contracts.expert_options import MAX_EXPERT_BIAS, LossyRouting
 from quire.contracts.kv_spec import KvDtype
 from quire.contracts.model_spec import ModelSpec, RopeSpec
 from quire.kernels.reference.attention import AttentionMetadata
+from quire.kernels.reference.recurrent import StateRows
 from quire.kernels.reference.rope import cos_sin, inverse_frequencies
 from quire.kv.pool import KvPool
 from quire.model.lora.native_adapters import NativeAdapters
@@ -183,6 +184,10 @@ class NativeDecoder:
                 *addresses,
                 bool(kv.spec.is_windowed) and kv.spec.is_windowed[source],
             )
+            if layer.mixer is not None and kv.states:
+                inputs, *states = kv.states[index]
+                is_bf16 = inputs.dtype == torch.bfloat16
+                layer.mixer.set_states(inputs.data_ptr(), is_bf16, states[0].data_ptr() if states else 0)
         self._kv = kv
 
     @property
@@ -269,8 +274,16 @@ class NativeDecoder:
             *((0, 0) if trees is None else (trees.num_drafts.data_ptr(), trees.ancestors.data_ptr())),
             *((0, 0) if kept is None else (kept.data_ptr(), kept.shape[0])),
             0 if numbers is None else numbers.ctypes.data,
+            **self._state_rows(step.states, len(step.context_lens)),
         )
         return logits
+
+    def _state_rows(self, rows: StateRows | None, num_sequences: int) -> dict[str, Any]:
+        """Return the arguments of a step that say which recurrent states it reads and writes; without any, all sequences start."""
+        if not self.spec.has_recurrent_state:
+            return {}
+        rows = StateRows.none(num_sequences) if rows is None else rows
+        return {"state_sources": rows.sources, "state_saves": rows.saves}
 
     def run(
         self,
@@ -315,6 +328,7 @@ class NativeDecoder:
             0 if is_best_alone else logits.data_ptr() if self._gives_results else _UNUSED,
             *places,
             row_adapters=0 if numbers is None else numbers.ctypes.data,
+            **self._state_rows(runs.states, len(runs.ends)),
         )
         if is_best_alone and min(best, default=0) < 0:
             return self.logits_of(logit_rows if keeps_all else range(len(logit_rows))), best

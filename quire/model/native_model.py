@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
+from quire.contracts.mixer_spec import GatedDeltaSpec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
+    NO_ATTENTION,
     NO_MLP,
     AltUpSpec,
     AttentionSpec,
@@ -29,6 +31,7 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
+from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
@@ -75,12 +78,14 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         return "queries scaled by position with a rope that depends on the length"
     if any(layer.attention.latent is not None and layer.attention.latent.indexer is not None for layer in spec.layers):
         return "an indexer of keys"
-    if spec.has_recurrent_state:
-        return "layers with a recurrent state"
-    if any(layer.is_mlp_only or layer.mlp == NO_MLP for layer in spec.layers):
-        return "layers without attention, or without a feed-forward block"
-    if any(layer.attention.has_output_gate for layer in spec.layers):
-        return "a gate on the output of attention"
+    for layer in spec.layers:
+        refusal = mixer_refusal(layer)
+        if refusal is not None:
+            return refusal
+    if any(moe.latent_size is not None or not moe.expert.is_gated for _, moe in mixtures):
+        return "experts without a gate, or that read a projection of their input"
+    if any(layer.attention.has_output_gate and layer.attention.latent is not None for layer in spec.layers):
+        return "a gate on the output of latent attention"
     if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
         return "several residual streams (AltUp) or a low-rank residual (LAuReL) in another layer than that of Gemma 3n"
     if any(layer.has_scale and layer.mlp_out is None and not isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
@@ -291,6 +296,22 @@ class NativeModelBuilder:
             parameter.give_back()
         return packed
 
+    def _pack_parts(self, name: str, ranges: Sequence[ShardRange]) -> list[NativeWeight]:
+        """Return packed rows of a weight, with those of its bias: ranges after one another."""
+        parameter = self._parameters.pop(f"{name}.weight")
+        weight = self._forms.open(parameter) if isinstance(parameter, StoredParameter) else parameter
+        if isinstance(weight, QuantizedStack):
+            raise TypeError(f"{name} is a stack of weights")
+        bias = self._vector(f"{name}.bias")
+        weight = self._packer.fitting(self._forms.of(f"{name}.weight", weight))
+        packed = [
+            self._packer.pack(weight_rows(weight, part.start, part.stop), None if bias is None else bias[part.start : part.stop])
+            for part in ranges
+        ]
+        if isinstance(parameter, StoredParameter):
+            parameter.give_back()
+        return packed
+
     def _vector(self, name: str) -> Tensor | None:
         """Return a bias or the weight of a norm, None if there is none."""
         parameter = self._parameters.pop(name, None)
@@ -317,7 +338,11 @@ class NativeModelBuilder:
         for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
-        if attention.latent is None:
+        if spec.mixer is not None:
+            self._build_mixer(layer, spec.mixer, prefix, shard)
+        elif attention == NO_ATTENTION:
+            pass
+        elif attention.latent is None:
             self._build_heads(layer, spec, prefix, shard)
         else:
             self._build_latent(layer, attention, attention.latent, prefix, shard)
@@ -340,7 +365,7 @@ class NativeModelBuilder:
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
         if isinstance(spec.mlp, MoeSpec):
             self._build_experts(layer, spec.mlp, prefix, shard)
-        else:
+        elif spec.mlp != NO_MLP:
             self._build_mlp(layer, spec.mlp, prefix, shard)
         if spec.per_layer_gate is not None:
             layer.per_layer_gate, layer.per_layer_up = (self._pack(f"{prefix}per_layer.{name}") for name in ("gate", "up"))
@@ -352,6 +377,13 @@ class NativeModelBuilder:
             assert scale is not None
             layer.output_scale = float(scale)
         return layer
+
+    def _build_mixer(self, layer: Any, mixer: MixerSpec, prefix: str, shard: LayerShard | None) -> None:
+        builder = NativeMixerBuilder(self._native, self._pack, self._pack_parts, self._vector, self._set_norm)
+        layer.mixer = builder.build(mixer, prefix, None if shard is None else shard.mixer_heads)
+        names = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
+        name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
+        layer.o = self._pack(name, rows=None if shard is None else shard.outputs)
 
     def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
         hidden = self._spec.hidden_size
@@ -379,7 +411,7 @@ class NativeModelBuilder:
             size = attention.head_dim * (heads if is_whole else 1)
             self._set_norm(getattr(layer, name), attention.qk_norm, prefix + name, size, heads if is_each else 1)
         rows = _attention_rows(spec, shard)
-        for name in ("q", "k", "v", "o"):
+        for name in ("q", "k", "v", "o", *(("attn_gate",) if attention.has_output_gate else ())):
             is_none = name in ("k", "v") and attention.kv_source is not None
             if is_none or (name == "v" and attention.is_v_from_k):
                 continue
@@ -507,7 +539,7 @@ def _attention_rows(spec: LayerSpec, shard: LayerShard | None) -> dict[str, Shar
         return {}
     dim = spec.attention.head_dim
     heads, kv_heads = (ShardRange(part.start * dim, part.stop * dim) for part in (shard.heads.heads, shard.heads.kv_heads))
-    return {"q": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
+    return {"q": heads, "attn_gate": heads, "k": kv_heads, "v": kv_heads, "o": shard.o_outputs}
 
 
 def _set_shard(layer: Any, spec: LayerSpec, shard: LayerShard) -> None:

@@ -3,6 +3,7 @@ allocate."""
 
 from __future__ import annotations
 
+from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
 _CHUNK_TOKENS, _TILE_ROWS, _TILE_HEADS = 256, 48, 32
@@ -55,6 +56,8 @@ def home_scratch_bytes(spec: ModelSpec, num_tokens: int) -> int:
 
 def attention_bytes(attention: AttentionSpec, max_model_len: int, num_threads: int) -> int:
     """Return the maximum memory of a step's attention, for any sequences."""
+    if attention.num_heads == 0:
+        return 0
     units = attention.num_kv_heads * -(-attention.num_heads // attention.num_kv_heads // _TILE_HEADS)
     # The tiles of all units cost the same: either all are split or none.
     num_cut = (_TILES_A_THREAD * num_threads - 1) // units * units if num_threads > 1 else 0
@@ -71,6 +74,8 @@ def _row_words(spec: ModelSpec) -> int:
     inner = packed = experts = shared = 0
     for layer in layers:
         sites = [spec.hidden_size, layer.attention.num_heads * layer.attention.head_dim]
+        if layer.mixer is not None:
+            sites.append(_mixer_values(layer.mixer))
         if layer.attention.latent is not None:
             sites.append(layer.attention.num_heads * layer.attention.latent.nope_dim)
         if isinstance(layer.mlp, MoeSpec):
@@ -87,6 +92,11 @@ def _row_words(spec: ModelSpec) -> int:
             inner = max(inner, _stride(layer.mlp.intermediate_size))
             sites.append(layer.mlp.intermediate_size)
         packed = max(packed, *(_packed_words(spec, size) for size in sites))
+    mixers = [_mixer_words(layer.mixer) for layer in layers if layer.mixer is not None]
+    # Each part of a mixer's memory is as large as the largest of any layer; so is the gate of attention.
+    mixed = sum(map(max, zip(*mixers, strict=True))) if mixers else 0
+    gates = [_heads_size(layer.attention.num_heads, layer) for layer in layers if layer.attention.has_output_gate]
+    mixed += _stride(max(gates, default=0))
     has_router = any(isinstance(layer.mlp, MoeSpec) for layer in layers)
     # The router reads f32.
     packed = max(packed, spec.hidden_size) if has_router else packed
@@ -97,7 +107,34 @@ def _row_words(spec: ModelSpec) -> int:
         rank = max(layer.laurel.rank for layer in layers if layer.laurel is not None)
         extra += spec.altup.num_streams * hidden + spec.altup.num_streams + hidden + _stride(rank)
         packed = max(packed, spec.hidden_size)  # the router reads f32
-    return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed
+    return 2 * hidden + extra + _stride(qkv) + _stride(attended) + inner + experts + shared + latent + packed + mixed
+
+
+def _mixer_values(mixer: MixerSpec) -> int:
+    """Return the values of a mixer's output."""
+    return mixer.num_v_heads * mixer.v_dim if isinstance(mixer, GatedDeltaSpec) else mixer.channels
+
+
+def _mixer_words(mixer: MixerSpec) -> tuple[int, ...]:
+    """Return the words of each part of a mixer's memory, see Plan::reserve: projected inputs, convolved channels, second
+    projections, shared and normed results, keys, values, decays and factors."""
+    values, keys, decays, heads, low = _mixer_values(mixer), 0, 0, 0, 0
+    if isinstance(mixer, ShortConvSpec):
+        inputs, channels = 3 * values, values
+    elif isinstance(mixer, Mamba1Spec):
+        inputs, channels, keys, decays, heads = 2 * values, values, mixer.state_size, values, 1
+        low = mixer.step_rank + 2 * mixer.state_size
+    elif isinstance(mixer, Mamba2Spec):
+        channels, keys = mixer.conv_channels, mixer.num_groups * mixer.state_size
+        decays = heads = mixer.num_heads
+        inputs = channels + values + heads
+    else:
+        channels, keys, heads = mixer.conv_channels, mixer.num_k_heads * mixer.k_dim, mixer.num_v_heads
+        decays = heads if mixer.gate_rank is None else heads * mixer.k_dim
+        inputs = channels + heads + (values + heads if mixer.gate_rank is None else 2 * mixer.gate_rank)
+        low = 0 if mixer.gate_rank is None else values + decays
+    shared = 2 * _stride(2 * values)
+    return (*map(_stride, (inputs, channels, low)), shared, 2 * keys, 2 * values, decays, heads)
 
 
 def _latent_words(attention: AttentionSpec) -> int:

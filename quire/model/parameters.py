@@ -73,7 +73,7 @@ def _layer(layer: LayerSpec, hidden: int) -> dict[str, Shape]:
         **_norm("attn_in", layer.attn_in, hidden),
         **({} if layer.laurel is None else _laurel(layer.laurel, hidden)),
         **({} if layer.attention == NO_ATTENTION else _attention(layer.attention, hidden)),
-        **({} if layer.mixer is None else _mixer(layer.mixer, hidden)),
+        **({} if layer.mixer is None else mixer_shapes(layer.mixer, hidden)),
         **_norm("attn_out", layer.attn_out, hidden),
         **_norm("mlp_in", layer.mlp_in, hidden),
         **mlp,
@@ -104,7 +104,7 @@ def _layer_with_shared_block(layer: LayerSpec, block: SharedBlockSpec, hidden: i
         **adapters,
         **_linear("block_out", hidden, hidden, False),
         **_norm("mixer_in", block.mixer_in, hidden),
-        **_mixer(layer.mixer, hidden),
+        **mixer_shapes(layer.mixer, hidden),
     }
 
 
@@ -187,7 +187,7 @@ def _latent_attention(spec: AttentionSpec, latent: LatentSpec, hidden: int) -> d
     }
 
 
-def _mixer(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
+def mixer_shapes(spec: MixerSpec, hidden: int) -> dict[str, Shape]:
     """Return the parameters of a mixer; weights of convolutions are [channels, 1, taps], as they are stored."""
     if isinstance(spec, GatedDeltaSpec):
         return _gated_delta(spec, hidden)

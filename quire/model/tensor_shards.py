@@ -12,10 +12,16 @@ from dataclasses import dataclass, replace
 
 from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvDtype, KvSpec
-from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
-from quire.model.parameters import Shape
+from quire.contracts.mixer_spec import MixerSpec
+from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, ModelSpec, MoeSpec
+from quire.model.mixer_shards import mixer_heads, mixer_part
+from quire.model.parameters import Shape, mixer_shapes
 from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.shards import OUTPUT_MULTIPLE, HeadRange, ShardRange, head_range, shard_range
+
+_NO_HEADS = HeadRange(ShardRange(0, 0), ShardRange(0, 0))
+_WHOLE_OF_MIXERS = frozenset({"mamba.norm.weight", "mamba.x.weight"})
+"""Parameters of mixers that every rank has whole although they have a size of all heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class LayerShard:
     experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
     context  with decode context parallelism: the heads of all ranks that share the tokens of sequences, which its KV cache has
     writes_kv_heads  the first of the ranks that have its key and value heads
+    mixer, mixer_heads  its part of a mixer with a recurrent state, and which heads or channels these are (see mixer_heads);
+                     None: the layer has no mixer
     """
 
     heads: HeadRange
@@ -62,6 +70,8 @@ class LayerShard:
     context: HeadRange | None = None
     writes_kv_heads: bool = True
     attention_outputs: ShardRange | None = None
+    mixer: MixerSpec | None = None
+    mixer_heads: HeadRange | None = None
 
     @property
     def o_outputs(self) -> ShardRange:
@@ -88,8 +98,10 @@ class LayerShard:
         place, group = rank, shares  # among the ranks that divide the heads
         if home_size:
             place, group = rank % home_size, shares[rank // home_size * home_size :][:home_size]
+        is_attending = attention != NO_ATTENTION
+        own = None if layer.mixer is None else mixer_heads(layer.mixer, rank, shares)
         return cls(
-            head_range(attention.num_heads, attention.num_kv_heads, place, group),
+            head_range(attention.num_heads, attention.num_kv_heads, place, group) if is_attending else _NO_HEADS,
             _output_range(inner, rank, shares) if placement is None else ShardRange(0, inner),
             _output_range(_shared_inner_size(layer), rank, shares),
             _output_range(hidden_size, rank, shares),
@@ -97,6 +109,8 @@ class LayerShard:
             attention.num_kv_heads,
             None if placement is None else ExpertShard.of(placement, rank),
             attention_outputs=_output_range(hidden_size, place, group) if home_size else None,
+            mixer=None if layer.mixer is None or own is None else mixer_part(layer.mixer, own),
+            mixer_heads=own,
         )
 
 
@@ -197,6 +211,7 @@ class ModelShard:
                 size
                 for layer, shard in zip(spec.layers, layers, strict=True)
                 for size in _sharded_sizes(layer, shard.experts is not None)
+                if size > 0  # 0: the layer has no feed-forward block
             ),
         )
         if least < len(shares):
@@ -218,10 +233,14 @@ class ModelShard:
             return shape
         _, index, *middle, _ = name.split(".")
         layer, module = self.layers[int(index)], ".".join(middle)
+        if layer.mixer is not None:
+            own = mixer_shapes(layer.mixer, 1).get(name.split(".", 2)[2])
+            if own is not None:
+                return self._mixer_shape(layer, name.split(".", 2)[2], own, shape)
         heads, kv_heads = layer.heads.heads.size, layer.heads.kv_heads.size
         if module == "kv_b":
             return (shape[0] // layer.total_heads * heads, *shape[1:])
-        if module in ("q", "k", "v", "sinks"):
+        if module in ("q", "k", "v", "sinks", "attn_gate"):
             own = kv_heads if module in ("k", "v") else heads
             total = layer.total_kv_heads if module in ("k", "v") else layer.total_heads
             return (shape[0] // total * own, *shape[1:])
@@ -236,6 +255,12 @@ class ModelShard:
         if module.startswith("experts."):
             return (shape[0], 2 * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
         return shape
+
+    def _mixer_shape(self, layer: LayerShard, name: str, own: Shape, shape: Shape) -> Shape:
+        """Return the shape of a rank's part of a parameter; name: in the layer, own: of its part of the mixer."""
+        if name.endswith((".o.weight", ".out.weight", ".out.bias")):
+            return (layer.outputs.size, *shape[1:])
+        return shape if name in _WHOLE_OF_MIXERS else (own[0], *shape[1:])
 
     def output_rows(self, name: str, num_rows: int) -> ShardRange:
         """Return which outputs of a linear layer that can have a LoRA adapter the rank computes.
@@ -275,7 +300,11 @@ class ModelShard:
             (shard.cached_kv_heads.size, layer.attention.head_dim)
             for shard, layer in zip(self.layers, spec.layers, strict=True)
         )
-        return replace(KvSpec.of(spec, block_size, dtype, limits_windows), layer_shapes=shapes)
+        kv = replace(KvSpec.of(spec, block_size, dtype, limits_windows), layer_shapes=shapes)
+        if not kv.state_shapes:
+            return kv
+        states = tuple(() if shard.mixer is None else shard.mixer.state_shapes for shard in self.layers)
+        return replace(kv, state_shapes=states)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,37 @@ from torch import Tensor
 from quire.base.errors import InvariantError
 from quire.contracts.rank_stats import CollectiveStats
 
-Launch = Callable[[], None]
+
+class Transfer(Protocol):
+    """A collective that has begun. Until wait returns its tensors may be neither read nor changed."""
+
+    def wait(self) -> None:
+        """Return when what it received may be read; on a GPU by what is launched on the current stream from then on.
+
+        Raises WorkerError if the group has ended.
+        """
+        ...
+
+    def seconds(self) -> tuple[float, float] | None:
+        """Return, after wait, how long the operation took, and how much of that the caller, or its GPU, waited for it.
+
+        None: the GPU is not that far yet.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EndedTransfer:
+    """Implements Transfer for an operation that was over when it returned; duration_s: all of which the caller waited."""
+
+    duration_s: float
+
+    def wait(self) -> None:
+        """Return at once."""
+
+    def seconds(self) -> tuple[float, float]:
+        """See Transfer."""
+        return self.duration_s, self.duration_s
 
 
 class Communicator(Protocol):
@@ -48,6 +79,10 @@ class Communicator(Protocol):
 
     def all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
         """Send to each rank its rows of x (sizes), and write the received rows into `out` (out_sizes), in rank order."""
+        ...
+
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
+        """Begin an all_to_all, next to which the caller may compute, and begin and wait for others; all ranks in one order."""
         ...
 
     def broadcast(self, x: Tensor, source: int) -> None:
@@ -153,6 +188,15 @@ def all_agree(communicator: Communicator, says_yes: bool) -> bool:
     return least_of(communicator, int(says_yes)) == 1
 
 
+def exchange_at_once(
+    communicator: Communicator, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]
+) -> EndedTransfer:
+    """Do what begin_all_to_all begins, for a communicator that does nothing next to its caller."""
+    began_s = time.perf_counter()
+    communicator.all_to_all(out, x, out_sizes, sizes)
+    return EndedTransfer(time.perf_counter() - began_s)
+
+
 class LocalCommunicator:
     """A group of one rank: collectives copy."""
 
@@ -180,6 +224,10 @@ class LocalCommunicator:
         check_exchange(out, x, out_sizes, sizes, 0, 1)
         out.copy_(x)
 
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> EndedTransfer:
+        """Copy x."""
+        return exchange_at_once(self, out, x, out_sizes, sizes)
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """Do nothing."""
         check_peer("source", source, 0, 1, may_be_self=True)
@@ -198,12 +246,15 @@ class OperationCount:
     """Statistics of one operation.
 
     num_bytes  of the tensors that this rank passed
-    seconds    of the calls, as measured on the host: on a GPU the time to launch them one by one
+    seconds    of the calls, as measured on the host: on a GPU the time to launch them one by one. Of operations that the
+               caller begins and waits for later, on a GPU as well, from the beginning to the end
+    exposed_seconds  of these, those in which the caller, or its GPU, did nothing but wait
     """
 
     num_calls: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
 
 class CountingCommunicator:
@@ -216,13 +267,27 @@ class CountingCommunicator:
         self.size = inner.size
         self.counts: dict[str, OperationCount] = {}
         self._counted = self.counts  # where calls are counted; a recording has its own
+        self._transfers: deque[tuple[str, Transfer]] = deque()  # that were waited for, and whose times are not known yet
 
     def stats(self) -> dict[str, CollectiveStats]:
         """Return a copy of the counts."""
+        self._note_times()
         return {
-            name: CollectiveStats(num_calls=count.num_calls, num_bytes=count.num_bytes, seconds=count.seconds)
+            name: CollectiveStats(
+                num_calls=count.num_calls,
+                num_bytes=count.num_bytes,
+                seconds=count.seconds,
+                exposed_seconds=count.exposed_seconds,
+            )
             for name, count in tuple(self.counts.items())
         }
+
+    def _note_times(self) -> None:
+        """Add the times of operations that have ended."""
+        while self._transfers and (times := self._transfers[0][1].seconds()) is not None:
+            count = self.counts.setdefault(self._transfers.popleft()[0], OperationCount())
+            count.seconds += times[0]
+            count.exposed_seconds += times[1]
 
     def close(self) -> None:
         """Close the other communicator, where it has something to close; no collective may be running."""
@@ -265,7 +330,9 @@ class CountingCommunicator:
         count = self._counted.setdefault(name, OperationCount())
         count.num_calls += 1
         count.num_bytes += num_bytes
-        count.seconds += self._clock() - began_s
+        duration_s = self._clock() - began_s
+        count.seconds += duration_s
+        count.exposed_seconds += duration_s
 
     def barrier(self) -> None:
         """See Communicator."""
@@ -287,6 +354,15 @@ class CountingCommunicator:
         """See Communicator."""
         self._count("all_to_all", x.nbytes, lambda: self._inner.all_to_all(out, x, out_sizes, sizes))
 
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
+        """See Communicator."""
+        self._note_times()
+        transfer = self._inner.begin_all_to_all(out, x, out_sizes, sizes)
+        count = self.counts.setdefault("all_to_all", OperationCount())
+        count.num_calls += 1
+        count.num_bytes += x.nbytes
+        return _CountedTransfer(transfer, lambda: self._transfers.append(("all_to_all", transfer)))
+
     def broadcast(self, x: Tensor, source: int) -> None:
         """See Communicator."""
         self._count("broadcast", x.nbytes if source == self.rank else 0, lambda: self._inner.broadcast(x, source))
@@ -298,3 +374,18 @@ class CountingCommunicator:
     def recv(self, x: Tensor, source: int) -> None:
         """See Communicator."""
         self._count("recv", 0, lambda: self._inner.recv(x, source))
+
+
+@dataclass(frozen=True, slots=True)
+class _CountedTransfer:
+    """note: called when the operation was waited for."""
+
+    inner: Transfer
+    note: Callable[[], None]
+
+    def wait(self) -> None:
+        self.inner.wait()
+        self.note()
+
+    def seconds(self) -> tuple[float, float] | None:
+        return self.inner.seconds()

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.communicator import (
+    EndedTransfer,
     check_exchange,
     check_gather,
     check_peer,
     check_scatter,
     check_tensor,
+    exchange_at_once,
     row_bytes,
     sum_in_order,
 )
@@ -114,6 +116,10 @@ class ShmCommunicator:
         width = row_bytes(x)
         out_bytes, in_bytes = [count * width for count in received], [count * width for count in sent]
         self._run(self._native.all_to_all, out.data_ptr(), out_bytes, x.data_ptr(), in_bytes)
+
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> EndedTransfer:
+        """See Communicator: it is over when this returns."""
+        return exchange_at_once(self, out, x, out_sizes, sizes)
 
     def broadcast(self, x: Tensor, source: int) -> None:
         """See Communicator."""

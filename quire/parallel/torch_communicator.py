@@ -6,6 +6,7 @@ import atexit
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from torch import Tensor
 from quire.base.errors import UnsupportedError, WorkerError
 from quire.base.logging import get_logger
 from quire.parallel.communicator import (
+    Transfer,
     check_exchange,
     check_gather,
     check_peer,
@@ -64,6 +66,7 @@ class TorchCommunicator:
         self._watch = watch
         self._check = check
         self._waiter = _Waiter() if device_type == "cpu" else None
+        self._timing = torch.cuda.Stream() if device_type == "cuda" else None  # notes when operations end
 
     @classmethod
     def gloo(
@@ -119,18 +122,26 @@ class TorchCommunicator:
 
         Raises WorkerError if it failed, naming the failed rank if known.
         """
+        work = self._launch(name, launch, peer)
+        if work is not None:
+            self._wait(name, work.wait if self._waiter is None else self._waited(name, self._waiter.take(work), peer))
+
+    def _launch(self, name: str, launch: Callable[[], Work | None], peer: int | None = None) -> Work | None:
         if self._watch is not None and peer is None:
             self._watch.begin()
         try:
-            work = launch()
-            if work is None:
-                return
-            if self._waiter is None:
-                work.wait()
-            else:
-                self._waiter.wait(work, lambda waited_s: self._tick(name, waited_s, peer))
+            return launch()
         except RuntimeError as error:
             raise self._failure(name, error) from error
+
+    def _wait(self, name: str, wait: Callable[[], object]) -> None:
+        try:
+            wait()
+        except RuntimeError as error:
+            raise self._failure(name, error) from error
+
+    def _waited(self, name: str, waiting: _Waiting, peer: int | None = None) -> Callable[[], None]:
+        return lambda: waiting.wait(lambda waited_s: self._tick(name, waited_s, peer))
 
     def _tick(self, name: str, waited_s: float, peer: int | None) -> None:
         if self._check is not None:
@@ -208,6 +219,22 @@ class TorchCommunicator:
         self._check_tensors(out=out, x=x)
         self._exchange("all_to_all", out, x, received, sent)
 
+    def begin_all_to_all(self, out: Tensor, x: Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
+        """See Communicator. On a GPU it runs on the library's stream, after what was launched before."""
+        received, sent = check_exchange(out, x, out_sizes, sizes, self.rank, self.size)
+        self._check_tensors(out=out, x=x)
+        given, taken = as_sendable(x), as_sendable(out)
+        on_device = None if self._timing is None else _DeviceTransfer(self._timing, (given, taken))
+        work = self._launch("all_to_all", lambda: self._group.alltoall_base(taken, given, received, sent))
+        assert work is not None
+        if on_device is not None:
+            on_device.follow(work)
+            return on_device
+        assert self._waiter is not None
+        waiting = self._waiter.take(work)
+        wait = self._waited("all_to_all", waiting)
+        return _HostTransfer(waiting, lambda: self._wait("all_to_all", wait), (given, taken))
+
     def _exchange(self, name: str, out: Tensor, x: Tensor, received: list[int], sent: list[int]) -> None:
         given, taken = as_sendable(x), as_sendable(out)
         self._finish(name, lambda: self._group.alltoall_base(taken, given, received, sent))
@@ -244,37 +271,101 @@ def as_sendable(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
+class _Waiting:
+    """An operation that a _Waiter waits for; ended_s: when it was over."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.began_s, self.ended_s = work, time.perf_counter(), 0.0
+        self.is_done, self.error = threading.Event(), list[RuntimeError]()
+
+    def wait(self, tick: Callable[[float], None]) -> None:
+        """Wait for it; tick(seconds waited) is called ten times a second and may raise."""
+        num_ticks = 0
+        while not self.is_done.wait(_TICK_S):
+            num_ticks += 1
+            tick(num_ticks * _TICK_S)
+        if self.error:
+            raise self.error[0]
+
+
 class _Waiter:
     """A thread that waits for operations, so that the caller can do checks meanwhile and be interrupted."""
 
     def __init__(self) -> None:
-        self._works: queue.SimpleQueue[tuple[Work, threading.Event, list[RuntimeError]] | None] = queue.SimpleQueue()
+        self._works: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="quire-gloo-wait", daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
     def _run(self) -> None:
         while (item := self._works.get()) is not None:
-            work, is_done, errors = item
             try:
-                work.wait()
+                item.work.wait()
             except RuntimeError as error:
-                errors.append(error)
-            is_done.set()
+                item.error.append(error)
+            item.ended_s = time.perf_counter()
+            item.is_done.set()
 
-    def wait(self, work: Work, tick: Callable[[float], None]) -> None:
-        """Wait for an operation; tick(seconds waited) is called ten times a second and may raise."""
-        is_done, errors = threading.Event(), []
-        self._works.put((work, is_done, errors))
-        num_ticks = 0
-        while not is_done.wait(_TICK_S):
-            num_ticks += 1
-            tick(num_ticks * _TICK_S)
-        if errors:
-            raise errors[0]
+    def take(self, work: Work) -> _Waiting:
+        """Begin to wait for an operation, after those that were taken before."""
+        waiting = _Waiting(work)
+        self._works.put(waiting)
+        return waiting
 
     def close(self) -> None:
         """Stop the thread after the current operation; within one, the interpreter could not end."""
         atexit.unregister(self.close)
         self._works.put(None)
         self._thread.join(_CLOSE_S)
+
+
+class _HostTransfer:
+    """Implements Transfer on a CPU; tensors: kept until it is over."""
+
+    def __init__(self, waiting: _Waiting, wait: Callable[[], None], tensors: tuple[Tensor, ...]) -> None:
+        self._waiting, self._wait, self._tensors = waiting, wait, tensors
+        self._exposed_s = 0.0
+
+    def wait(self) -> None:
+        """See Transfer."""
+        began_s = time.perf_counter()
+        self._wait()
+        self._exposed_s = time.perf_counter() - began_s
+        self._tensors = ()
+
+    def seconds(self) -> tuple[float, float]:
+        """See Transfer."""
+        return self._waiting.ended_s - self._waiting.began_s, self._exposed_s
+
+
+class _DeviceTransfer:
+    """Implements Transfer on a GPU, by events: when the current stream came to the operation, when that ended, and when the
+    stream came to the wait.
+
+    timing   a stream that does nothing else
+    tensors  kept until the current stream waits, so that their memory is not used again
+    """
+
+    def __init__(self, timing: torch.cuda.Stream, tensors: tuple[Tensor, ...]) -> None:
+        self._timing, self._tensors = timing, tensors
+        self._began, self._ended, self._reached = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        self._began.record()
+
+    def follow(self, work: Work) -> None:
+        """Note the end of the operation, which was launched after this object was made."""
+        with torch.cuda.stream(self._timing):
+            work.wait()
+            self._ended.record()
+
+    def wait(self) -> None:
+        """See Transfer."""
+        self._reached.record()
+        torch.cuda.current_stream().wait_event(self._ended)
+        self._tensors = ()
+
+    def seconds(self) -> tuple[float, float] | None:
+        """See Transfer."""
+        if not (self._ended.query() and self._reached.query()):
+            return None
+        exposed_ms = max(0.0, self._reached.elapsed_time(self._ended))
+        return self._began.elapsed_time(self._ended) * 1e-3, exposed_ms * 1e-3

@@ -88,19 +88,28 @@ is usual."""
 class ParameterQuantizer:
     """Quantises the parameters of one model by their canonical names.
 
-    dtype  of the model, to which weights are rounded first
+    dtype        of the model, to which weights are rounded first
+    first_layer  what is layer 0 in the names: that of a pipeline stage
     """
 
     policy: QuantizationPolicy
     num_layers: int
     dtype: torch.dtype
+    first_layer: int = 0
+
+    def scheme_of(self, name: str, num_columns: int) -> Scheme | None:
+        """Return the scheme of a parameter, or None if it is not quantised."""
+        if self.first_layer and name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            name = f"layers.{int(index) + self.first_layer}.{rest}"
+        return self.policy.scheme_of(name, num_columns, self.num_layers)
 
     def __call__(self, name: str, weight: Tensor) -> Parameter:
         """Return a parameter according to the policy: quantised, a stack of experts as a QuantizedStack, or unchanged.
 
         The mapped file pages of a quantised weight are released.
         """
-        scheme = self.policy.scheme_of(name, weight.shape[-1], self.num_layers)
+        scheme = self.scheme_of(name, weight.shape[-1])
         if scheme is None:
             return weight
         if scheme.kind == "float8":
@@ -111,7 +120,7 @@ class ParameterQuantizer:
 
     def quantized(self, name: str, weight: Tensor) -> DenseOrQuantized:
         """Return one weight, or that of one expert, according to the policy, including float8; it may be on a GPU."""
-        scheme = self.policy.scheme_of(name, weight.shape[1], self.num_layers)
+        scheme = self.scheme_of(name, weight.shape[1])
         if scheme is None:
             return weight
         if scheme.kind == "float8":

@@ -108,7 +108,7 @@ def _build_pipeline(config: EngineConfig, report: ModelReport) -> tuple[Pipeline
             speculator = build_speculator(config.speculative_config, report, target, step_limits(config))
         executor.take_pages(() if speculator is None else speculator.pools)
         adapters = adapters_of(config, report, None, GroupAdapters(executor)) if config.enable_lora else None
-        return PipelinedStepDriver(executor, speculator, adapters), report
+        return PipelinedStepDriver(executor, speculator, page_mover=executor, adapters=adapters), report
     except BaseException:
         executor.close()
         raise

@@ -35,6 +35,7 @@ def check_context_parallel(config: EngineConfig, spec: ModelSpec, device: str) -
         refusal = native_refusal(spec, cpu_block_size(config))
         if refusal is not None:
             raise ConfigError(f"{name} is {size}: it needs the native kernels, which do not run {refusal}")
+        _check_states(name, size, spec)
         _check_tiers(config, name, size)
         if config.speculative_config is not None:
             _check_drafts(config.speculative_config, name, size)
@@ -51,6 +52,7 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
     refusal = native_refusal(spec, cpu_block_size(config))
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
+    _check_states(name, True, spec)
     if not spec.is_causal:
         raise ConfigError(
             f"{name} does not fit the model ({spec.model_type}), whose tokens attend in both directions: leave it out"
@@ -66,6 +68,14 @@ def check_dp_attention(config: EngineConfig, spec: ModelSpec, device: str) -> No
         raise ConfigError(
             f"num_kv_blocks is {config.num_kv_blocks}, but with {name} and {unit} homes it must be a multiple of {unit}: each "
             "home holds as many blocks"
+        )
+
+
+def _check_states(name: str, size: int, spec: ModelSpec) -> None:
+    if spec.has_recurrent_state:
+        raise ConfigError(
+            f"{name} is {size}, but a {spec.model_type!r} model has a recurrent state, which takes the tokens of a sequence in "
+            "order, on all ranks: leave it out"
         )
 
 

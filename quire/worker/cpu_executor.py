@@ -16,6 +16,7 @@ from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kernels.reference.block_scores import attention_by_block, key_norms
+from quire.kernels.reference.recurrent import StateRows
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
 from quire.kv.tiers.host_slab import HostSlab, PagePart
@@ -52,7 +53,8 @@ class CpuStepExecutor:
         self._kv = KvPool(memory.kv, memory.num_local_blocks, memory.num_states, device, memory.num_window_blocks)
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
         self.has_states = decoder.spec.has_recurrent_state
-        self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints)
+        is_native = isinstance(decoder, NativeDecoder)
+        self._states = StateTable(max_num_seqs, memory.num_states, memory.num_state_checkpoints, copies_starts=is_native)
         self._draft_pools: Sequence[KvPool] = ()
         self._pages = PageSupply(self._kv)  # see take_pages
         self.block_size, self.vocab_size = memory.kv.block_size, decoder.spec.vocab_size
@@ -142,7 +144,7 @@ class CpuStepExecutor:
                 [addresses[batch_slot] for batch_slot in batch_slots],
                 trees,
                 short_ropes,
-                self._states.place(tokens) if self.has_states else None,
+                self._place_states(tokens) if self.has_states else None,
                 adapters,
                 num_dropped,
             ),
@@ -153,6 +155,11 @@ class CpuStepExecutor:
             wants_best=samples,
             needs_logits=keeps_logits,
         )
+
+    def _place_states(self, tokens: StepTokens) -> StateRows:
+        rows = self._states.place(tokens)
+        self._kv.copy_states(self._states.take_copies())
+        return rows
 
     def take_sampled(self, started: _Started) -> tuple[Sequence[int] | None, Mapping[int, str]]:
         """See StepExecutor. Where a row has no best token, the sampler says what is wrong with its logits."""

@@ -54,6 +54,7 @@ def host_part(
         -(-sum(each.bytes_per_block for each in kv) // (config.decode_context_parallel_size * config.parallel.num_homes))
         * num_copies,
         sum(each.window_bytes_per_block for each in kv) * num_copies,
+        sum(each.bytes_per_state for each in kv) * num_copies,
     )
 
 

@@ -32,14 +32,16 @@ from quire.speculate.memory import StepLimits
 from quire.speculate.sources import check_device_sources, check_state_drafts, settle_method
 from quire.worker.context_parallel import check_context_parallel, check_dp_attention
 from quire.worker.device.device_select import choose_device, library_device
-from quire.worker.device.memory import estimate_memory
+from quire.worker.device.memory import device_stage_memories, estimate_memory
+from quire.worker.device.stages import check_device_stages
 from quire.worker.expert_parallel import check_experts, copied_weight_bytes
 from quire.worker.host_part import host_part
 from quire.worker.lora import check_lora
 from quire.worker.memory import leave_room, max_num_batched_tokens, plan_memory, uses_native_kernels, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
 from quire.worker.parallel_launch import check_backend
-from quire.worker.pipeline_plan import check_pipeline, check_stage_options, draft_bytes, stages_part
+from quire.worker.pipeline_plan import StageMemory, check_pipeline, check_stage_options, draft_bytes, stages_part
+from quire.worker.pipeline_plan import stage_memories as cpu_stage_memories
 from quire.worker.tiers import check_tiers
 
 
@@ -85,9 +87,12 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     check_backend(config)
     check_context_parallel(config, spec, name)
     check_stage_options(config, name)
+    has_device_stages = config.pipeline_parallel_size > 1 and device is not None
+    if has_device_stages:
+        check_device_stages(config, spec)
     if config.enable_dp_attention:
         check_dp_attention(config, spec, name)
-    if config.tensor_parallel_size > 1:
+    if config.tensor_parallel_size > 1 or has_device_stages:
         check_tensor_parallel(config, spec, name)
     if device is None and config.cpu_offload_gb > 0:
         raise ConfigError(
@@ -107,7 +112,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         folder, tokenizer_folder, spec, shapes, memory, read_generation_defaults(folder), device=name, pooler=pooler
     )
     check_tiers(config, report)
-    if config.pipeline_parallel_size > 1:
+    if config.pipeline_parallel_size > 1 and device is None:
         check_pipeline(config, report)
         report = _on_this_host(config, report)
         memory = report.memory
@@ -122,6 +127,14 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     if config.pipeline_parallel_size > 1:
         drafts += draft_bytes(config, report)
     return replace(report, memory=leave_room(config, memory, drafts))
+
+
+def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
+    """Return what each pipeline stage, or each tensor-parallel rank of each stage, will hold."""
+    device = choose_device(config)
+    if device is None:
+        return cpu_stage_memories(config, report)
+    return device_stage_memories(config, device, report)
 
 
 def _on_this_host(config: EngineConfig, report: ModelReport) -> ModelReport:

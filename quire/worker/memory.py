@@ -250,7 +250,8 @@ def plan_memory(
     if gpu is None:
         available = max(0, available - config.host_tier_bytes)
     num_states, num_checkpoints = count_states(config, kv)
-    num_weight_and_state_bytes = (num_weight_bytes if host is None else host.weight_bytes) + num_states * kv.bytes_per_state
+    state_bytes = num_states * (kv if host is None else host).bytes_per_state
+    num_weight_and_state_bytes = (num_weight_bytes if host is None else host.weight_bytes) + state_bytes
     given = given_blocks(config, kv, block_bytes)
     unit = block_unit(config)
     wanted = -(-config.max_num_seqs * -(-max_model_len // kv.block_size) // unit) * unit
@@ -349,7 +350,9 @@ def count_states(config: EngineConfig, kv: KvSpec) -> tuple[int, int]:
     if kv.bytes_per_state == 0:
         return 0, 0
     num_checkpoints = config.max_num_seqs + _SPARE_CHECKPOINTS
-    return num_state_rows(config.max_num_seqs, num_checkpoints, max_state_drafts(config)), num_checkpoints
+    # With pipeline stages a sequence that ends has its batch slot until the step in flight is collected.
+    num_batch_slots = config.max_num_seqs * (2 if config.pipeline_parallel_size > 1 else 1)
+    return num_state_rows(num_batch_slots, num_checkpoints, max_state_drafts(config)), num_checkpoints
 
 
 def _gpu_bytes(config: EngineConfig, gpu: torch.device) -> int:

@@ -83,6 +83,7 @@ class RankConfig:
     lossy_routing      the fields of LossyRouting
     context_size       ranks that share the tokens of sequences
     home_size          ranks of each home of sequences; 0: there are no homes
+    num_states, num_state_checkpoints  as in MemoryPlan
     num_row_ranks      groups of len(shares) tensor-parallel ranks that divide the rows of a step
     """
 
@@ -112,6 +113,8 @@ class RankConfig:
     home_size: int = 0
     num_row_ranks: int = 1
     group_files: tuple[int, ...] = ()
+    num_states: int = 0
+    num_state_checkpoints: int = 0
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -163,7 +166,8 @@ def check_tensor_parallel(config: EngineConfig, spec: ModelSpec, device: str) ->
 class RankMemory:
     """What a rank of a model holds, before it is loaded; weight_bytes: an estimate.
 
-    heads, kv_heads  of the first layer
+    kv_bytes         of its KV cache and its recurrent states
+    heads, kv_heads  of the first layer with attention
     num_experts      with expert parallelism: experts of all layers together; None: without
     tokens           with context parallelism: which tokens it holds or computes
     """
@@ -192,15 +196,16 @@ def rank_memories(config: EngineConfig, report: ModelReport) -> list[RankMemory]
         kv = shard.kv_spec(report.spec, memory.kv.block_size, memory.kv.dtype, memory.kv.window_tokens is not None)
         whole = own if rank == 0 and not is_cpu else whole
         num_bytes = report.memory.weight_bytes * own // whole
-        heads = shard.layers[0].heads if shard.layers[0].context is None else shard.layers[0].context
+        first = next((layer for layer in shard.layers if layer.heads.heads.size > 0), shard.layers[0])
+        heads = first.heads if first.context is None else first.context
         num_experts = None if placements is None else sum(len(each.ranks[rank]) for each in placements.values())
-        num_kv_bytes = kv.pool_bytes(memory.num_local_blocks, memory.num_window_blocks)
+        num_kv_bytes = kv.pool_bytes(memory.num_local_blocks, memory.num_window_blocks) + memory.num_states * kv.bytes_per_state
         tokens = None if size == 1 else f"1/{size} of the tokens of a sequence"
         if config.enable_dp_attention:
             tokens = f"the sequences at home here: {memory.num_local_blocks:,} blocks"
         if config.prefill_context_parallel_size > 1:
             tokens = f"computes 1/{config.prefill_context_parallel_size} of the tokens of a prompt"
-        found.append(RankMemory(num_bytes, num_kv_bytes, shard.layers[0].heads.heads, heads.kv_heads, num_experts, tokens))
+        found.append(RankMemory(num_bytes, num_kv_bytes, first.heads.heads, heads.kv_heads, num_experts, tokens))
     return found * config.prefill_context_parallel_size
 
 
@@ -256,6 +261,8 @@ def build_rank(
         kv,
         config.num_kv_blocks,
         config.max_model_len,
+        config.num_states,
+        config.num_state_checkpoints,
         num_window_blocks=config.num_window_blocks,
         num_block_places=config.context_size,
         num_homes=config.num_homes,
@@ -421,6 +428,8 @@ def _rank_config(config: EngineConfig, report: ModelReport, files: Sequence[int]
         home_size=config.parallel.home_size,
         num_row_ranks=config.prefill_context_parallel_size,
         group_files=group_files,
+        num_states=memory.num_states,
+        num_state_checkpoints=memory.num_state_checkpoints,
     )
 
 

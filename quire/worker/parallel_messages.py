@@ -20,7 +20,7 @@ from quire.model.token_runs import TreePlaces
 from quire.parallel.expert_balance import Move
 from quire.parallel.ring import RingMessage
 from quire.worker.expert_moves import ExpertChange
-from quire.worker.step_executor import StepTokens, TableEntry
+from quire.worker.step_executor import StateChange, StepTokens, TableEntry
 
 _Arrays = list[NDArray[np.generic]]
 
@@ -102,13 +102,15 @@ def encode_step(call: StepCall) -> Encoded:
     flags = call.wants_best | call.needs_logits << 1 | call.keeps_all << 2
     flags |= (tokens.trees is not None) << 3 | (tokens.short_ropes is not None) << 4 | (call.changes is not None) << 5
     has_adapters = tokens.adapters is not None and any(tokens.adapters)
-    flags |= has_adapters << 6
+    flags |= has_adapters << 6 | (tokens.states is not None) << 7
     lists = tokens.token_ids, tokens.starts, tokens.ends, tokens.batch_slots, tokens.logit_rows, call.hidden_rows
     arrays: _Arrays = [_int32(values) for values in lists]
     if tokens.trees is not None:
         arrays += [tokens.trees.positions, tokens.trees.num_drafts, tokens.trees.ancestors]
     if tokens.short_ropes is not None:
         arrays.append(_int32(tokens.short_ropes))
+    if tokens.states is not None:
+        arrays += _state_arrays(tokens.states)
     if tokens.adapters is not None and has_adapters:
         keys = list(dict.fromkeys(tokens.adapters))
         arrays += [_int32([keys.index(key) for key in tokens.adapters]), _text("\n".join(keys))]
@@ -126,15 +128,36 @@ def decode_step(message: RingMessage) -> StepCall:
     if flags & 8:
         positions, num_drafts, ancestors = (array.copy() for array in rest[:3])
         trees, rest = TreePlaces(positions, num_drafts, ancestors), rest[3:]
-    short_ropes, adapters = None, None
+    short_ropes, adapters, states = None, None, None
     if flags & 16:
         short_ropes, rest = [bool(value) for value in rest[0]], rest[1:]
+    if flags & 128:
+        states, rest = _states_of(rest[:3]), rest[3:]
     if flags & 64:
         keys = _text_of(rest[1]).split("\n")
         adapters = [keys[index] for index in rest[0].tolist()]
-    tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes, adapters=adapters)
+    tokens = StepTokens(token_ids, starts, ends, batch_slots, logit_rows, num_ready, trees, short_ropes, states, adapters)
     changes = _changes_of(rest[-2:]) if flags & 32 else None
     return StepCall(tokens, hidden_rows, bool(flags & 1), bool(flags & 2), bool(flags & 4), changes)
+
+
+def _state_arrays(states: StateChange) -> _Arrays:
+    starts = [number for slot, position, checkpoint in states.starts for number in (slot, position, _or_none(checkpoint))]
+    saves = [number for index, pairs in states.saves.items() for tokens, slot in pairs for number in (index, tokens, slot)]
+    return [_int32(starts), _int32(saves), _int32(states.num_drafts)]
+
+
+def _or_none(checkpoint: int | None) -> int:
+    return -1 if checkpoint is None else checkpoint
+
+
+def _states_of(arrays: Sequence[NDArray[np.generic]]) -> StateChange:
+    starts, saves = (array.reshape(-1, 3).tolist() for array in arrays[:2])
+    by_index: dict[int, list[tuple[int, int]]] = {}
+    for index, tokens, slot in saves:
+        by_index.setdefault(index, []).append((tokens, slot))
+    found = [(slot, position, None if checkpoint < 0 else checkpoint) for slot, position, checkpoint in starts]
+    return StateChange(found, by_index, arrays[2].tolist())
 
 
 def encode_rows(call: Call, *rows: Sequence[int]) -> Encoded:

@@ -107,6 +107,8 @@ def _stage_config(
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),
         needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in stage_memories(config, report)),
         options={} if group is None else config_fields(config),
+        num_states=memory.num_states,
+        num_state_checkpoints=memory.num_state_checkpoints,
     )
 
 
@@ -143,7 +145,9 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         spared = sum(int(each["spared_weight_bytes"]) for each in told)
         report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=spared)
         has_rope_variants = spec.rope_switch_len(memory.max_model_len) is not None
-        return PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage), report
+        executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage)
+        executor.open_host_tier(stage_config.num_host_pages, config.prefill_listen is not None)
+        return executor, report
     except BaseException:
         if own_stage is not None:
             own_stage.close()

@@ -19,6 +19,7 @@ from quire.base.logging import get_logger
 from quire.contracts.expert_stats import ExpertStats
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.rank_stats import RankStats
+from quire.contracts.step import StageTimes
 from quire.kernels.peaks import SHORT, measure_peaks
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
@@ -99,7 +100,7 @@ class PipelineExecutor:
         self.max_in_flight = len(config.stages)
         self.block_size, self.vocab_size = memory.kv.block_size, config.sizes.vocab_size
         self.has_rope_variants = has_rope_variants
-        self.has_states = False  # see check_pipeline
+        self.has_states = memory.num_states > 0
         self._hidden_size, self._num_threads = config.sizes.hidden_size, sum(config.num_threads)
         self.block_tables = np.zeros((config.num_batch_slots, memory.table_width), dtype=np.int64)
         self.first_window_block = None if memory.kv.window_tokens is None else memory.num_kv_blocks
@@ -110,8 +111,8 @@ class PipelineExecutor:
         self._kept_layers = config.kept_layers
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
         self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
-        part = config.page_part(memory.kv, memory.kv.part(0, 0))
-        self.host_slab = None if part is None else HostSlab(None, config.num_host_pages, part=part)
+        self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0))
+        self.host_slab: HostSlab | None = None
         self.release: Callable[[], None] | None = None
 
     def expert_stats(self) -> list[ExpertStats]:
@@ -121,6 +122,11 @@ class PipelineExecutor:
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
         return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
+
+    @property
+    def stage_times(self) -> StageTimes:
+        """See StageExecutor of pipelined_driver.py."""
+        return self.clock.times
 
     @property
     def worker_pids(self) -> dict[int, int]:
@@ -148,6 +154,11 @@ class PipelineExecutor:
                 self._pages.use(block_ids)
         if entries or block_copies:
             self._send(encode_changes(Changes(list(entries), list(block_copies))))
+
+    def open_host_tier(self, num_pages: int, is_shared: bool) -> None:
+        """Map the slots that the stages share, if there are any; see HostSlab."""
+        if self._page_part is not None:
+            self.host_slab = HostSlab(None, num_pages, is_shared, self._page_part)
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every stage copies its part, in the order of the steps."""

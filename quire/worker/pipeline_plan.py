@@ -6,22 +6,24 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import HostPart, ModelReport
-from quire.contracts.model_spec import DTYPE_BYTES, MoeSpec
+from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.contracts.parallel import MAX_RANKS
 from quire.model.checkpoint import open_parameters
 from quire.model.heads.native_vocabulary import vocabulary_bytes
 from quire.model.native_model import has_int8_head, int8_head_bytes, native_refusal
+from quire.model.parameters import Shape
 from quire.model.pipeline_stages import PipelineStage, check_layers, divide_layers
 from quire.model.stored_tensors import has_weights
 from quire.model.tensor_shards import ModelShard
 from quire.parallel.barrier import native_extension
 from quire.quant.parameters import StoredParameter
-from quire.quant.policy import POLICIES, quantized_bytes
+from quire.quant.policy import POLICIES, QuantizationPolicy, quantized_bytes
 from quire.speculate.memory import DraftBytes
 from quire.speculate.sources import LAYER_KINDS, find_layer_head
 from quire.worker.expert_parallel import find_placements
@@ -35,18 +37,18 @@ _SEQUENCES_OF_A_STEP = 8
 
 
 def check_stage_options(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError where pipeline stages are to run on another device than the CPU (device: ModelReport.device), or with
-    context-parallel ranks."""
+    """Raise ConfigError where pipeline stages are to run with context-parallel ranks, or on one GPU by the transformers library
+    (device: ModelReport.device)."""
     stages, places = config.pipeline_parallel_size, config.decode_context_parallel_size
     if stages > 1 and places > 1:
         raise ConfigError(
             f"decode_context_parallel_size is {places} and pipeline_parallel_size {stages}: both together are not supported; "
             "set one of them to 1"
         )
-    if stages > 1 and device != "cpu":
+    if stages > 1 and config.model_impl == "transformers":
         raise ConfigError(
-            f"pipeline_parallel_size is {stages}, but the model runs on {device}: pipeline stages run "
-            "on CPUs only; choose device='cpu' or pipeline_parallel_size=1"
+            f"pipeline_parallel_size is {stages}, but models that transformers computes (model_impl) run in one process, on "
+            f"{device}: set it to 1"
         )
 
 
@@ -102,53 +104,80 @@ def draft_bytes(config: EngineConfig, report: ModelReport) -> DraftBytes:
 
 
 def stages_of(config: EngineConfig, report: ModelReport) -> tuple[PipelineStage, ...]:
-    """Return the stages of a configuration. Raises ConfigError where the layers cannot be divided so."""
-    num_layers = len(report.spec.layers)
+    """Return the stages of a configuration on CPUs. Raises ConfigError where the layers cannot be divided so."""
+    stages = given_stages(config, len(report.spec.layers))
+    if stages is not None:
+        return stages
+    # Greedy steps read a copy of the head in bytes instead.
+    has_copy = has_int8_head(report.spec) and not report.is_quantized
+    most_head_bytes = int8_head_bytes(report.spec) if has_copy else None
+    return divide_stages(config, report.spec, _own_parameter_bytes(config, report), most_head_bytes)
+
+
+def given_stages(config: EngineConfig, num_layers: int) -> tuple[PipelineStage, ...] | None:
+    """Return the stages that pipeline_layers gives, or the only one; None: the layers are to be divided. Raises ConfigError."""
     if config.pipeline_layers is not None:
         check_layers(config.pipeline_layers, num_layers)
         return PipelineStage.all_of(config.pipeline_layers)
-    if config.pipeline_parallel_size == 1:
-        return PipelineStage.all_of((num_layers,))
-    sizes = _parameter_bytes(config, report)
-    costs = [0.0] * num_layers
+    return PipelineStage.all_of((num_layers,)) if config.pipeline_parallel_size == 1 else None
+
+
+def divide_stages(
+    config: EngineConfig, spec: ModelSpec, sizes: Mapping[str, float], most_head_bytes: float | None = None
+) -> tuple[PipelineStage, ...]:
+    """Return stages that take about the same time. Raises ConfigError for more stages than layers.
+
+    sizes            bytes of all parameters
+    most_head_bytes  that a step reads of the LM head; None: all
+    """
+    costs = [0.0] * len(spec.layers)
     head = 0.0
     for name, num_bytes in sizes.items():
         if name.startswith("layers."):
             index = int(name.split(".")[1])
-            costs[index] += num_bytes * _read_share(report, name, index)
+            costs[index] += num_bytes * _read_share(spec, name, index)
         elif name.startswith("lm_head.") or (name == "embed.weight" and "lm_head.weight" not in sizes):
             head += num_bytes
-    if has_int8_head(report.spec) and not report.is_quantized:
-        head = min(head, int8_head_bytes(report.spec))  # greedy steps read a copy in bytes instead
+    head = head if most_head_bytes is None else min(head, most_head_bytes)
     return PipelineStage.all_of(divide_layers(costs, config.pipeline_parallel_size, head))
 
 
-def _read_share(report: ModelReport, name: str, index: int) -> float:
+def _read_share(spec: ModelSpec, name: str, index: int) -> float:
     """Return the share of a parameter that a step reads: of experts those that its sequences meet, taken to be even."""
-    mlp = report.spec.layers[index].mlp
+    mlp = spec.layers[index].mlp
     if ".experts." not in name or not isinstance(mlp, MoeSpec):
         return 1.0
     return 1.0 - (1.0 - mlp.top_k / mlp.num_experts) ** _SEQUENCES_OF_A_STEP
 
 
-def _parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, float]:
-    """Return about what each parameter takes as it is run."""
-    spec, width = report.spec, DTYPE_BYTES[report.spec.dtype]
+def _own_parameter_bytes(config: EngineConfig, report: ModelReport) -> dict[str, float]:
+    """Return about what each parameter takes as it is run on a CPU."""
+    adapters = planned_adapter_bytes(config, report.spec, report.parameters, config.tensor_parallel_size)
+    num_bytes = report.memory.weight_bytes - adapters
+    return parameter_bytes(config, report.spec, report.parameters, report.folder, num_bytes, POLICIES)
+
+
+def parameter_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    shapes: Mapping[str, Shape],
+    folder: Path,
+    num_weight_bytes: int,
+    policies: Mapping[str, QuantizationPolicy],
+) -> dict[str, float]:
+    """Return about what each parameter takes as it is run; num_weight_bytes: all of them together."""
+    width = DTYPE_BYTES[spec.dtype]
     if config.quantization is not None:
-        policy = POLICIES[config.quantization]
-        return {name: float(quantized_bytes({name: shape}, spec, policy)) for name, shape in report.parameters.items()}
-    dense = {name: float(math.prod(shape) * width) for name, shape in report.parameters.items()}
-    if not has_weights(report.folder):
+        policy = policies[config.quantization]
+        return {name: float(quantized_bytes({name: shape}, spec, policy)) for name, shape in shapes.items()}
+    dense = {name: float(math.prod(shape) * width) for name, shape in shapes.items()}
+    if not has_weights(folder):
         return dense
-    stored = open_parameters(report.folder, spec)
+    stored = open_parameters(folder, spec)
     quantized = {name for name, value in stored.items() if isinstance(value, StoredParameter) and value.is_quantized}
     quantized &= dense.keys()
     # All quantised weights are taken to be of one format: what is left of the whole.
-    left = (
-        report.memory.weight_bytes
-        - planned_adapter_bytes(config, report.spec, report.parameters, config.tensor_parallel_size)
-        - sum(size for name, size in dense.items() if name not in quantized)
-    )
+    left = num_weight_bytes - sum(size for name, size in dense.items() if name not in quantized)
     total = sum(dense[name] for name in quantized)
     factor = min(1.0, max(0.05, left / total)) if total else 1.0
     return {name: size * factor if name in quantized else size for name, size in dense.items()}
@@ -168,8 +197,8 @@ class StageMemory:
 
 
 def stage_memories(config: EngineConfig, report: ModelReport) -> list[StageMemory]:
-    """Return what each stage, or each tensor-parallel rank of each stage, will hold."""
-    sizes = _parameter_bytes(config, report)
+    """Return what each stage on CPUs, or each tensor-parallel rank of each stage, will hold."""
+    sizes = _own_parameter_bytes(config, report)
     adapters = planned_adapter_bytes(config, report.spec, report.parameters, config.tensor_parallel_size)
     copy = max(0.0, report.memory.weight_bytes - adapters - sum(sizes.values()))  # of the head, for greedy steps
     copy = min(copy, int8_head_bytes(report.spec)) if has_int8_head(report.spec) else 0.0
@@ -197,6 +226,7 @@ def stages_part(config: EngineConfig, report: ModelReport, environment: Mapping[
         sum(each.weight_bytes for each in own),
         sum(each.bytes_per_block for each in kv),
         sum(each.window_bytes_per_block for each in kv),
+        sum(each.bytes_per_state for each in kv),
     )
 
 
@@ -227,5 +257,6 @@ def _worker_memory(
         head_copy *= shard.vocabulary.size / report.spec.vocab_size
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
     own += planned_adapter_bytes(config, stage.spec(report.spec), stage.select(shapes, False))
-    num_kv_bytes = _worker_kv(report, stage, shard).pool_bytes(memory.num_kv_blocks, memory.num_window_blocks)
+    kv = _worker_kv(report, stage, shard)
+    num_kv_bytes = kv.pool_bytes(memory.num_kv_blocks, memory.num_window_blocks) + memory.num_states * kv.bytes_per_state
     return StageMemory(stage, int(own), num_kv_bytes, shard)

@@ -68,6 +68,7 @@ class StageConfig:
     needed_bytes     of memory, of each worker, estimated
     options          that all processes must have alike, see config_fields; empty where the leader has started them
     allow_missing_head as in EngineConfig
+    num_states, num_state_checkpoints  as in MemoryPlan
     """
 
     folder: str
@@ -93,6 +94,8 @@ class StageConfig:
     link: tuple[str, str] | None = None
     needed_bytes: tuple[int, ...] = ()
     options: dict[str, str] = field(default_factory=dict[str, str])
+    num_states: int = 0
+    num_state_checkpoints: int = 0
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
@@ -185,6 +188,8 @@ def build_stage(
         own,
         config.num_kv_blocks,
         config.max_model_len,
+        config.num_states,
+        config.num_state_checkpoints,
         num_window_blocks=config.num_window_blocks,
     )
     return decoder, plan, config.page_part(whole, own, stage.start, shard)

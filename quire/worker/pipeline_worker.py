@@ -21,6 +21,7 @@ from quire.base.numa import bind_rank_to_numa_node
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan
 from quire.kernels.native import load_native
+from quire.kernels.reference.recurrent import StateRows
 from quire.kv.page_supply import PageSupply
 from quire.kv.pool import KvPool
 from quire.kv.tiers.host_slab import HostSlab, PagePart
@@ -48,6 +49,7 @@ from quire.worker.pipeline_link import Block
 from quire.worker.pipeline_memory import PipelineMemory
 from quire.worker.pipeline_messages import StageCall, request_slot, step_number, step_reads
 from quire.worker.pipeline_stage import StageConfig, StagePlace, build_stage
+from quire.worker.state_table import StateTable
 from quire.worker.step_executor import StepTokens
 
 
@@ -121,7 +123,8 @@ class StageExecutor:
         self._is_first_rank = place.is_first_rank
         self._kept, self._num_kept = config.kept_part(decoder.stage), len(config.kept_layers)
         self._native = load_native()
-        self._kv = KvPool(plan.kv, plan.num_kv_blocks, num_window_blocks=plan.num_window_blocks)
+        self._kv = KvPool(plan.kv, plan.num_kv_blocks, plan.num_states, num_window_blocks=plan.num_window_blocks)
+        self._states = StateTable(config.num_batch_slots, plan.num_states, plan.num_state_checkpoints, copies_starts=True)
         self._pages = PageSupply(self._kv)
         self._pages.start()
         self._block_tables = np.zeros((config.num_batch_slots, plan.table_width), dtype=np.int64)
@@ -191,7 +194,8 @@ class StageExecutor:
             [self._addresses[batch_slot] for batch_slot in tokens.batch_slots],
             tokens.trees,
             tokens.short_ropes,
-            adapters=tokens.adapters,
+            None if tokens.states is None else self._place_states(tokens),
+            tokens.adapters,
         )
         if not self._stage.is_first:
             self._barrier.wait_for_counter(self._memory.counter(self._stage.index - 1), number + 1)
@@ -218,6 +222,11 @@ class StageExecutor:
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)
+
+    def _place_states(self, tokens: StepTokens) -> StateRows:
+        rows = self._states.place(tokens)
+        self._kv.copy_states(self._states.take_copies())
+        return rows
 
     def _write_features(self, slot: int, tokens: StepTokens, reads: Sequence[DraftInput], outputs: StageOutputs | None) -> None:
         """Write what draft heads in the leader read of the step: the inputs of layers, then hidden states of all tokens or of

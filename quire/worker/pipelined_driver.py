@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
 from quire.base.errors import InvariantError
 from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
 from quire.speculate.speculator import Speculator, StepDrafts
 from quire.worker.lora import AdapterStore
-from quire.worker.pipeline_executor import PipelineExecutor
-from quire.worker.step_driver import EmptyStep, RunningStep, StepDriver
+from quire.worker.step_driver import ClosedWith, EmptyStep, RunningStep, StepDriver
+from quire.worker.step_executor import PageMover, RowProcessor, StepExecutor
+
+
+class StageExecutor(StepExecutor, Protocol):
+    """An executor whose steps are computed by several stages."""
+
+    @property
+    def stage_times(self) -> StageTimes | None:
+        """How long each stage has computed; None: nobody measures."""
+        ...
+
+    @property
+    def worker_pids(self) -> dict[int, int]:
+        """The processes of the stages."""
+        ...
 
 
 class PipelinedStepDriver(StepDriver):
@@ -15,14 +33,24 @@ class PipelinedStepDriver(StepDriver):
 
     Steps are collected in the order in which they were launched. No sequence is in two of them, so that rows, masks and drafts
     of one step do not depend on those of another.
+
+    mark_step  returns a context in which a step is launched, for profilers
+    others     as in StepDriver
     """
 
     def __init__(
-        self, executor: PipelineExecutor, speculator: Speculator | None = None, adapters: AdapterStore | None = None
+        self,
+        executor: StageExecutor,
+        speculator: Speculator | None = None,
+        draft_executors: Sequence[ClosedWith] = (),
+        page_mover: PageMover | None = None,
+        adapters: AdapterStore | None = None,
+        mark_step: Callable[[StepPlan], AbstractContextManager[object]] | None = None,
+        row_processor: RowProcessor | None = None,
     ) -> None:
-        super().__init__(executor, speculator, page_mover=executor, adapters=adapters)
+        super().__init__(executor, speculator, draft_executors, page_mover, adapters, row_processor=row_processor)
         self.num_stages = executor.max_in_flight
-        self._pipeline = executor
+        self._pipeline, self._mark_step = executor, mark_step
         self._in_flight: dict[int, StepDrafts | None] = {}  # by step id
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -33,7 +61,7 @@ class PipelinedStepDriver(StepDriver):
         """Start a step; see contracts.step.PipelinedRunner."""
         if len(self._in_flight) == self.num_stages:
             raise InvariantError(f"step {plan.step_id} is launched while {self.num_stages} steps are not collected")
-        with self._executor.step_scope():
+        with nullcontext() if self._mark_step is None else self._mark_step(plan), self._executor.step_scope():
             running = self._start(plan)
         self._in_flight[plan.step_id] = self._speculator.suspend() if running.is_followed else None
         return running
@@ -46,11 +74,11 @@ class PipelinedStepDriver(StepDriver):
         return super().collect(running)
 
     @property
-    def stage_times(self) -> StageTimes:
+    def stage_times(self) -> StageTimes | None:
         """See EngineRunner."""
-        return self._pipeline.clock.times
+        return self._pipeline.stage_times
 
     @property
     def worker_pids(self) -> dict[int, int]:
-        """See PipelineExecutor."""
+        """See StageExecutor."""
         return self._pipeline.worker_pids

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -579,14 +580,15 @@ class StepDriver:
             executor.wake_up()
 
     def close(self) -> None:
-        """Release the weights and the KV pool."""
+        """Release the weights and the KV pools: of all executors, also where one of them fails, whose error is raised."""
         self._page_mover, self._adapters, self._block_scorer = None, None, None
         self._row_processor = self._batch.row_processor = None
-        self._masks.close()
-        for executor in (self._executor, *self._draft_executors):
-            executor.close()
         self._speculator = Speculator(None, None, self._executor.vocab_size)  # proposers have weights and pools of their own
-        del self._executor, self._draft_executors
+        with ExitStack() as closing:
+            for executor in (*reversed(self._draft_executors), self._executor):
+                closing.callback(executor.close)
+            closing.callback(self._masks.close)
+            del self._executor, self._draft_executors
 
 
 def _prompt_results(step: StepInput) -> _PromptResults | None:

@@ -32,9 +32,10 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
-    if report.device != "cpu" and config.tensor_parallel_size > 1:
+    if report.device != "cpu" and config.parallel.world_size > 1:
+        other = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
         raise ConfigError(
-            f"{name} is {value!r} and tensor_parallel_size {config.tensor_parallel_size}, but the model runs on "
+            f"{name} is {value!r} and {other} {getattr(config, other)}, but the model runs on "
             f"{report.device}: KV tiers are supported on one GPU; leave one of them out"
         )
     if report.spec.has_recurrent_state:
@@ -55,11 +56,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
 
 
 def _check_transfer(config: EngineConfig, report: ModelReport) -> None:
-    if config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            f"{config.transfer_field} and pipeline_parallel_size {config.pipeline_parallel_size}: KV transfer is not supported "
-            "with pipeline stages; leave it out, or take tensor_parallel_size instead"
-        )
     if report.spec.rope_switch_len(report.memory.max_model_len) is not None:
         raise ConfigError(
             f"{config.transfer_field}: the rope of {report.spec.model_type} depends on the length of a sequence, which KV "

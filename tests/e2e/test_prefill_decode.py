@@ -19,13 +19,13 @@ LONG = "You are a careful clerk who answers briefly and never forgets what was s
 
 
 @contextlib.contextmanager
-def serving_apart(tmp_path, *options):
-    """Yield a prefill server and a decode server."""
-    common = ("--num-threads", "1", "--transfer-secret-file", str(tmp_path / "secret"), *options)
+def serving_apart(tmp_path, of_prefill=(), of_decode=()):
+    """Yield a prefill server and a decode server, with options of each."""
+    common = ("--num-threads", "1", "--transfer-secret-file", str(tmp_path / "secret"))
     address = f"unix:{tmp_path}/pages"
     with (
-        serving("--role", "prefill", "--prefill-listen", address, *common) as prefill,
-        serving("--role", "decode", "--prefill-url", address, "--prefill-min-tokens", "64", *common) as decode,
+        serving("--role", "prefill", "--prefill-listen", address, *common, *of_prefill) as prefill,
+        serving("--role", "decode", "--prefill-url", address, "--prefill-min-tokens", "64", *common, *of_decode) as decode,
     ):
         yield prefill, decode
 
@@ -45,14 +45,18 @@ def metric(server, name, **labels):
     return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
-@pytest.mark.parametrize("ranks", [(), ("--tensor-parallel-size", "2")], ids=["one-process", "two-ranks"])
-def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(tmp_path, ranks):
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode"),
+    [((), ()), (("--tensor-parallel-size", "2"), ("--pipeline-parallel-size", "3"))],
+    ids=["one-process", "two-ranks-and-three-stages"],
+)
+def test_answers_are_those_of_one_server_and_the_hand_over_is_counted(tmp_path, of_prefill, of_decode):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     constrained = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
     cases = (("One.", {}), ("Two.", {"n": 2}), ("Three.", constrained))
     with serving("--num-threads", "1") as server:
         expected = [ask(server, name, **more)[0] for name, more in cases]
-    with serving_apart(tmp_path, *ranks) as (prefill, decode):
+    with serving_apart(tmp_path, of_prefill, of_decode) as (prefill, decode):
         found = [ask(decode, name, **more) for name, more in cases]
         assert [answer for answer, _ in found] == expected
         assert min(usage["prompt_tokens_details"]["cached_tokens"] for _, usage in found) >= 200

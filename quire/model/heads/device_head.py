@@ -14,7 +14,8 @@ from quire.kernels.triton.norm import Norm, normalize
 from quire.kernels.triton.qk_rope_store import rope_table
 from quire.kernels.triton.step import DeviceAttentionMetadata
 from quire.kv.device_pool import DeviceKvPool
-from quire.model.device_decoder import DeviceDecoder, DeviceLayer, norm_of
+from quire.model.device_decoder import DeviceDecoder, DeviceLayer
+from quire.model.device_embedding import norm_of
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import DeviceRanks
 from quire.model.device_vocabulary import DeviceVocabulary
@@ -48,9 +49,11 @@ class DeviceHead:
         most_tokens: int,
         vocabulary: DeviceVocabulary | None = None,
     ) -> None:
-        if vocabulary is None and target.ranks is not None:
-            raise InvariantError("a draft head next to a tensor-parallel rank needs the whole embedding and LM head")
-        shared = vocabulary or DeviceVocabulary(target.embedding, target.head)
+        shared = vocabulary
+        if shared is None:
+            if target.ranks is not None or target.embedding is None or target.head is None:
+                raise InvariantError("a draft head next to a rank with a part of the model needs the embedding and the LM head")
+            shared = DeviceVocabulary(target.embedding, target.head)
         body, device = head.body, target.device
         self._head, self._target, self._body = replace(head, parameters={}), target, body
         self.spec, self.dtype, self.device = replace(body, vocab_size=target.spec.vocab_size), target.dtype, device

@@ -256,6 +256,11 @@ class Definitions:
             "none in CUDA graphs.",
             "rank", "operation",
         )  # fmt: skip
+        self.rank_exposed = counter(
+            "rank_collective_exposed_seconds",
+            "Of these, seconds in which the rank, or its GPU, only waited: exchanges of experts may overlap with products.",
+            "rank", "operation",
+        )  # fmt: skip
         self.rank_waits = counter("rank_barrier_waits", "Barriers at which another rank was missing.", "rank")
 
     def _define_experts(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from quire.contracts.rank_stats import RankStats
+from quire.contracts.rank_stats import CollectiveStats, RankStats
 from quire.serving.metrics.definitions import Definitions
 from quire.serving.metrics.instruments import Cell
 
@@ -34,15 +34,21 @@ class RankMetrics:
             defined.rank_memory.labels(*labels, rank).set(stats.memory_bytes)
             defined.rank_share.labels(*labels, rank).set(stats.share)
             self._count("waits", rank, "", stats.num_waits, defined.rank_waits.labels(*labels, rank))
-            self._count_operation(rank, "barrier", stats.num_barriers, stats.num_bytes, stats.wait_s)
-            for name, each in stats.collectives.items():
-                self._count_operation(rank, name, each.num_calls, each.num_bytes, each.seconds)
+            barriers = CollectiveStats(
+                num_calls=stats.num_barriers,
+                num_bytes=stats.num_bytes,
+                seconds=stats.wait_s,
+                exposed_seconds=stats.wait_s,
+            )
+            for name, each in {"barrier": barriers, **stats.collectives}.items():
+                self._count_operation(rank, name, each)
 
-    def _count_operation(self, rank: str, operation: str, calls: int, num_bytes: int, seconds: float) -> None:
-        defined, labels = self._defined, self._labels
-        self._count("calls", rank, operation, calls, defined.rank_calls.labels(*labels, rank, operation))
-        self._count("bytes", rank, operation, num_bytes, defined.rank_bytes.labels(*labels, rank, operation))
-        self._count("seconds", rank, operation, seconds, defined.rank_seconds.labels(*labels, rank, operation))
+    def _count_operation(self, rank: str, operation: str, counts: CollectiveStats) -> None:
+        defined, labels = self._defined, (*self._labels, rank, operation)
+        self._count("calls", rank, operation, counts.num_calls, defined.rank_calls.labels(*labels))
+        self._count("bytes", rank, operation, counts.num_bytes, defined.rank_bytes.labels(*labels))
+        self._count("seconds", rank, operation, counts.seconds, defined.rank_seconds.labels(*labels))
+        self._count("exposed", rank, operation, counts.exposed_seconds, defined.rank_exposed.labels(*labels))
 
     def _count(self, kind: str, rank: str, operation: str, total: float, cell: Cell) -> None:
         key = (kind, rank, operation)

@@ -37,7 +37,7 @@ from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
-from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig, rank_device
+from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
 from quire.worker.device.graphs import CountedRecorder, CudaGraphRecorder, GraphRecorder, StepGraphs
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.leader_executor import LeaderGpuExecutor
@@ -53,6 +53,7 @@ from quire.worker.device.memory import (
     most_step_tokens,
     offload_plan,
     plan_device_memory,
+    rank_device,
     tier_staging_bytes,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
@@ -60,6 +61,8 @@ from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import launch_options
+from quire.worker.pipelined_driver import PipelinedStepDriver
+from quire.worker.step_driver import StepDriver
 from quire.worker.tiers import num_host_pages
 
 logger = get_logger(__name__)
@@ -77,16 +80,16 @@ class BuiltRank(NamedTuple):
 
 def build_device_runner(
     config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
-) -> tuple[AsyncStepDriver, ModelReport]:
+) -> tuple[StepDriver, ModelReport]:
     """Load a model on a device and return its step driver, with the report of what it takes there.
 
-    With tensor_parallel_size > 1 this is rank 0; the other ranks are started and have loaded their parts.
+    With several ranks or stages this is rank 0; the other ranks are started and have loaded their parts.
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     if config.nvtx_ranges and device.type != "cuda":
         raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
     sizes = step_sizes(config, report, num_batched_tokens)
-    if config.tensor_parallel_size > 1:
+    if config.parallel.world_size > 1:
         built = build_leader(config, device, report, sizes)
     else:
         built = build_rank(config, device, report, sizes)
@@ -111,6 +114,8 @@ def build_device_runner(
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
+    if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
+        return PipelinedStepDriver(built.executor, speculator, drafting, mark_step=mark_step, row_processor=processor), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
     return driver, report
 
@@ -123,7 +128,8 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
     told = RankConfig.of(config, report, sizes)
-    workers = spawn_workers(WORKER_MODULE, config.tensor_parallel_size, told.to_json(), launch_options(config, with_store=True))
+    config = replace(config, pipeline_layers=told.config.pipeline_layers)
+    workers = spawn_workers(WORKER_MODULE, config.parallel.world_size, told.to_json(), launch_options(config, with_store=True))
     try:
         assert workers.store is not None
         workers.startup.stage("connecting")
@@ -140,13 +146,18 @@ def build_leader(config: EngineConfig, device: torch.device, report: ModelReport
     except BaseException:
         workers.kill()
         raise
-    logger.info("tensor parallel  %d ranks, %d KV blocks on each", config.tensor_parallel_size, built.plan.num_kv_blocks)
+    num_stages, num_blocks = config.pipeline_parallel_size, built.plan.num_kv_blocks
+    if config.tensor_parallel_size > 1:
+        logger.info("tensor parallel  %d ranks, %d KV blocks on each", config.tensor_parallel_size, num_blocks)
+    if num_stages > 1:
+        layers = ", ".join(map(str, config.pipeline_layers or ()))
+        logger.info("pipeline parallel  %d stages of %s layers, %d KV blocks on each", num_stages, layers, num_blocks)
     return built
 
 
 def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> GraphRecorder | None:
     """Return a recorder whose recordings count their collectives."""
-    return recorder if recorder is None or group is None else CountedRecorder(recorder, group.device)
+    return recorder if recorder is None or group is None or group.tensor is None else CountedRecorder(recorder, group.tensor)
 
 
 def build_rank(
@@ -154,7 +165,7 @@ def build_rank(
 ) -> BuiltRank:
     """Load a model, or this rank's part of it; plan its memory and make its KV pool.
 
-    group  of tensor parallelism: every rank calls this, and all find the same number of blocks
+    group  of ranks that share the model: every rank calls this, and all find the same number of blocks
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     _choose_tiles(config, device)
@@ -164,16 +175,17 @@ def build_rank(
     try:
         parameters = open_parameters(report.folder, report.spec)
         is_first = group is None or group.rank == 0
-        compilation = _compile_ahead(device, config, report, sizes, parameters) if is_first else None
+        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if is_first else None
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
-        ranks, agree = (None, None) if group is None else (group.ranks, group.agree)
+        ranks, stage = (None, None) if group is None else (group.ranks, group.stage)
+        # Only collectives are recorded, not what stages send.
+        agree = None if group is None or ranks is None else group.agree
         max_model_len, is_in_order = report.memory.max_model_len, config.deterministic
         offload = offload_plan(config, report.spec, report.parameters, _whole_weight_bytes(config, report))
         place = device if offload is None else OffloadedWeights(device, offload)
-        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks)
+        decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
         logger.info(decoder.fusion)
-        told = report.memory.kv
-        kv = KvSpec.on_device(decoder.spec, told.block_size, told.dtype, told.window_tokens is not None)
+        kv = report.memory.kv
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
         library = load_library(config.attention_backend, specs, decoder.dtype, pool.caches[0].k.dtype, kv.block_size)
@@ -259,6 +271,7 @@ def step_sizes(config: EngineConfig, report: ModelReport, num_batched_tokens: in
         drafting is not None,
         drafting is not None and drafts_trees(drafting),
         drafting is None and fits_tables(max_model_len),  # behind drafts the host applies processors
+        config.pipeline_parallel_size,
     )
 
 
@@ -268,14 +281,18 @@ def _compile_ahead(
     report: ModelReport,
     sizes: StepSizes,
     parameters: Mapping[str, Parameter | StoredParameter],
+    group: GpuGroup | None,
 ) -> Precompilation | None:
-    """Begin to compile what serving will launch, while weights are loaded."""
+    """Begin to compile what serving will launch, while weights are loaded; with stages what the whole model would launch."""
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
     shares, has_experts = config.parallel.shares, config.enable_expert_parallel
     kernels = arch_of(device), active_table()
-    order = Order(*chosen, report.memory.kv, sizes, *kernels, shares=shares, has_expert_ranks=has_experts)
+    kv = report.memory.kv
+    if group is not None and group.stage is not None:
+        kv = KvSpec.on_device(group.stage.rank_specs[0], kv.block_size, kv.dtype, kv.window_tokens is not None)
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, has_expert_ranks=has_experts)
     return Precompilation(order, parameters)
 
 

@@ -24,12 +24,12 @@ from quire.worker.device.host_step import SAMPLINGS, Sampling
 from quire.worker.device.launched_step import StepSizes, masked_parts
 from quire.worker.device.row_processors import ProcessorUpdates, SlotProcessors, update_tables
 from quire.worker.device.sampling_table import SamplingTable, row_options
-from quire.worker.device.staging import Readback, Staging
+from quire.worker.device.staging import NUM_READBACKS, Readback, Staging
 from quire.worker.step_executor import NO_FAILURES, SlotSampling
 
 
 class SampledRows(NamedTuple):
-    """What a step has found, on the host: a view that lasts until NUM_READBACKS more steps are launched.
+    """What a step has found, on the host: a view that lasts until as many more steps are launched as may be in flight.
 
     tokens    [R], -1 where there is none
     statuses  [R] values of SampleStatus
@@ -64,23 +64,30 @@ class SampledRows(NamedTuple):
 class DeviceSampler:
     """The tables of the batch slots, the last one for padding, and the launches that read and change them.
 
-    last_ids  [max_num_seqs + 1] i64, the token that was sampled last for each batch slot
+    samples   no: on a pipeline stage that has no logits, which only has the places of what the last one samples
+
+    last_ids  [num_slots + 1] i64, the token that was sampled last for each batch slot
     """
 
     def __init__(
-        self, sizes: StepSizes, vocab_size: int, device: torch.device, wait: Callable[[torch.cuda.Event], None]
+        self,
+        sizes: StepSizes,
+        vocab_size: int,
+        device: torch.device,
+        wait: Callable[[torch.cuda.Event], None],
+        samples: bool = True,
     ) -> None:
-        num_slots = sizes.max_num_seqs + 1
+        num_slots = sizes.num_slots + 1
         self.samplings: tuple[Sampling, ...] = SAMPLINGS if sizes.has_processors else SAMPLINGS[1:3]
         self.table = SamplingTable(num_slots, vocab_size)
         self.last_ids = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._tables = ProcessorTables.zeros(num_slots, vocab_size, device) if sizes.has_processors else None
+        self._tables = ProcessorTables.zeros(num_slots, vocab_size, device) if sizes.has_processors and samples else None
         self._new: dict[int, SlotProcessors] = {}  # to be sent before the next step
         # Tokens i64, then their statuses, two i32 in one, then log probabilities, so that one copy brings all.
         most = sizes.max_num_seqs + sizes.max_num_drafts
         self.result = torch.zeros(result_size(most, self.samplings[0]), dtype=torch.int64, device=device)
-        self._readback = Readback(self.result, wait)
+        self._readback = Readback(self.result, wait, max(NUM_READBACKS, sizes.num_stages))
 
     @property
     def lasting_tensors(self) -> list[Tensor]:

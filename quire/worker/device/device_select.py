@@ -184,26 +184,29 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
 
 
 def check_rank_devices(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError where the ranks of tensor_parallel_size cannot have a GPU each.
+    """Raise ConfigError where the ranks of tensor_parallel_size and pipeline_parallel_size cannot have a GPU each.
 
     device  of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
     """
-    size = config.tensor_parallel_size
+    sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
+    size = config.parallel.world_size
+    names = [name for name, value in sizes.items() if value > 1]
+    what = f"{' * '.join(names)} is {size}"
     if device == "interpreter":
         return
     num_devices = torch.cuda.device_count()
     if num_devices < size:
         raise ConfigError(
-            f"tensor_parallel_size is {size}, but there {'is' if num_devices == 1 else 'are'} {num_devices} CUDA "
-            f"device{'' if num_devices == 1 else 's'} here, and each rank needs one: lower tensor_parallel_size to "
+            f"{what}, but there {'is' if num_devices == 1 else 'are'} {num_devices} CUDA "
+            f"device{'' if num_devices == 1 else 's'} here, and each rank needs one: lower {' or '.join(names)} to "
             f"{num_devices}, or see CUDA_VISIBLE_DEVICES"
         )
     if device != "cuda:0":
         raise ConfigError(
-            f"device is {device!r}, but with tensor_parallel_size {size} rank r runs on cuda:r: leave device out, and choose "
-            "the GPUs by CUDA_VISIBLE_DEVICES"
+            f"device is {device!r}, but {what}, and rank r runs on cuda:r: leave device out, and choose the GPUs by "
+            "CUDA_VISIBLE_DEVICES"
         )
     for rank in range(size):
         lack = _what_it_lacks(torch.device("cuda", rank))
         if lack is not None:
-            raise ConfigError(f"rank {rank} of tensor_parallel_size {size} cannot run on cuda:{rank}: {lack}")
+            raise ConfigError(f"{what}, and rank {rank} cannot run on cuda:{rank}: {lack}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from traceback import clear_frames
 
@@ -86,13 +86,12 @@ from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEnt
 class GpuStepExecutor:
     """Implements StepExecutor, and launches the steps of a draft model or a draft head, which have no driver of their own.
 
-    Batch slots [0, max_num_seqs) belong to sequences, and the last one, padding_slot, to padding. All inputs of a step are
+    Batch slots [0, num_slots) belong to sequences, and the last one, padding_slot, to padding. All inputs of a step are
     copied to the GPU in one transfer. Every step samples a token for each of its logit_rows on the GPU, and keeps it there for
-    the next step of its batch slot.
+    the next step of its batch slot. On a pipeline stage a step is what its layers do; the last stage samples.
     """
 
     has_sampler = True
-    max_in_flight = NUM_READBACKS
 
     def __init__(
         self,
@@ -105,29 +104,36 @@ class GpuStepExecutor:
     ) -> None:
         self._decoder, self._pool, self._sizes, self._graphs = decoder, pool, sizes, graphs
         self._adapters = adapters
+        self._stage = decoder.stage if isinstance(decoder, DeviceDecoder) else None
+        self.samples = self._stage is None or self._stage.stage.is_last
+        self.max_in_flight = NUM_READBACKS if sizes.num_stages == 1 else sizes.num_stages
         self._library = library  # attends in steps without a CUDA graph; with a library all steps with prompts are such
         device, spec = decoder.device, decoder.spec
-        self.has_rope_variants = spec.rope_switch_len(sizes.max_model_len) is not None
+        whole = spec if self._stage is None else self._stage.spec
+        self.has_rope_variants = whole.rope_switch_len(sizes.max_model_len) is not None
         self.has_states = spec.has_recurrent_state
         self._states: StateTable | None = None
         self._has_windows = pool.spec.window_tokens is not None
         self.first_window_block = pool.num_blocks if self._has_windows else None
-        self.padding_slot = sizes.max_num_seqs
+        self.padding_slot = sizes.num_slots
         wait = waits_by(weakref.WeakMethod(self._wait_for))  # no cycle: what is closed is freed at once
-        self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait)
+        self._sampler = DeviceSampler(sizes, spec.vocab_size, device, wait, self.samples)
         self.vocab_size, self.block_size = spec.vocab_size, pool.spec.block_size
         self.draw: Draw | None = draw_on_device
         self.grid = GraphGrid(sizes.max_num_seqs, self._sampler.samplings)
         is_recording = graphs.is_recording and library is None
         specs = [spec] if decoder.ranks is None else decoder.ranks.specs  # on all ranks steps have the same arrays
+        if self._stage is not None:
+            specs = self._stage.rank_specs
+            self._stage.reserve_rows(max(sizes.max_num_batched_tokens, sizes.max_num_seqs), decoder.dtype, device)
         most_recorded = min(most_recorded_tokens(each, sizes.max_num_batched_tokens) for each in specs)
         most_tokens = most_recorded if is_recording else 0
         lengths = sorted({min(LONG_CHUNK, sizes.max_model_len), sizes.max_model_len})
         self.prompts = PromptGrid(most_tokens, lengths, sizes.has_drafts, sizes.has_trees)
         width = table_width(sizes.max_model_len, pool.spec)
-        self._tables = torch.zeros(sizes.max_num_seqs + 1, width, dtype=torch.int32, device=device)
+        self._tables = torch.zeros(sizes.num_slots + 1, width, dtype=torch.int32, device=device)
         most = self.grid.max_rows
-        self.block_tables = np.zeros((sizes.max_num_seqs, width), dtype=np.int64)  # on the host, written by the driver
+        self.block_tables = np.zeros((sizes.num_slots, width), dtype=np.int64)  # on the host, written by the driver
         self._entries: Sequence[TableEntry] = ()  # of block_tables, to be sent before the next step
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
@@ -139,8 +145,9 @@ class GpuStepExecutor:
         most_slots = max(most, min(sizes.max_num_seqs, most_tokens) + 1)
         self._step_tables = torch.zeros(most_slots, width, dtype=torch.int32, device=device)
         self._step_ids = torch.zeros(max(most, most_tokens), dtype=torch.int64, device=device)
-        self._hidden = torch.empty(most_tokens, spec.hidden_size, dtype=decoder.dtype, device=device)
-        self._logits = torch.empty(most, spec.vocab_size, dtype=decoder.dtype, device=device)
+        most_rows = (most_tokens, most) if self.samples else (0, 0)
+        self._hidden = torch.empty(most_rows[0], spec.hidden_size, dtype=decoder.dtype, device=device)
+        self._logits = torch.empty(most_rows[1], spec.vocab_size, dtype=decoder.dtype, device=device)
         kv_dtype, is_in_order = pool.caches[0].k.dtype, decoder.is_in_order
         attention = [layer.attention for each in specs for layer in each.layers if layer.attention != NO_ATTENTION]
         kinds = {tile_queries(each, decoder.dtype, kv_dtype, is_in_order) for each in attention}
@@ -149,6 +156,7 @@ class GpuStepExecutor:
             most_staged_bytes(sizes, self.prompts, self.tile_kinds, self.has_states, width, self._has_windows, spec.vocab_size),
             device,
             wait,
+            sizes.num_stages,
         )
         self._frames: dict[GraphKey | PromptKey, Frame] = {}
         self._defers = False  # whether the next step is not sampled
@@ -396,9 +404,9 @@ class GpuStepExecutor:
     def close(self) -> None:
         """Drop all CUDA graphs, so that their memory can be freed."""
         self._drop_graphs()
-        if self._pages is not None:
-            self._pages.settle()
-        self._pages = self.host_slab = None
+        pages, self._pages, self.host_slab = self._pages, None, None
+        if pages is not None:
+            pages.settle()
 
     def launch(
         self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = KEEP_NOTHING
@@ -430,7 +438,7 @@ class GpuStepExecutor:
     def read_rows(self, launched: Launched) -> SampledRows:
         """Wait for a step, and return what it has found.
 
-        To be called before NUM_READBACKS more steps are launched. Another one may have been launched already.
+        To be called before max_in_flight more steps are launched. Another one may have been launched already.
         """
         return self._sampler.read(launched.readback, launched.num_sampled, launched.num_rows, launched.sampling)
 
@@ -530,6 +538,8 @@ class GpuStepExecutor:
             step = self._completed(DeviceAttentionMetadata.of_decode(*places, *of_sequences), arrays, tables)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
+            if not self.samples:
+                return
             logits = self._logits_of(hidden, step.lora, self._logits[:num_rows])
             if key.sampling != "deferred":
                 self._sampler.sample(logits, arrays, key.sampling)
@@ -588,7 +598,8 @@ class GpuStepExecutor:
         if isinstance(call.key, GraphKey):
             frame = self._decode_frame(call.key)
             self._send(frame.staged.end, call.changes)
-            self._graphs.run(call.key, frame.run)
+            with self._exchange(call.key.num_rows):
+                self._graphs.run(call.key, frame.run)
             return self._logits[: call.key.num_rows], None
         if call.key is None and call.shape is None:
             self._send(0, call.changes)
@@ -597,12 +608,13 @@ class GpuStepExecutor:
             lists = [list_tiles(call.shape.counts, *kind, call.shape.context_lens) for kind in self.tile_kinds]
         staged, sampled = self._arrange_mixed(call, lists)
         self._send(sampled.end, call.changes)
-        if call.key is not None:
-            self._graphs.run(call.key, self._prompt_frame(call.key).run)
-            hidden = self._hidden
-        else:
-            hidden = self._run_exact(call, lists, staged.device)
-        if call.num_sampled == 0:
+        with self._exchange(len(staged.device["positions"])):
+            if call.key is not None:
+                self._graphs.run(call.key, self._prompt_frame(call.key).run)
+                hidden = self._hidden
+            else:
+                hidden = self._run_exact(call, lists, staged.device)
+        if call.num_sampled == 0 or not self.samples:
             return None, hidden
         rows = sampled.device["logit_rows"]
         numbers = staged.device.get("adapters")
@@ -612,11 +624,20 @@ class GpuStepExecutor:
             self._sampler.sample(logits, sampled.device, call.sampling)
         return logits, hidden
 
+    def _exchange(self, count: int) -> AbstractContextManager[None]:
+        """Receive the rows of a step, padding included, and send them on, where the layers are those of a pipeline stage."""
+        return nullcontext() if self._stage is None else self._stage.exchange(count)
+
     def fill_staging(self, staged: NDArray[np.uint8]) -> None:
         """Take over what another rank has in its staging buffer, before run_staged."""
         self._staging.wait()
         self._staging.holds = None
         self._staging.host_bytes[: len(staged)] = staged
+
+    def kept(self, rows: Tensor) -> Tensor:
+        """Return what is kept of a step until it is collected. With stages, other steps run before that, and a CUDA graph
+        writes where the one before has."""
+        return rows if self._stage is None else rows.clone()
 
     def logits_of(self, hidden: Tensor, adapters: NDArray[np.int32] | None) -> Tensor:
         """Return the logits of rows of hidden states; adapters: of these, see HostStep."""
@@ -652,7 +673,8 @@ class GpuStepExecutor:
         fill(frame.staged.host, nothing, self.padding_slot)
         fill_tiles(frame.staged.host, nothing, lists, self.tile_kinds)
         self._staging.send(frame.staged.end)
-        self._graphs.run(key, frame.run)
+        with self._exchange(key.num_tokens):
+            self._graphs.run(key, frame.run)
 
     def _prompt_frame(self, key: PromptKey) -> Frame:
         """Return the arrays of the CUDA graph of a step with prompts; those of the sampled tokens follow them."""
@@ -669,7 +691,8 @@ class GpuStepExecutor:
             step = self._completed(step, arrays, tables)
             self._take_inputs(ids, tables, arrays)
             hidden = self._decoder.forward(ids, arrays["positions"], step, self._pool)
-            self._hidden[: len(hidden)].copy_(hidden)
+            if self.samples:
+                self._hidden[: len(hidden)].copy_(hidden)
 
         frame = self._frames[key] = Frame(staged, run)
         return frame

@@ -1,4 +1,4 @@
-"""The process of a tensor-parallel rank on a GPU: loads its part of the model, and launches what the leader launches.
+"""The process of a rank, or a stage, on a GPU: loads its part of the model, and launches what the leader launches.
 
 Run by the leader as `python -m quire.worker.device.gpu_worker`, see quire.parallel.launch.
 """
@@ -50,12 +50,13 @@ class Follower:
 
     def __init__(self, executor: GpuStepExecutor, adapters: DeviceAdapters | None = None) -> None:
         self._executor, self._adapters = executor, adapters
-        self._hidden: Tensor | None = None  # of the last step that kept its hidden states
+        self._hidden: dict[int, Tensor] = {}  # of the last steps that kept them, by Launched.place
+        self._num_kept = 0
 
     def follow_sleep(self, call: GpuCall) -> bool:
         """Sleep or wake up if the leader has; return whether it was such a call."""
         if call is GpuCall.SLEEP:
-            self._hidden = None
+            self._hidden.clear()
             self._executor.sleep()
         elif call is GpuCall.WAKE_UP:
             self._executor.wake_up()
@@ -71,13 +72,14 @@ class Follower:
                 staged_call, staged = decode_staged(message)
                 self._executor.fill_staging(staged)
                 _, hidden = self._executor.run_staged(staged_call)
-                self._hidden = hidden if staged_call.keeps_hidden else None
+                if staged_call.keeps_hidden and hidden is not None:
+                    self._hidden[self._num_kept % self._executor.max_in_flight] = self._executor.kept(hidden)
+                    self._num_kept += 1
             elif call is GpuCall.LOGITS:
-                if self._hidden is None:
-                    raise InvariantError("the leader asks for logits of a step that did not keep its hidden states")
-                first, last = message.header[1:3].tolist()
-                numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
-                self._executor.logits_of(self._hidden[first:last], numbers)
+                if self._executor.samples:
+                    first, last, place = message.header[1:4].tolist()
+                    numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
+                    self._executor.logits_of(self._hidden[place][first:last], numbers)
             else:
                 self._follow_adapter(call, message)
 

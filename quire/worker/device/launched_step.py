@@ -29,6 +29,7 @@ class StepSizes(NamedTuple):
     has_drafts      whether steps with drafts are to be expected, so that small ones are recorded, too
     has_trees       whether some of these are trees
     has_processors  whether the device applies logits processors, and finds log probabilities
+    num_stages      of a pipeline: steps in flight, each of other sequences; 1: there is none
     """
 
     max_num_seqs: int
@@ -38,6 +39,13 @@ class StepSizes(NamedTuple):
     has_drafts: bool = False
     has_trees: bool = False
     has_processors: bool = False
+    num_stages: int = 1
+
+    @property
+    def num_slots(self) -> int:
+        """Batch slots. With stages a sequence that ends while a step with it is in flight has its slot until that is
+        collected."""
+        return self.max_num_seqs if self.num_stages == 1 else 2 * self.max_num_seqs
 
 
 class Launched(NamedTuple):
@@ -53,6 +61,7 @@ class Launched(NamedTuple):
     is_processed [num_sampled] whether the logits were changed; None: they were not
     deferred     the batch slots and positions of tokens that are not sampled yet; None: there are none
     is_masked    indices of rows that were sampled with a token mask
+    place        where other ranks keep `hidden`
     """
 
     num_sampled: int = 0
@@ -65,6 +74,7 @@ class Launched(NamedTuple):
     is_processed: NDArray[np.bool_] | None = None
     deferred: tuple[NDArray[np.int32], NDArray[np.int64]] | None = None
     is_masked: Collection[int] = ()
+    place: int = 0
 
 
 class Kept(NamedTuple):

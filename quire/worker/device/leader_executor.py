@@ -41,7 +41,8 @@ _NOTHING = Kept()
 class LeaderGpuExecutor(GpuStepExecutor):
     """Implements StepExecutor on rank 0. Every call that computes is sent to the workers, then made here.
 
-    All ranks sample the same tokens, as they have the same logits and noise; only this one reads them.
+    All ranks sample the same tokens, as they have the same logits and noise; only this one reads them. With pipeline stages
+    these are the ranks of the last one.
     Where the group has ended, for example because a worker was killed, a call raises DeviceLostError with the reason. So it
     does where a call fails here: the other ranks would wait for this one for ever.
     """
@@ -59,6 +60,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         if group.workers is None:
             raise InvariantError("the leader of a group has workers")
         self._group, self._workers, self._is_leading = group, group.workers, False
+        self._num_kept = 0  # steps whose hidden states are kept
         super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
@@ -71,6 +73,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
         return self._workers
 
     @property
+    def stage_times(self) -> None:
+        """See StageExecutor of pipelined_driver.py: no stage waits for its device to be measured."""
+
+    @property
     def worker_pids(self) -> dict[int, int]:
         """The processes of the workers by rank."""
         return self._workers.pids
@@ -78,7 +84,13 @@ class LeaderGpuExecutor(GpuStepExecutor):
     def launch(self, step: HostStep | None, sampling: Sampling, changes: BlockTableUpdates, kept: Kept = _NOTHING) -> Launched:
         """See GpuStepExecutor."""
         with self._scope():
-            return super().launch(step, sampling, changes, kept)
+            launched = super().launch(step, sampling, changes, kept)
+            if launched.logits is None and launched.hidden is None:
+                return launched
+            logits, hidden = (None if each is None else self.kept(each) for each in (launched.logits, launched.hidden))
+            place = self._num_kept % self.max_in_flight
+            self._num_kept += hidden is not None
+            return launched._replace(logits=logits, hidden=hidden, place=place)
 
     def flush(self) -> None:
         """See StepExecutor."""
@@ -91,11 +103,11 @@ class LeaderGpuExecutor(GpuStepExecutor):
             return super().read_rows(launched)
 
     def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
-        """See StepExecutor. Each rank has the hidden states of the last step that kept them."""
+        """See StepExecutor. Each rank has the hidden states of the last steps that kept them."""
         with self._scope():
             if self._is_leading:
                 numbers = [] if started.adapters is None else [started.adapters[first:last]]
-                self._workers.ring.send([GpuCall.LOGITS, first, last], numbers)
+                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place], numbers)
             return super().logits_at(started, first, last)
 
     def takes_masked(self, row: SamplingRow) -> bool:
@@ -122,9 +134,9 @@ class LeaderGpuExecutor(GpuStepExecutor):
         return self._adapters
 
     def rank_stats(self) -> list[RankStats]:
-        """See StepExecutor. The collectives on the devices are those of this rank: all ranks make the same."""
+        """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""
         found = self._workers.stats()
-        found[0] = replace(found[0], collectives=self._group.device.stats())
+        found[0] = replace(found[0], collectives=self._group.collectives())
         shares = self._group.shares
         return [replace(stats, share=share / sum(shares)) for stats, share in zip(found, shares, strict=True)]
 
@@ -192,5 +204,5 @@ class LeaderGpuExecutor(GpuStepExecutor):
             try:
                 barrier.check()
             except WorkerError as reason:
-                raise DeviceLostError(str(reason), reason.rank) from error
+                raise DeviceLostError(self._group.describe_end(reason), reason.rank) from error
             raise

@@ -15,7 +15,7 @@ from quire.base.gguf_file import is_gguf, read_gguf
 from quire.base.host_memory import available_memory_bytes
 from quire.contracts.config import EngineConfig
 from quire.contracts.kv_spec import MAX_DEFAULT_BLOCKS, QUANTIZED_KV_BITS, KvSpec, check_kv_format, head_dims_of
-from quire.contracts.memory import MemoryPlan, format_bytes
+from quire.contracts.memory import MemoryPlan, ModelReport, format_bytes
 from quire.contracts.model_spec import DTYPE_BYTES, ModelSpec, MoeSpec
 from quire.kv.tiers.host_slab import staged_pages
 from quire.model.checkpoint import distinct_shapes
@@ -23,13 +23,17 @@ from quire.model.config_reader import read_quantization_config
 from quire.model.device_shards import DeviceShard
 from quire.model.offload_plan import OffloadPlan, plan_offload
 from quire.model.stored_tensors import stored_bytes
+from quire.model.tensor_shards import ModelShard
 from quire.quant.config import Mxfp4Config, has_quantized_form
 from quire.quant.gguf_blocks import device_bytes
 from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
+from quire.worker.device.stages import device_stages, place_of
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
+from quire.worker.pipeline_plan import StageMemory
+from quire.worker.pipeline_stage import StagePlace
 
 HOW_TO_SAVE = (
     "lower max_num_batched_tokens, max_num_seqs or max_model_len, or gpu_memory_utilization where others use the device too; "
@@ -242,6 +246,11 @@ def device_weight_bytes(config: EngineConfig, spec: ModelSpec, shapes: Mapping[s
     return min(dense, stored_bytes(folder)) if has_quantized_form(quantization) else dense
 
 
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Return the device of a rank: GPU `rank` of this host; where kernels are interpreted, the CPU as well."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device
+
+
 def estimate_memory(
     config: EngineConfig,
     device: torch.device,
@@ -253,7 +262,7 @@ def estimate_memory(
 ) -> MemoryPlan:
     """Return the plan for a model that is not loaded; for the interpreter's device, which is the CPU, that of the CPU.
 
-    rank  of tensor parallelism, whose part the plan is for
+    rank  whose part the plan is for, see gpu_group.py; rank 0 has the last pipeline stage
     Raises ConfigError, also where the model cannot be shared by so many ranks.
     """
     if spec.has_recurrent_state:
@@ -261,13 +270,11 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    adapted = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **shapes}
-    if config.tensor_parallel_size > 1:
-        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
-        shard = DeviceShard.of(spec, rank, shares, config.deterministic, has_experts)
-        num_own, num_all = (sum(map(math.prod, each.values())) for each in (shard.shapes(), shapes))
-        num_weight_bytes, spec = num_weight_bytes * num_own // num_all, shard.local_spec
-        adapted = {"lm_head.weight": (shard.own.vocabulary.size, spec.hidden_size), **shard.shapes()}
+    place, own = None, shapes
+    if config.parallel.world_size > 1:
+        place = place_of(config, device_stages(config, spec, shapes, folder, num_weight_bytes), rank)
+        own, spec = _part_of(config, spec, shapes, place)
+        num_weight_bytes = num_weight_bytes * _count(own) // _count(shapes)
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
     kv = KvSpec.on_device(
         spec,
@@ -275,6 +282,8 @@ def estimate_memory(
         spec.dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         limits_windows(config, spec, max_model_len),
     )
+    if place is not None:
+        kv, spec = kv.part(place.stage.start, place.stage.stop), place.stage.spec(spec)
     if kv.is_joined and 4 in QUANTIZED_KV_BITS.get(kv.dtype, ()):
         raise ConfigError(f"kv_cache_dtype is {kv.dtype!r}, but latent rows are kept in auto, int8 or fp8 on a GPU")
     if kv.index_dims and kv.dtype in QUANTIZED_KV_BITS:
@@ -288,13 +297,48 @@ def estimate_memory(
     offload = offload_plan(config, spec, shapes, num_weight_bytes)
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
-    num_weight_bytes += planned_adapter_bytes(config, spec, adapted)
+    head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
+    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **own})
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
     usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=check_pinned(config, num_offloaded_bytes))
+
+
+def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes.values()))
+
+
+def _part_of(
+    config: EngineConfig, spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]], place: StagePlace
+) -> tuple[Mapping[str, tuple[int, ...]], ModelSpec]:
+    """Return the shapes of a rank's parameters, and the whole model with its part of each layer. Raises ConfigError."""
+    is_tied = "lm_head.weight" not in shapes
+    if place.num_tensor_ranks > 1:
+        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, has_experts)
+        shapes, spec = shard.shapes(), shard.local_spec
+    return place.stage.select(shapes, is_tied), spec
+
+
+def device_stage_memories(config: EngineConfig, device: torch.device, report: ModelReport) -> list[StageMemory]:
+    """Return what each pipeline stage, or each tensor-parallel rank of each stage, will hold of its device."""
+    model = report.spec, report.parameters, report.folder
+    stages = device_stages(config, *model, device_weight_bytes(config, *model))
+    ranks = range(config.parallel.world_size)
+    places = [place_of(config, stages, rank) for rank in ranks]
+    sizes = report.memory.max_model_len, report.folder
+    plans = [estimate_memory(config, rank_device(device, rank), *model[:2], *sizes, rank) for rank in ranks]
+    blocks = min(plan.num_kv_blocks for plan in plans), min(plan.num_window_blocks for plan in plans)
+    shares = config.parallel.shares
+    shards = [None if len(shares) == 1 else ModelShard.of(report.spec, rank, shares) for rank in range(len(shares))]
+    found = [
+        StageMemory(place.stage, plan.weight_bytes, plan.kv.pool_bytes(*blocks), shards[place.tensor_rank])
+        for place, plan in zip(places, plans, strict=True)
+    ]
+    return [*found[len(shares) :], *found[: len(shares)]]
 
 
 def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:

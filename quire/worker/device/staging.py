@@ -53,21 +53,32 @@ class Staged:
 class Staging:
     """A buffer on the host, pinned where the device is a GPU, and one of the same size on the device, at a fixed address.
 
-    holds  what stands in the host's buffer already, as its filler names it; None: what nobody will use again
-    wait   waits for an event; None: torch does
+    holds      what stands in the host's buffer already, as its filler names it; None: what nobody will use again
+    wait       waits for an event; None: torch does
+    num_steps  that may be sent before the device takes the first of them, as where it waits for another stage: what is sent
+               is then copied on the host first, to one of so many pinned buffers
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, wait: Callable[[torch.cuda.Event], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        device: torch.device,
+        wait: Callable[[torch.cuda.Event], None] | None = None,
+        num_steps: int = 1,
+    ) -> None:
         self.holds: Hashable = None
         self._wait = wait or torch.cuda.Event.synchronize
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        is_cuda, num_copies = device.type == "cuda", num_steps if num_steps > 1 else 0
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda and num_copies == 0)
+        self._copies = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(num_copies)]
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._events = [torch.cuda.Event() for _ in range(max(1, num_copies))] if is_cuda else []
+        self._num_sent = 0
 
     def wait(self) -> None:
         """Wait until what was sent has left the host's buffer, which may then be filled anew."""
-        if self._event is not None:
-            self._wait(self._event)
+        if self._events and not self._copies:
+            self._wait(self._events[0])
 
     @property
     def host_bytes(self) -> NDArray[np.uint8]:
@@ -90,9 +101,17 @@ class Staging:
 
     def send(self, num_bytes: int) -> None:
         """Copy the first bytes to the device, in the order of its stream; the host's must stay as they are until `wait`."""
-        self._device[:num_bytes].copy_(self._host[:num_bytes], non_blocking=True)
-        if self._event is not None:
-            self._event.record()
+        place, source = 0, self._host
+        if self._copies:
+            place = self._num_sent % len(self._copies)
+            self._num_sent += 1
+            if self._events:
+                self._wait(self._events[place])
+            source = self._copies[place]
+            source[:num_bytes].copy_(self._host[:num_bytes])
+        self._device[:num_bytes].copy_(source[:num_bytes], non_blocking=True)
+        if self._events:
+            self._events[place].record()
 
 
 NUM_READBACKS = 2
@@ -100,17 +119,22 @@ NUM_READBACKS = 2
 
 
 class Readback:
-    """Brings the first numbers of a device tensor [N] i64 to the host, after each step: a ring of NUM_READBACKS buffers.
+    """Brings the first numbers of a device tensor [N] i64 to the host, after each step: a ring of num_buffers buffers.
 
     wait  waits for an event; None: torch does
     """
 
-    def __init__(self, source: Tensor, wait: Callable[[torch.cuda.Event], None] | None = None) -> None:
+    def __init__(
+        self,
+        source: Tensor,
+        wait: Callable[[torch.cuda.Event], None] | None = None,
+        num_buffers: int = NUM_READBACKS,
+    ) -> None:
         self._wait = wait or torch.cuda.Event.synchronize
         is_cuda = source.device.type == "cuda"
         self._source = source
-        self._hosts = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_cuda) for _ in range(NUM_READBACKS)]
-        self._events = [torch.cuda.Event() for _ in range(NUM_READBACKS)] if is_cuda else []
+        self._hosts = [torch.zeros(source.shape, dtype=source.dtype, pin_memory=is_cuda) for _ in range(num_buffers)]
+        self._events = [torch.cuda.Event() for _ in range(num_buffers)] if is_cuda else []
         self._num_started = 0
 
     def start(self, count: int) -> int:
@@ -118,7 +142,7 @@ class Readback:
 
         A device without memory has nothing to copy.
         """
-        place = self._num_started % NUM_READBACKS
+        place = self._num_started % len(self._hosts)
         self._num_started += 1
         if count and not self._source.is_meta:
             self._hosts[place][:count].copy_(self._source[:count], non_blocking=True)

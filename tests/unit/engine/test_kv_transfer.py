@@ -14,7 +14,7 @@ from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
 from quire.kernels.native import load_native
 from quire.transfer import page_client, page_server
-from quire.worker import parallel_launch
+from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from quire.worker.tiers import check_tiers, tier_fingerprint, transfer_fingerprint
 from tests.prefill_thread import PrefillThread
@@ -94,27 +94,44 @@ def test_tokens_are_those_of_one_engine(tmp_path, options):
     assert stats.num_hits == stats.num_loaded > 12
 
 
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [pytest.param(2, 2, marks=pytest.mark.slow), (2, 1), pytest.param(1, 3, marks=pytest.mark.slow)],
-    ids=["two-and-two", "two-and-one", "one-and-three"],
+    ("prefill", "decode", "transport"),
+    [
+        pytest.param(RANKS, RANKS, "unix", marks=pytest.mark.slow),
+        (RANKS, {}, "tcp"),
+        pytest.param({}, {"tensor_parallel_size": 3}, "tcp", marks=pytest.mark.slow),
+        (STAGES, STAGES, "unix"),
+        pytest.param({**RANKS, **STAGES}, {"pipeline_parallel_size": 3}, "tcp", marks=pytest.mark.slow),
+        pytest.param(STAGES, {**RANKS, **STAGES}, "unix", marks=pytest.mark.slow),
+    ],
+    ids=["ranks-ranks", "ranks-one", "one-ranks", "stages-stages", "both-stages", "stages-both"],
 )
 @needs_native
-def test_tensor_parallel_ranks_of_either_side_give_the_tokens_of_one_engine(cold, monkeypatch, prefill, decode):
-    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
-    expected, _ = run(cold, PROMPTS)
-    options = {"kv_host_bytes": 64 << 20}
-    with (
-        prefill_engine(tensor_parallel_size=prefill, **options) as peer,
-        decode_llm(peer.address, tensor_parallel_size=decode, **options) as llm,
-    ):
-        found, cached = run(llm, PROMPTS)
+def test_ranks_and_stages_of_either_side_give_the_tokens_of_one_engine(cold, monkeypatch, tmp_path, prefill, decode, transport):
+    """Prompts that come one by one, and then others at once, so that stages have several steps in flight."""
+    for module in (parallel_launch, pipeline_build):
+        monkeypatch.setattr(module, "spawn_workers", ThreadWorkers)
+    expected, _ = run(cold, PROMPTS[:2])
+    prompts, params = (
+        [OTHERS[2], OTHERS[3], PREFIX[50:]],
+        SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True),
+    )
+    at_once = [cold.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids for prompt in prompts]
+    options = {"kv_host_bytes": 64 << 20, "max_num_batched_tokens": 64}
+    address = f"unix:{tmp_path}/pages" if transport == "unix" else "tcp://127.0.0.1:0"
+    with prefill_engine(address, **prefill, **options) as peer, decode_llm(peer.address, **decode, **options) as llm:
+        found, cached = run(llm, PROMPTS[:2])
+        outputs = llm.generate(prompts, params, use_tqdm=False)
         assert wait_until(lambda: peer.engine.prefill.tier_stats().num_pages == 0)
         check_nothing_is_held(peer.engine)
         check_nothing_is_held(llm.llm_engine)
-        assert outcomes(llm)["complete"] >= 3
+        assert outcomes(llm)["complete"] == 5
     assert found == expected
-    assert min(cached) >= 64
+    assert [output.outputs[0].token_ids for output in outputs] == at_once
+    assert min([*cached, *(output.metrics.num_cached_tokens for output in outputs)]) >= 64
 
 
 @needs_native
@@ -469,7 +486,6 @@ def test_fingerprints_differ_where_torch_runs_the_model():
             {"role": "prefill", "prefill_listen": "unix:/x", "data_parallel_size": 2},
             "prefill_listen is 'unix:/x' and data_parallel_size 2",
         ),
-        ({"role": "decode", "prefill_urls": ("unix:/x",), "pipeline_parallel_size": 2}, "role 'decode'.*pipeline_parallel"),
         ({"role": "prefill", "prefill_listen": "unix:/no/such/folder/x"}, "prefill_listen is unix:.*cannot listen"),
     ],
 )

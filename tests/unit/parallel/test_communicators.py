@@ -1,12 +1,14 @@
 """Every collective against numpy, for groups of one to five ranks, uneven and empty parts, in every dtype."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from quire.base.errors import InvariantError
+from quire.contracts.rank_stats import CollectiveStats
 from quire.kernels.native import load_native
 from quire.parallel.communicator import CountingCommunicator, LocalCommunicator
 from quire.parallel.torch_communicator import TorchCommunicator
@@ -164,7 +166,13 @@ def test_all_to_all(group, dtype, seed):
         out = values(99, (sum(incoming), 3), dtype)
         joined = torch.cat([part.view(torch.uint8) for part in sent[rank]]).view(dtype)
         communicator.all_to_all(out, joined, incoming, rows[rank])
-        assert_bits(out, torch.cat([sent[other][rank].view(torch.uint8) for other in range(size)]).view(dtype))
+        expected = torch.cat([sent[other][rank].view(torch.uint8) for other in range(size)]).view(dtype)
+        assert_bits(out, expected)
+        outs = [values(99, out.shape, dtype) for _ in range(2)]
+        transfers = [communicator.begin_all_to_all(each, joined, incoming, rows[rank]) for each in outs]
+        for transfer, each in zip(transfers, outs, strict=True):
+            transfer.wait()
+            assert_bits(each, expected)
 
     run(group, body)
 
@@ -322,6 +330,20 @@ def test_counting_communicator_counts_calls_and_bytes():
     }
     assert counting[0].counts["broadcast"].num_bytes == 0
     assert all(count.seconds > 0 for count in counting[0].counts.values())
+
+
+def test_times_of_a_begun_exchange_are_counted_when_they_are_known():
+    times, counting = [None], CountingCommunicator(LocalCommunicator())
+    begun = SimpleNamespace(wait=lambda: None, seconds=lambda: times[-1])
+    counting._inner.begin_all_to_all = lambda *_: begun
+    counting.begin_all_to_all(torch.empty(3), torch.empty(3), [3], [3])  # never waited for
+    transfer = counting.begin_all_to_all(torch.empty(3), torch.empty(3), [3], [3])
+    transfer.wait()
+    assert counting.stats()["all_to_all"] == CollectiveStats(num_calls=2, num_bytes=24, seconds=0.0, exposed_seconds=0.0)
+    times.append((2.0, 0.5))
+    for _ in range(2):
+        found = counting.stats()["all_to_all"]
+        assert (found.seconds, found.exposed_seconds) == (2.0, 0.5)
 
 
 def test_collectives_of_a_recording_are_counted_when_it_is_launched_and_not_when_it_is_recorded():

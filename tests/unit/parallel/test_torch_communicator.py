@@ -104,6 +104,25 @@ def test_every_operation_is_waited_for(fake):
     ]
 
 
+def test_the_exposed_time_of_an_exchange_is_that_in_which_its_caller_waits(monkeypatch):
+    group, now, is_over = FakeGroup(1, 3), [0.0], threading.Event()
+
+    def end(time_s):
+        now[0] = time_s
+        is_over.set()
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now[0])
+    communicator = TorchCommunicator(group, "cpu", check=lambda: end(7.0))  # called while it waits
+    group.alltoall_base = lambda *_: type("Work", (), {"wait": lambda self: is_over.wait()})()
+    x = torch.ones(6)
+    transfer = communicator.begin_all_to_all(torch.empty(6), x, [3, 2, 1], [1, 2, 3])
+    now[0] = 5.0
+    transfer.wait()
+    assert transfer.seconds() == (7.0, 2.0)
+    communicator.begin_all_to_all(torch.empty(6), x, [3, 2, 1], [1, 2, 3]).wait()
+    communicator.close()
+
+
 def test_float8_crosses_as_bytes(fake):
     group, communicator = fake
     x = torch.ones(6).to(torch.float8_e4m3fn)

@@ -243,3 +243,22 @@ def test_pages_are_asked_for_in_the_scope_of_a_step(drivers):
     driver = AsyncStepDriver(executor, page_mover=executor)
     assert driver.execute(StepPlan(0, {})).moved_steps == (7,)
     assert log[-3:] == ["begin", ("moved", True), "end"]
+
+
+def test_all_executors_are_closed_where_the_first_one_fails_and_its_error_is_raised(drivers):
+    plain, _ = drivers
+    closed = []
+
+    class Failing(SamplingExecutor):
+        def close(self):
+            raise RuntimeError("the device is lost")
+
+    def draft():
+        return SimpleNamespace(close=lambda: closed.append("draft"))
+
+    driver = AsyncStepDriver(Failing(plain.executor), draft_executors=[draft(), draft()])
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        driver.close()
+    assert closed == ["draft", "draft"]
+    with pytest.raises(AttributeError, match="executor"):
+        _ = driver.executor

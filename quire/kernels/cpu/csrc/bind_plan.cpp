@@ -1,5 +1,6 @@
 // Building and running plans from Python.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -7,7 +8,9 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <tuple>
+#include <utility>
 
 #include "binding.h"
 #include "parallel_heads.h"
@@ -36,6 +39,31 @@ StepInput describe_tokens(uintptr_t token_ids, uintptr_t positions, uintptr_t sl
     return in;
 }
 
+// The rows of recurrent states of a call, see StepInput: of each sequence the source, and the saves in any order.
+using StateSaves = std::vector<std::vector<std::pair<i32, i32>>>;
+
+struct StateRows {
+    std::vector<i32> starts, saves;
+
+    StateRows(const Plan& plan, StepInput& in, const std::vector<i32>& sources, const StateSaves& all) : starts(1, 0) {
+        if (!plan.has_states()) return;
+        const size_t count = static_cast<size_t>(in.batch.num_sequences);
+        if (sources.size() != count || all.size() != count) throw std::invalid_argument("a step of recurrent layers has rows of states for each of its sequences");
+        for (size_t s = 0; s < count; ++s) {
+            std::vector<std::pair<i32, i32>> sorted = all[s];
+            std::sort(sorted.begin(), sorted.end());
+            for (const auto& [tokens, row] : sorted) {
+                if (tokens < 0 || tokens > in.batch.query_starts[s + 1] - in.batch.query_starts[s]) throw std::invalid_argument("a state is saved after " + std::to_string(tokens) + " tokens, which its sequence has not");
+                saves.insert(saves.end(), {tokens, row});
+            }
+            starts.push_back(static_cast<i32>(saves.size() / 2));
+        }
+        in.state_sources = sources.data();
+        in.save_starts = starts.data();
+        in.saves = saves.data();
+    }
+};
+
 using PlanClass = nb::class_<Plan>;
 
 void bind_layer(nb::module_& m) {
@@ -63,7 +91,7 @@ void bind_layer(nb::module_& m) {
 #define QUIRE_FIELD(name) layer.def_rw(#name, &PlanLayer::name)
     QUIRE_FIELD(attn_in); QUIRE_FIELD(attn_out); QUIRE_FIELD(mlp_in); QUIRE_FIELD(mlp_out); QUIRE_FIELD(q_norm); QUIRE_FIELD(k_norm);
     QUIRE_FIELD(v_norm); QUIRE_FIELD(per_layer_gate); QUIRE_FIELD(per_layer_up); QUIRE_FIELD(per_layer_norm); QUIRE_FIELD(output_scale);
-    QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
+    QUIRE_FIELD(attn_gate); QUIRE_FIELD(mixer); QUIRE_FIELD(q); QUIRE_FIELD(k); QUIRE_FIELD(v); QUIRE_FIELD(o); QUIRE_FIELD(gate); QUIRE_FIELD(up); QUIRE_FIELD(down); QUIRE_FIELD(router);
     QUIRE_FIELD(num_heads); QUIRE_FIELD(num_kv_heads); QUIRE_FIELD(head_dim); QUIRE_FIELD(window); QUIRE_FIELD(rope);
     QUIRE_FIELD(scale); QUIRE_FIELD(softcap); QUIRE_FIELD(residual_scale); QUIRE_FIELD(is_qk_norm_whole); QUIRE_FIELD(top_k); QUIRE_FIELD(is_renormalized);
     QUIRE_FIELD(is_qk_norm_each); QUIRE_FIELD(is_qk_norm_last); QUIRE_FIELD(is_parallel); QUIRE_FIELD(clip); QUIRE_FIELD(query_beta); QUIRE_FIELD(query_max);
@@ -184,7 +212,8 @@ void bind_setup(PlanClass& plan) {
 void bind_steps(PlanClass& plan) {
     plan.def("step", [](Plan& p, uintptr_t token_ids, uintptr_t positions, uintptr_t slots, i32 num_tokens, i32 num_sequences, uintptr_t query_starts,
                         uintptr_t context_lens, uintptr_t block_tables, i64 table_stride, uintptr_t wanted_rows, i32 num_wanted_rows, i32 num_logit_rows, bool keeps_all, uintptr_t logits,
-                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers, uintptr_t row_adapters) {
+                        uintptr_t num_drafts, uintptr_t ancestors, uintptr_t layers, i32 num_layers, uintptr_t row_adapters, const std::vector<i32>& state_sources,
+                        const StateSaves& state_saves) {
             StepInput in = describe_tokens(token_ids, positions, slots, num_tokens, num_sequences, query_starts, context_lens, block_tables, table_stride);
             in.batch.num_drafts = reinterpret_cast<const i32*>(num_drafts);
             in.batch.ancestors = reinterpret_cast<const u64*>(ancestors);
@@ -196,13 +225,14 @@ void bind_steps(PlanClass& plan) {
             in.layers = reinterpret_cast<const i32*>(layers);
             in.num_layers = num_layers;
             in.row_adapters = reinterpret_cast<const i32*>(row_adapters);
+            const StateRows states(p, in, state_sources, state_saves);
             p.step(in);
         }, "token_ids"_a, "positions"_a, "slots"_a, "num_tokens"_a, "num_sequences"_a, "query_starts"_a, "context_lens"_a, "block_tables"_a,
             "table_stride"_a, "wanted_rows"_a, "num_wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "logits"_a, "num_drafts"_a = 0, "ancestors"_a = 0,
-            "layers"_a = 0, "num_layers"_a = 0, "row_adapters"_a = 0, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
+            "layers"_a = 0, "num_layers"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{}, nb::call_guard<nb::gil_scoped_release>(), "Run all layers over the tokens of a step; see StepInput in plan.h.");
     plan.def("run", [](Plan& p, const std::vector<i64>& token_ids, const std::vector<i32>& starts, const std::vector<i32>& ends, const std::vector<uintptr_t>& tables,
                        i32 max_blocks, const std::vector<i32>& wanted_rows, i32 num_logit_rows, bool keeps_all, bool wants_best, uintptr_t logits, uintptr_t positions,
-                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters) {
+                       uintptr_t num_drafts, uintptr_t ancestors, uintptr_t rows, uintptr_t row_adapters, const std::vector<i32>& state_sources, const StateSaves& state_saves) {
             const TokenRuns runs = {token_ids, starts, ends, std::vector<i32>(ends.size()), tables, max_blocks, p.has_windows()};
             const Placement placement(runs, p.block_size(), {});
             StepInput in;
@@ -217,6 +247,7 @@ void bind_steps(PlanClass& plan) {
             in.rows = reinterpret_cast<float*>(rows);
             in.row_adapters = reinterpret_cast<const i32*>(row_adapters);
             in.logits = reinterpret_cast<float*>(logits);
+            const StateRows states(p, in, state_sources, state_saves);
             std::vector<i32> best(wants_best ? num_logit_rows : 0);
             if (logits == 0 && num_logit_rows > 0) {
                 if (!wants_best) throw std::invalid_argument("logits have no place");
@@ -226,7 +257,7 @@ void bind_steps(PlanClass& plan) {
             if (wants_best && in.best == nullptr && p.gives_results()) best_tokens(*p.kernels_used, in.logits, p.vocab(), num_logit_rows, p.vocab(), p.num_threads, best.data());
             return best;
         }, "token_ids"_a, "starts"_a, "ends"_a, "tables"_a, "max_blocks"_a, "wanted_rows"_a, "num_logit_rows"_a, "keeps_all"_a, "wants_best"_a, "logits"_a, "positions"_a = 0,
-            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+            "num_drafts"_a = 0, "ancestors"_a = 0, "rows"_a = 0, "row_adapters"_a = 0, "state_sources"_a = std::vector<i32>{}, "state_saves"_a = StateSaves{}, nb::call_guard<nb::gil_scoped_release>(),
             "Run all layers over runs of tokens (TokenRuns in runs.h) and return, if wanted, the best token of every row of logits, -1 for none. logits 0: these alone.");
 }
 

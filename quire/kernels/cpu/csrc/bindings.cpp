@@ -13,6 +13,7 @@ namespace nb = nanobind;
 
 void bind_linear(nb::module_& m);
 void bind_plan(nb::module_& m);
+void bind_mixer(nb::module_& m);
 void bind_attention(nb::module_& m);
 void bind_elementwise(nb::module_& m);
 void bind_sampler(nb::module_& m);
@@ -39,6 +40,7 @@ NB_MODULE(_native, m) {
           "Bind the threads of teams of len(cores) threads to these cores, by rank; none: to no cores from now on. False: not possible, nothing changed.");
     bind_linear(m);
     bind_plan(m);
+    bind_mixer(m);
     bind_attention(m);
     bind_elementwise(m);
     bind_sampler(m);

@@ -45,7 +45,7 @@ void best_tokens(const Kernels& kernels, const float* logits, i64 stride, i32 nu
 }
 
 void Plan::draft(const StepInput& first, const DraftRun& drafts) {
-    if (has_windows()) throw std::invalid_argument("a plan that drafts has no windowed layers");
+    if (has_windows() || has_states_) throw std::invalid_argument("a plan that drafts has no windowed layers, and no recurrent states");
     const i32 count = first.batch.num_sequences, total = drafts.num_drafts, size = block_size();
     const i64 stride = first.batch.table_stride;
     const bool needs_logits = drafts.least_share > 0 || !has_plain_logits();

@@ -63,6 +63,8 @@ struct ElementwiseTable {
     void (*scale_and_cap)(float* y, i64 n, float factor, float cap);
     // y = activation(y), then, where up is not null, y *= up; n values.
     void (*activate)(Activation kind, float* y, const float* up, i64 n);
+    // y *= sigmoid(gate); n values.
+    void (*gate)(float* y, const float* gate, i64 n);
     // y = xielu(y) with its two numbers; n values.
     void (*apply_xielu)(float* y, float positive, float negative, i64 n);
     // The top_k experts of a row, in descending order of the selection scores (ties: lower index first), and their weights; logits

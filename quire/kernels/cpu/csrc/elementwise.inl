@@ -143,6 +143,12 @@ void activate(Activation kind, float* y, const float* up, i64 n) {
     }
 }
 
+void gate(float* y, const float* gate, i64 n) {
+    each_sixteen(n, [=](i64 j, auto lanes) QUIRE_BODY {
+        store(y + j, load(y + j, lanes) / (set1(1.0f) + exp_unflushed(zero() - load(gate + j, lanes))), lanes);
+    });
+}
+
 void apply_xielu(float* y, float positive, float negative, i64 n) {
     activate_all(y, nullptr, n, [=](F32 x) QUIRE_BODY { return xielu(x, positive, negative); });
 }
@@ -293,7 +299,7 @@ float share_of_largest(const float* x, i32 n, float largest, float factor) {
 }  // namespace
 
 extern const ElementwiseTable elementwise_table = {
-    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, apply_xielu, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
+    norm, rotate, turn_heads, add_scaled, scale_and_cap, activate, gate, apply_xielu, route, split_pairs, share_of_largest, simd_operations, sizeof(simd_operations) / sizeof(simd_operations[0]),
 };
 
 }  // namespace quire::QUIRE_ISA

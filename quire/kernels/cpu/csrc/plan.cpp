@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -103,7 +104,7 @@ void Plan::copy_queries(std::vector<i32> rows, float* out) {
     const std::lock_guard<std::mutex> lock(guard_);
     if (is_sharded() || is_stage_) throw std::invalid_argument("a rank or a pipeline stage has a part of the queries only");
     for (const auto& layer : layers_)
-        if (layer->latent.rank > 0) throw std::invalid_argument("the queries of latent attention cannot be copied");
+        if (layer->latent.rank > 0 || !layer->has_attention()) throw std::invalid_argument("the queries of latent attention cannot be copied");
     query_rows_ = std::move(rows);
     queries_out_ = out;
 }
@@ -218,6 +219,11 @@ void Plan::finish_attention(PlanLayer& l) {
         home_row_size_ = std::max<i64>(home_row_size_, l.total_heads * std::max(l.head_dim, l.latent.value));
     }
     if (l.k) l.k_form = l.attn_site.add(l.k->weight);
+    if (l.attn_gate) {
+        if (has_homes() || l.latent.rank > 0) throw std::invalid_argument("latent attention, and that of homes, has no gate");
+        l.attn_gate_form = l.attn_site.add(l.attn_gate->weight);
+        gate_size_ = std::max(gate_size_, l.attn_gate->weight.n);
+    }
     l.o_form = l.o_site.add(l.o->weight);
     measure(l.o_site, 1);
     qkv_size_ = std::max(qkv_size_, (l.num_heads + 2 * l.num_kv_heads) * l.head_dim);
@@ -247,6 +253,55 @@ void Plan::finish_attention(PlanLayer& l) {
     question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
     answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
     if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
+}
+
+// A norm that divides heads of `dim` values by their lengths, and by `divisor`.
+static Norm length_norm(i32 dim, float divisor) {
+    Norm norm;
+    const std::vector<float> weight(dim, 1.0f / (std::sqrt(static_cast<float>(dim)) * divisor));
+    norm.set(false, dim, 1e-6f / static_cast<float>(dim), reinterpret_cast<uintptr_t>(weight.data()), 0, 1);
+    return norm;
+}
+
+void Plan::finish_mixer(PlanLayer& l) {
+    Mixer& m = *l.mixer;
+    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel)
+        throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
+    const i32 inputs[] = {6, 3, 5, 2};  // of each kind
+    if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
+        throw std::invalid_argument("a mixer of other parts than the kernels know, or of more taps or rows of a state");
+    const size_t channels = static_cast<size_t>(m.channels());
+    if (m.conv_weight.size() != channels * m.taps || (!m.conv_bias.empty() && m.conv_bias.size() != channels)) throw std::invalid_argument("the weights of a convolution");
+    if (m.total_values == 0) m.total_values = m.values();
+    i32 offset = 0;
+    for (const auto& part : m.in) {
+        m.in_forms.push_back(l.attn_site.add(part->weight));
+        m.offsets.push_back(offset);
+        offset += part->weight.n;
+    }
+    m.offsets.push_back(offset);
+    l.o_form = l.o_site.add(l.o->weight);
+    if (m.low_z) m.low_z_site.add(m.low_z->weight);
+    if (m.low_a) m.low_a_site.add(m.low_a->weight);
+    if (m.kind == MixerKind::mamba1) {
+        m.read_site.add(m.read->weight);
+        m.step_site.add(m.step_up->weight);
+        mix_low_size_ = std::max(mix_low_size_, m.read->weight.n);
+    }
+    if (m.low_z) mix_low_size_ = std::max(mix_low_size_, m.values() + m.num_decays());
+    for (const Site* site : {&l.attn_site, &l.o_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
+    if (m.kind == MixerKind::delta) {
+        m.k_norm = length_norm(m.k_dim, 1.0f);
+        m.q_norm = length_norm(m.k_dim, std::sqrt(static_cast<float>(m.k_dim)));
+    }
+    has_states_ = true;
+    mix_in_size_ = std::max(mix_in_size_, offset);
+    mix_conv_size_ = std::max(mix_conv_size_, m.channels());
+    mix_shared_size_ = std::max(mix_shared_size_, m.shared_size());
+    mix_values_ = std::max(mix_values_, m.values());
+    mix_keys_ = std::max(mix_keys_, m.k_heads * m.k_dim);
+    mix_decays_ = std::max(mix_decays_, m.num_decays());
+    mix_heads_ = std::max(mix_heads_, m.v_heads);
 }
 
 void Plan::finish_mixture(PlanLayer& l) {
@@ -302,11 +357,13 @@ void Plan::finish_streams(PlanLayer& l) {
 void Plan::finish_layer(PlanLayer& l) {
     if (l.is_sparse && (is_sharded() || !l.gate)) throw std::invalid_argument("a gate that is cut by its mean is whole");
     if (l.total_inner == 0 && !l.expert_copies.empty()) throw std::invalid_argument("a placement of experts is that of a rank of several");
-    if (l.total_inner == 0) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
-    finish_attention(l);
+    if (!l.has_attention() && l.mixer == nullptr && !l.has_mlp()) throw std::invalid_argument("a layer without any block");
+    if (l.total_inner == 0 && l.has_mlp()) l.total_inner = l.router ? l.experts[0].up->weight.n : l.up->weight.n;
+    if (l.mixer) finish_mixer(l);
+    if (l.has_attention()) finish_attention(l);
     if (l.router) {
         finish_mixture(l);
-    } else {
+    } else if (l.down) {
         if (l.gate) l.gate_form = l.mlp_site.add(l.gate->weight);
         l.up_form = l.mlp_site.add(l.up->weight);
         l.down_form = l.down_site.add(l.down->weight);
@@ -378,6 +435,7 @@ void Plan::find_last_ask(const StepInput& input) {
 void Plan::reserve_attention(const Batch& batch) {
     i64 attention = 64;
     for (const auto& l : layers_) {
+        if (!l->has_attention()) continue;
         AttentionJob job;
         job.kv = l->kv;
         job.num_heads = l->attended_heads();
@@ -419,6 +477,18 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             take(extra_, rows * row_stride(hidden_));
             take(pair_out_, pairs * row_stride(hidden_));
             take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+            take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
+        }
+        if (has_states_) {
+            take(mix_in_, rows * row_stride(mix_in_size_));
+            take(mix_conv_, rows * row_stride(mix_conv_size_));
+            take(mix_low_, rows * row_stride(mix_low_size_));
+            take(mix_normed_, rows * row_stride(mix_shared_size_));
+            for (float** keys : {&mix_q_, &mix_k_}) take(*keys, rows * mix_keys_);
+            for (float** values : {&mix_v_, &mix_out_}) take(*values, rows * mix_values_);
+            take(mix_decay_, rows * mix_decays_);
+            take(mix_beta_, rows * mix_heads_);
+            take(gate_rows_, rows * row_stride(gate_size_));
         }
         if (!shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
@@ -486,6 +556,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(extra_, rows * row_stride(hidden_));
         take(pair_out_, pairs * row_stride(hidden_));
         take(shared_out_, has_shared_ ? rows * row_stride(hidden_) : 0);
+        take(mix_shared_, has_states_ ? rows * row_stride(mix_shared_size_) : 0);
         take(home_rows_, home_row_size_ == 0 ? 0 : rows * row_stride(home_row_size_));
         take(whole_qk_, whole_qk_size_ == 0 ? 0 : rows * row_stride(whole_qk_size_));
         take(context_rows_, context_row_size_ == 0 ? 0 : rows * row_stride(context_row_size_));

@@ -83,9 +83,52 @@ struct LayerStreams {
     Site router_site, left_site, right_site;     // derived
 };
 
+// What has a recurrent state in the place of attention (contracts/mixer_spec.py), or a rank's part of it: some heads of the state, or, of a
+// short convolution and of Mamba 1, some channels.
+enum class MixerKind : i32 { delta, short_conv, mamba2, mamba1 };
+
+struct Mixer {
+    MixerKind kind = MixerKind::delta;
+    // The state: v_heads / k_heads heads share a key. Mamba 1 has one head, whose v_dim are its channels; a short convolution only these.
+    i32 k_heads = 1, v_heads = 1, k_dim = 1, v_dim = 1, taps = 2;
+    // Of the outputs, and of Mamba 1's convolved inputs: where this rank's begin, and how many all ranks have.
+    i32 first_value = 0, total_values = 0;
+    // What the input is projected to, part after part. delta: q, k, v, z, b, a, or, with low_z and low_a, what these read in the place of z
+    // and a. short_conv: b, c, x. mamba2: x, B, C, z, steps. mamba1: x, z.
+    std::vector<std::shared_ptr<NativeWeight>> in;
+    std::shared_ptr<NativeWeight> low_z, low_a;              // of delta, or null
+    std::shared_ptr<NativeWeight> read, step_up;             // of mamba1: x to steps, B and C; steps to channels
+    std::vector<float> conv_weight, conv_bias;               // [taps][channels], and [channels] or none
+    std::vector<float> step, rates, skip;                    // biases of steps, which step_up has itself; decay is exp(rates * step); of mamba1 [k_dim][v_dim]
+    Norm norm, step_norm, b_norm, c_norm;                    // of outputs: of a head of delta, or of a group of mamba2; of mamba1
+    std::vector<float> norm_weight;                          // of all groups of mamba2, [total_values]
+    bool is_gate_first = true;                               // the output of mamba2 is normed after its gate
+    float min_step = 0.0f, max_step = 0.0f;
+    // The memory of the states: rows of conv_bytes, and of state_size values.
+    u8* conv_states = nullptr;
+    float* states = nullptr;
+    bool is_bf16 = false;
+    // Derived.
+    Site low_z_site, low_a_site, read_site, step_site;
+    std::vector<i32> in_forms, offsets;  // of each part of `in`, and of its outputs in a row; one more: the size of the row
+    Norm q_norm, k_norm;
+
+    i32 values() const { return v_heads * v_dim; }
+    // What the convolution is over; it comes first in a row.
+    i32 channels() const { return kind == MixerKind::delta || kind == MixerKind::mamba2 ? 2 * k_heads * k_dim + values() : values(); }
+    i64 conv_bytes() const { return static_cast<i64>(taps - 1) * channels() * (is_bf16 ? 2 : 4); }
+    i64 state_size() const { return static_cast<i64>(v_heads) * k_dim * v_dim; }
+    i32 num_decays() const { return kind == MixerKind::mamba1 ? v_dim : low_a ? v_heads * k_dim : v_heads; }
+    bool has_group_norm() const { return kind == MixerKind::mamba2 && norm.is_present; }
+    // The values of a row that ranks share.
+    i32 shared_size() const { return kind == MixerKind::mamba1 || (has_group_norm() && !is_gate_first) ? 2 * total_values : total_values; }
+};
+
 struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
+    std::shared_ptr<NativeWeight> attn_gate;                            // whose sigmoid multiplies the results of attention, or null
+    std::shared_ptr<Mixer> mixer;                                       // in the place of attention, with o as its last projection; or null
     std::vector<Expert> experts;
     // The shared expert, which every token gets in addition to the chosen ones, times the sigmoid of shared_scale's output if there
     // is one.
@@ -133,13 +176,16 @@ struct PlanLayer {
 
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
+    bool has_attention() const { return q != nullptr; }
+    bool is_mlp_only() const { return q == nullptr && mixer == nullptr; }
+    bool has_mlp() const { return down != nullptr || router != nullptr; }
     bool has_streams() const { return streams.router != nullptr; }
     bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
     Site attn_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
-    i32 q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
+    i32 attn_gate_form = 0, q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };
 
 // Tokens that follow a step, each the most likely one after the earlier ones, with the features of the previous row.
@@ -250,6 +296,8 @@ public:
     void place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& added, std::vector<i32> copies, std::vector<i32> own_copies);
     // Copy keys and values of tokens to other slots, one after the other: in every layer that is windowed, or that is not.
     void move_tokens(const i64* from, const i64* to, i32 count, bool is_windowed);
+    // Whether any layer has a recurrent state.
+    bool has_states() const { return has_states_; }
     // Whether the keys and values of any layer are in blocks of their own, see PlanLayer::is_windowed.
     bool has_windows() const;
     i64 scratch_bytes() const;
@@ -273,10 +321,12 @@ private:
     friend struct StepLatent;
     friend struct StepEntry;
     friend struct StepStreams;
+    friend struct StepMixer;
     friend struct Stepper;
     void measure(const Site& site, i64 rows);
     void finish_layer(PlanLayer& layer);
     void finish_attention(PlanLayer& layer);
+    void finish_mixer(PlanLayer& layer);
     void finish_mixture(PlanLayer& layer);
     void finish_streams(PlanLayer& layer);
     void reserve(i32 num_tokens, const Batch& batch);
@@ -379,6 +429,14 @@ private:
     float *shared_out_ = nullptr, *shared_scales_ = nullptr;
     // Of multi-head latent attention: cached rows, queries before the projection to the latent space, and outputs after it.
     float *latent_ = nullptr, *question_ = nullptr, *question_a_ = nullptr, *answer_ = nullptr;
+    // Of mixers: rows of projected inputs, convolved channels, second projections, and results, which ranks share; and the values of the
+    // recurrence, one token after the other without gaps.
+    bool has_states_ = false;
+    i32 mix_in_size_ = 0, mix_conv_size_ = 0, mix_low_size_ = 0, mix_shared_size_ = 0, mix_values_ = 0, mix_keys_ = 0, mix_decays_ = 0, mix_heads_ = 0, gate_size_ = 0;
+    float *mix_in_ = nullptr, *mix_conv_ = nullptr, *mix_low_ = nullptr, *mix_normed_ = nullptr, *mix_shared_ = nullptr, *gate_rows_ = nullptr;
+    float *mix_q_ = nullptr, *mix_k_ = nullptr, *mix_v_ = nullptr, *mix_out_ = nullptr, *mix_decay_ = nullptr, *mix_beta_ = nullptr;
+    std::vector<StateSave> state_saves_;  // of the layer that is computed
+    std::vector<ConvSave> conv_saves_;
     bool has_shared_ = false;
     i32 *chosen_ = nullptr, *pair_row_ = nullptr, *pair_of_ = nullptr, *expert_start_ = nullptr;
     // Of the mixture that is computed: the experts of this rank, the first place and the number of places of each, and all these places.

@@ -41,10 +41,39 @@ struct RecurrenceRun {
 // Columns of a state that are updated at a time. They lie on the stack, k_dim rows of them.
 constexpr i32 STATE_COLUMNS = 64, MAX_STATE_ROWS = 256;
 
+// Taps of a convolution, at most.
+constexpr i32 MAX_CONV_TAPS = 8;
+
+// A causal convolution of every channel over the tokens of a sequence: taps are summed in order, the bias last, in f32.
+struct ConvJob {
+    i32 channels, taps;
+    bool is_bf16;         // states keep the last taps - 1 inputs in bf16, to which inputs are rounded first; otherwise in f32
+    const float* x;       // rows of inputs, `stride` apart
+    const float* weight;  // [taps][channels], the last tap is that of the token itself
+    const float* bias;    // [channels] or null
+    float* out;           // rows, out_stride apart
+    i64 stride, out_stride;
+};
+
+struct ConvSave {
+    i64 count;
+    u8* to;  // [taps - 1][channels], oldest first
+};
+
+// As RecurrenceRun.
+struct ConvRun {
+    i64 first, num_tokens;
+    const u8* source;
+    const ConvSave* saves;
+    i32 num_saves;
+};
+
 struct RecurrenceTable {
     // Take columns [first, first + count) of one head's state through a run, count <= STATE_COLUMNS. Every column depends on itself only,
     // and tokens follow one another: the bits do not depend on where runs are cut. Reads its part of source before it writes one of saves.
     void (*run)(const RecurrenceJob& job, const RecurrenceRun& run, i32 head, i32 first, i32 count);
+    // Convolve channels [first, first + count) of a run. Reads its part of source before it writes one of saves.
+    void (*convolve)(const ConvJob& job, const ConvRun& run, i32 first, i32 count);
 };
 
 }  // namespace quire

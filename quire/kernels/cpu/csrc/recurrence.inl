@@ -127,8 +127,55 @@ void run(const RecurrenceJob& job, const RecurrenceRun& run, i32 head, i32 first
     return run_kind<Decay::channel, false>(job, run, head, first, count);
 }
 
+// The inputs of sixteen channels that a state keeps.
+QUIRE_INLINE F32 load_input(const ConvJob& job, const u8* state, i64 place, Mask lanes) {
+    if (job.is_bf16) return load_bf16(reinterpret_cast<const u16*>(state) + place, lanes);
+    return load(reinterpret_cast<const float*>(state) + place, lanes);
+}
+
+void save_inputs(const ConvJob& job, const F32* inputs, u8* to, i32 channel, Mask lanes) {
+    for (i32 tap = 0; tap < job.taps - 1; ++tap) {
+        const i64 place = static_cast<i64>(tap) * job.channels + channel;
+        if (job.is_bf16)
+            store_bf16(reinterpret_cast<u16*>(to) + place, inputs[tap], lanes);
+        else
+            store(reinterpret_cast<float*>(to) + place, inputs[tap], lanes);
+    }
+}
+
+QUIRE_INLINE F32 rounded_bf16(F32 x) {
+    u16 halves[16];
+    store_bf16(halves, x);
+    return load_bf16(halves);
+}
+
+void convolve_lanes(const ConvJob& job, const ConvRun& run, i32 channel, Mask lanes) {
+    F32 weight[MAX_CONV_TAPS], before[MAX_CONV_TAPS];
+    const i32 width = job.taps - 1;
+    for (i32 tap = 0; tap < job.taps; ++tap) weight[tap] = load(job.weight + static_cast<i64>(tap) * job.channels + channel, lanes);
+    for (i32 tap = 0; tap < width; ++tap)
+        before[tap] = run.source == nullptr ? zero() : load_input(job, run.source, static_cast<i64>(tap) * job.channels + channel, lanes);
+    const F32 base = job.bias == nullptr ? zero() : load(job.bias + channel, lanes);
+    i32 saved = 0;
+    for (; saved < run.num_saves && run.saves[saved].count == 0; ++saved) save_inputs(job, before, run.saves[saved].to, channel, lanes);
+    for (i64 t = 0; t < run.num_tokens; ++t) {
+        F32 x = load(job.x + (run.first + t) * job.stride + channel, lanes);
+        if (job.is_bf16) x = rounded_bf16(x);
+        before[width] = x;
+        F32 total = before[0] * weight[0];
+        for (i32 tap = 1; tap <= width; ++tap) total = fma(before[tap], weight[tap], total);
+        store(job.out + (run.first + t) * job.out_stride + channel, total + base, lanes);
+        for (i32 tap = 0; tap < width; ++tap) before[tap] = before[tap + 1];
+        for (; saved < run.num_saves && run.saves[saved].count == t + 1; ++saved) save_inputs(job, before, run.saves[saved].to, channel, lanes);
+    }
+}
+
+void convolve(const ConvJob& job, const ConvRun& run, i32 first, i32 count) {
+    for (i32 at = 0; at < count; at += 16) convolve_lanes(job, run, first + at, first_lanes(count - at < 16 ? count - at : 16));
+}
+
 }  // namespace
 
-extern const RecurrenceTable recurrence_table = {run};
+extern const RecurrenceTable recurrence_table = {run, convolve};
 
 }  // namespace quire::QUIRE_ISA

@@ -6,7 +6,7 @@
 #include <string>
 #include <stdexcept>
 
-#include "step_streams.h"
+#include "step_mixer.h"
 
 namespace quire {
 
@@ -18,7 +18,14 @@ constexpr i32 MAX_FETCHED_TOKENS = 64;
 }  // namespace
 
 // One thread's execution of a step. All threads execute the same code; shared data is in the plan.
-struct Stepper : StepStreams {
+struct Stepper : StepMixer {
+    // A result in extra_ that has still to join the residual (norm null: none), and the factors on it and on the residual after that.
+    struct Waiting {
+        const Norm* norm = nullptr;
+        float scale = 1.0f, output_scale = 1.0f;
+    };
+
+
     // Prefetch the cache lines that a new token is written to, of some heads, as there are many.
     void fetch_cache(const PlanLayer& l, i64 row, i32 first_head, i32 num_heads) const {
         const KvFormat key = key_format(l.kv.format), value = value_format(l.kv.format);
@@ -38,10 +45,12 @@ struct Stepper : StepStreams {
         if (!l.k) return ask(l, has_few);
         const Packed q = packed(l.attn_site, l.q_form, num_rows), k = packed(l.attn_site, l.k_form, num_rows), v = packed(l.attn_site, l.v_form, num_rows);
         const LoraSums sums(lora, attention_modules(l, has_few));
-        const LinearJob jobs[3] = {adapted(job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), sums[0]),
-                                   adapted(job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width), sums[1]),
-                                   adapted(job(*l.q, q, Finish::store, plan.qkv_, width), sums[2])};
-        run(jobs, has_few ? 2 : 3);
+        LinearJob jobs[4] = {adapted(job(*l.k, k, Finish::store, plan.qkv_ + q_size, width), sums[0]),
+                             adapted(job(*l.v, v, Finish::store, plan.qkv_ + q_size + kv_size, width), sums[1]),
+                             adapted(job(*l.q, q, Finish::store, plan.qkv_, width), sums[2])};
+        const Packed gate = packed(l.attn_site, l.attn_gate_form, num_rows);
+        if (l.attn_gate) jobs[3] = gate_job(l, gate);
+        run(jobs, has_few ? 2 : l.attn_gate ? 4 : 3);
         if (has_few) ask(l, true);
     }
 
@@ -51,8 +60,14 @@ struct Stepper : StepStreams {
         if (num_rows == 0) return;
         const Packed input = packed(l.attn_site, l.q_form, num_rows);
         const LoraSums sums(lora, {l.index, {LoraModule::q}});
-        const LinearJob job_of_q = adapted(job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l))), sums[0]);
-        run(&job_of_q, 1);
+        LinearJob jobs[2] = {adapted(job(*l.q, input, Finish::store, plan.qkv_, row_stride(qkv_size(l))), sums[0])};
+        const Packed gate = packed(l.attn_site, l.attn_gate_form, num_rows);
+        if (l.attn_gate) jobs[1] = gate_job(l, gate);
+        run(jobs, l.attn_gate ? 2 : 1);
+    }
+
+    LinearJob gate_job(const PlanLayer& l, const Packed& input) const {
+        return job(*l.attn_gate, input, Finish::store, plan.gate_rows_, row_stride(plan.gate_size_));
     }
 
     void pack_wanted_rows(const PlanLayer& l) {
@@ -188,6 +203,11 @@ struct Stepper : StepStreams {
         Batch own = batch;
         if (l.is_windowed) own.block_tables = in.window_tables;
         kernels.attention->attend(worker, a, own);
+        if (l.attn_gate) {
+            each(num_rows, [&](i64 row) {
+                kernels.elementwise->gate(a.out + row * a.out_stride, plan.gate_rows_ + row * row_stride(plan.gate_size_), l.num_heads * l.head_dim);
+            });
+        }
         wrote(a.out, num_rows, a.out_stride, static_cast<i64>(l.num_heads) * l.head_dim);
         rank_barrier();
     }
@@ -356,11 +376,13 @@ struct Stepper : StepStreams {
         return result;
     }
 
-    void feed_forward(const PlanLayer& l) {
+    // waiting: what has still to join the residual.
+    void feed_forward(const PlanLayer& l, const Waiting& waiting) {
         if (l.is_parallel)
             norm_and_pack_beside(l.mlp_site, l.mlp_in.is_present ? l.mlp_in : l.attn_in, l.attn_out, l.residual_scale, mlp_modules(l));
         else
-            norm_and_pack(l.mlp_site, l.mlp_in, l.has_streams() ? nullptr : waiting_attention(l), l.residual_scale, l.router != nullptr || lora.has_rows(), -1, 1.0f, mlp_modules(l));
+            norm_and_pack(l.mlp_site, l.mlp_in, waiting.norm, waiting.scale, l.router != nullptr || lora.has_rows(), l.is_mlp_only() ? l.index : -1, waiting.output_scale,
+                          mlp_modules(l));
         if (l.router) {
             mixture(l);
             return;
@@ -379,18 +401,21 @@ struct Stepper : StepStreams {
             if (worker.rank == 0) plan.set_layer(static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
             const bool has_wanted = i + 1 == count && !in.keeps_all;
             if (l.has_streams()) begin_streams(l);
+            const Waiting earlier = before ? Waiting{waiting_last(*before), before->residual_scale, before->output_scale} : Waiting{};
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
-            else if (!plan.has_homes())
-                norm_and_pack(l.attn_site, l.attn_in, before ? waiting_last(*before) : nullptr, before ? before->residual_scale : 1.0f, lora.has_rows(), l.has_streams() ? -1 : l.index,
-                              before ? before->output_scale : 1.0f, attention_modules(l, has_few(l, i + 1 == count)));
+            else if (!plan.has_homes() && !l.is_mlp_only())
+                norm_and_pack(l.attn_site, l.attn_in, earlier.norm, earlier.scale, lora.has_rows(), l.has_streams() ? -1 : l.index, earlier.output_scale,
+                              attention_modules(l, has_few(l, i + 1 == count)));
             if (plan.has_homes())
                 attention_of_homes(l, before, i + 1 == count);
-            else
+            else if (l.has_attention())
                 attention(l, i + 1 == count);
+            else if (l.mixer)
+                mix(l, i + 1 == count);
             if (num_rows == 0) return;
             if (l.has_streams()) add_laurel(l, has_wanted);
-            feed_forward(l);
+            if (l.has_mlp()) feed_forward(l, l.is_mlp_only() ? earlier : Waiting{l.has_streams() ? nullptr : waiting_attention(l), l.residual_scale, 1.0f});
             if (l.has_streams())
                 end_streams(l, has_wanted);
             else if (l.per_layer_gate)
@@ -400,6 +425,7 @@ struct Stepper : StepStreams {
         const PlanLayer& last = layer(count - 1);
         if (last.has_streams()) join_streams(!in.keeps_all);
         if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
+        if (!in.keeps_all && !last.has_attention()) keep_wanted_rows(nullptr, nullptr, nullptr, 0);
     }
 
     // All layers over the rows of the step; a rank that divides rows with others may have none.
@@ -505,6 +531,8 @@ void hidden_body(void* argument, Worker& worker) {
 
 void Plan::check_step(const StepInput& input) const {
     if (input.window_slots == nullptr && has_windows()) throw std::invalid_argument("a step of windowed layers needs their block tables");
+    if (has_states_ && (input.state_sources == nullptr || input.layers != nullptr || input.batch.num_drafts != nullptr))
+        throw std::invalid_argument("a step of recurrent layers needs the rows of their states, runs all layers, and has no draft trees");
     if (input.layers != nullptr && input.num_layers < 1) throw std::invalid_argument("a step runs one layer at least");
     for (i32 i = 0; input.layers != nullptr && i < input.num_layers; ++i)
         if (input.layers[i] < 0 || input.layers[i] >= static_cast<i32>(layers_.size()))

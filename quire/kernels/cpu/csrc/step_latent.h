@@ -9,6 +9,7 @@ namespace quire {
 struct StepLatent : StepExperts {
     // The modules that read the input of an attention. has_few: queries are of other rows.
     static LoraModules attention_modules(const PlanLayer& l, bool has_few) {
+        if (!l.has_attention()) return {l.index, {}};
         if (l.latent.rank > 0) return {l.index, {LoraModule::k, l.latent.q_a ? LoraModule::q_a : LoraModule::q}};
         if (!l.k) return {l.index, {LoraModule::q}};
         if (has_few) return {l.index, {LoraModule::k, LoraModule::v}};
@@ -58,6 +59,7 @@ struct StepLatent : StepExperts {
 
     // Rotate the first values of heads of latent rows.
     void turn_latent(const PlanLayer& l, float* heads, i32 count, i64 position) const {
+        if (l.rope < 0) return;
         if (l.latent.is_interleaved) kernels.elementwise->split_pairs(heads, count, l.head_dim, l.latent.rope);
         const Plan::Angles& a = plan.angles_[l.rope];
         kernels.elementwise->turn_heads(nullptr, heads, count, l.head_dim, a.cosine + position * a.half, a.sine + position * a.half, a.half);

@@ -189,7 +189,7 @@ struct StepRows {
     const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
 
     // The same of the last result of a layer; several residual streams have taken it up.
-    const Norm* waiting_last(const PlanLayer& l) const { return l.has_streams() ? nullptr : l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
+    const Norm* waiting_last(const PlanLayer& l) const { return l.has_streams() ? nullptr : !l.has_mlp() ? waiting_attention(l) : l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
 
     // A block's result joins the residual. extra_ is not changed: other ranks read it.
     void add_result(const Norm& norm, float scale, i64 row, float output_scale = 1.0f) const {

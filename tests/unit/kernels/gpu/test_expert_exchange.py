@@ -1,4 +1,4 @@
-"""The exchange of rows between ranks that have whole experts, over gloo: sums, and bytes that are counted by hand."""
+"""The exchange of rows between ranks that have whole experts, over gloo: sums, bytes counted by hand, and its order."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from quire.kernels.triton.moe import Routes, add_pairs
 from quire.model import device_experts
 from quire.model.device_experts import ExpertExchange
 from quire.model.device_ranks import DeviceRanks
-from quire.parallel.communicator import CountingCommunicator
+from quire.parallel.expert_placement import ExpertPlacement
 from tests.device_ranks import gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -17,42 +17,72 @@ from tests.unit.kernels.gpu.conftest import HAS_GPU
 pytestmark = pytest.mark.skipif(HAS_GPU, reason="several ranks on one machine are interpreted, over gloo")
 
 NUM_EXPERTS, TOP_K, WIDTH = 6, 3, 16
-PLACEMENTS = {"two": [(0, 1, 2), (3, 4, 5)], "three": [(4,), (0, 1, 5), (2, 3)]}
+ROW_BYTES = 4 * WIDTH
+PLACEMENTS = {
+    "two": ((0, 1, 2), (3, 4, 5)),
+    "three": ((4,), (0, 1, 5), (2, 3)),
+    "four-with-copies": ((0, 1), (0, 2, 3), (1, 4), (0, 5)),
+}
+
+
+class Noting:
+    """Passes on what a rank exchanges, and notes the bytes that go to each rank, and the order of events."""
+
+    def __init__(self, inner):
+        self._inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.sent, self.events = [0] * inner.size, []
+
+    def all_gather(self, out, part, sizes=None):
+        self._inner.all_gather(out, part, sizes)
+
+    def begin_all_to_all(self, out, x, out_sizes, sizes):
+        for other, count in enumerate(sizes):
+            self.sent[other] += count * x[:0].new_empty(1, *x.shape[1:]).nbytes
+        self.events.append("begin")
+        transfer = self._inner.begin_all_to_all(out, x, out_sizes, sizes)
+        return SimpleNamespace(wait=lambda: (self.events.append("wait"), transfer.wait()))
 
 
 class Exchange:
     """Ranks, each with an exchange; an expert multiplies rows by a row of its own."""
 
-    def __init__(self, placement, is_in_order):
-        self.inner = gloo_communicators(len(placement))
-        self.counted = [CountingCommunicator(each) for each in self.inner]
-        generator = torch.Generator().manual_seed(1)
-        self.weights = torch.randn(NUM_EXPERTS, WIDTH, generator=generator)
-        self.placement, self.exchanges = placement, []
-        for rank, communicator in enumerate(self.counted):
+    def __init__(self, placement, is_in_order, hosts=None, is_divided=False):
+        self._inner = gloo_communicators(len(placement))
+        self.noting, self._is_divided = [Noting(each) for each in self._inner], is_divided
+        self.weights = torch.randn(NUM_EXPERTS, WIDTH, generator=torch.Generator().manual_seed(1))
+        self._placement, self.exchanges, self.ranks = placement, [], []
+        for rank, communicator in enumerate(self.noting):
             shard = SimpleNamespace(rank=rank, ranks=[SimpleNamespace(vocabulary=SimpleNamespace(size=1))] * len(placement))
-            ranks = DeviceRanks(communicator, shard)
-            self.exchanges.append(ExpertExchange(ranks, placement, TOP_K, is_in_order, torch.device("cpu")))
+            self.ranks.append(DeviceRanks(communicator, shard, hosts))
+            placed = ExpertPlacement(NUM_EXPERTS, placement)
+            self.exchanges.append(ExpertExchange(self.ranks[-1], placed, TOP_K, is_in_order, torch.device("cpu")))
 
-    def multiply(self, rank, rows, routes, adapters):
+    def _multiply(self, rank, rows, routes, adapters):
+        self.noting[rank].events.append("multiply")
         shares, experts = (part.view(len(rows), TOP_K) for part in routes)
-        own = self.weights[list(self.placement[rank])]
+        own = self.weights[list(self._placement[rank])]
         found = rows[:, None] * own[experts.long().clamp(min=0)] * shares[..., None]
         found[experts < 0] = 0
         return found.view(-1, WIDTH)
 
     def run(self, x, routes):
-        """Return what each rank returns, and how many bytes each has sent with all_to_all."""
+        """Return the outputs of all rows, and whether they are parts of a sum, of each rank."""
 
         def act(rank):
-            return self.exchanges[rank].run(x, routes, lambda *given: self.multiply(rank, *given))
+            exchange, ranks = self.exchanges[rank], self.ranks[rank]
+            if not self._is_divided:
+                return exchange.run(x, routes, lambda *given: self._multiply(rank, *given))
+            with ranks.divided_rows(x) as own:
+                rows = ranks.own_rows(len(x))
+                pairs = slice(rows.start * TOP_K, rows.stop * TOP_K)
+                given = Routes(routes.shares[pairs], routes.experts[pairs])
+                out, is_part = exchange.run(own, given, lambda *given: self._multiply(rank, *given))
+                return ranks.gather_rows(out), is_part
 
-        found = run_threads(len(self.exchanges), act)
-        sent = [each.counts["all_to_all"].num_bytes if "all_to_all" in each.counts else 0 for each in self.counted]
-        return found, sent
+        return run_threads(len(self.exchanges), act)
 
     def close(self):
-        for each in self.inner:
+        for each in self._inner:
             each.close()
 
 
@@ -68,44 +98,86 @@ def expected_of(weights, x, routes):
     return add_pairs(x.repeat_interleave(TOP_K, 0) * weights[routes.experts.long()] * routes.shares[:, None], TOP_K)
 
 
+def ranks_of(placement, routes, num_rows):
+    """Return for each row the ranks that compute its pairs: the copies of an expert take turns by row."""
+    holders = [[rank for rank, own in enumerate(placement) if expert in own] for expert in range(NUM_EXPERTS)]
+    chosen = routes.experts.view(num_rows, TOP_K).tolist()
+    return [[holders[e][row % len(holders[e])] for e in experts] for row, experts in enumerate(chosen)]
+
+
 @pytest.fixture(autouse=True)
 def in_turns(monkeypatch):
     one_launch_at_a_time(monkeypatch)
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
 
 
+def check(group, x, routes, is_in_order):
+    expected = expected_of(group.weights, x, routes)
+    for out, is_part in group.run(x, routes):
+        assert not is_part
+        assert torch.equal(out, expected) if is_in_order else torch.allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.covering(strength=2)
 @pytest.mark.parametrize("is_in_order", [True, False], ids=["in-order", "sums"])
+@pytest.mark.parametrize("is_divided", [False, True], ids=["all-rows", "divided"])
+@pytest.mark.parametrize("halves_rows", [256, 1], ids=["whole", "halves"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_every_rank_gets_the_sums_and_sends_each_row_once_to_each_other_rank(placement, is_in_order):
-    group, owners = Exchange(PLACEMENTS[placement], is_in_order), torch.zeros(NUM_EXPERTS, dtype=torch.int64)
-    for rank, experts in enumerate(PLACEMENTS[placement]):
-        owners[list(experts)] = rank
-    size = len(PLACEMENTS[placement])
-    num_copies = num_pairs = 0
+def test_every_rank_gets_the_sums_and_sends_each_row_once_to_each_rank(
+    placement, halves_rows, is_divided, is_in_order, monkeypatch
+):
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", halves_rows)
+    placed = PLACEMENTS[placement]
+    group = Exchange(placed, is_in_order, is_divided=is_divided)
+    num_bytes = 0
     for num_rows in (7, 1, 12):  # with one row some ranks have none
         x, routes = rows_and_routes(num_rows, num_rows)
-        found, sent = group.run(x, routes)
-        for out, is_part in found:
-            assert not is_part
-            expected = expected_of(group.weights, x, routes)
-            assert torch.equal(out, expected) if is_in_order else torch.allclose(out, expected, atol=1e-5)
-        at = owners[routes.experts.long()].view(num_rows, TOP_K)
-        num_copies += sum(len(set(row)) for row in at.tolist())
-        num_pairs += num_rows * TOP_K
-        told = 2 * TOP_K * 4
-        back = num_pairs if is_in_order else num_copies
-        assert sum(sent) == num_copies * (4 * WIDTH + told) + back * 4 * WIDTH
-    assert num_copies < num_pairs * (size - 1) + 1
+        check(group, x, routes, is_in_order)
+        num_copies = sum(len(set(at)) for at in ranks_of(placed, routes, num_rows))
+        num_back = num_rows * TOP_K if is_in_order else num_copies
+        num_bytes += (num_copies * is_divided + num_back) * ROW_BYTES
+    assert sum(sum(each.sent) for each in group.noting) == num_bytes
+    group.close()
+
+
+@pytest.mark.parametrize("is_in_order", [True, False], ids=["in-order", "sums"])
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 0)], ids=str)
+def test_a_row_crosses_once_to_each_other_host(hosts, is_in_order, monkeypatch):
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 3)
+    placed, num_rows = PLACEMENTS["four-with-copies"], 13
+    group = Exchange(placed, is_in_order, hosts, is_divided=True)
+    x, routes = rows_and_routes(num_rows)
+    check(group, x, routes, is_in_order)
+    num_there = num_back = 0
+    for row, at in enumerate(ranks_of(placed, routes, num_rows)):
+        own = next(host for rank, host in enumerate(hosts) if rank * num_rows // 4 <= row < (rank + 1) * num_rows // 4)
+        elsewhere = [hosts[rank] for rank in at if hosts[rank] != own]
+        num_there += len(set(elsewhere))
+        num_back += len(elsewhere) if is_in_order else len(set(elsewhere))
+    crossed = sum(each.sent[to] for each in group.noting for to in range(4) if hosts[to] != hosts[each.rank])
+    assert crossed == (num_there + num_back) * ROW_BYTES
+    group.close()
+
+
+def test_a_half_is_on_its_way_while_the_other_is_multiplied(monkeypatch):
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 4)
+    group = Exchange(PLACEMENTS["two"], True, is_divided=True)
+    check(group, *rows_and_routes(7), True)  # fewer than four rows of a rank
+    assert group.noting[0].events == ["begin", "wait", "multiply", "begin", "wait"]
+    group.noting[0].events.clear()
+    check(group, *rows_and_routes(8), True)
+    first = ["begin", "begin", "wait", "multiply", "begin", "wait", "multiply", "begin", "wait", "wait"]
+    assert group.noting[0].events == first
     group.close()
 
 
 def test_nothing_is_sent_while_memory_is_measured():
     group = Exchange(PLACEMENTS["two"], True)
     x, routes = rows_and_routes(5)
-    for each in group.exchanges:
-        each._ranks.is_measuring = True
-    (first, is_part), (second, _) = group.run(x, routes)[0]
+    for each in group.ranks:
+        each.is_measuring = True
+    (first, is_part), (second, _) = group.run(x, routes)
     assert is_part
     assert torch.allclose(first + second, expected_of(group.weights, x, routes), atol=1e-5)
-    assert group.run(x, routes)[1] == [0, 0]
+    assert [each.events for each in group.noting] == [["multiply"]] * 2
     group.close()

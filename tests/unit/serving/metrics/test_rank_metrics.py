@@ -29,7 +29,7 @@ def test_counts_of_ranks_are_samples_with_their_rank_and_operation():
     metrics, ranks = ServerMetrics(ServerConfig(), "demo"), []
     metrics.on_collect.append(RankMetrics(metrics.defined, lambda: ranks).write)
     assert _render(metrics, ranks) == []
-    gathers = {"all_gather": CollectiveStats(num_calls=3, num_bytes=300, seconds=0.25)}
+    gathers = {"all_gather": CollectiveStats(num_calls=3, num_bytes=300, seconds=0.25, exposed_seconds=0.125)}
     ranks[:] = [_stats(0, 10, 0.5, collectives=gathers), _stats(1, 10, 0.125)]
     lines = _render(metrics, ranks)
     assert _value(lines, "rank_up", rank="1") == 1
@@ -38,6 +38,8 @@ def test_counts_of_ranks_are_samples_with_their_rank_and_operation():
     assert _value(lines, "rank_collective_calls_total", rank="0", operation="barrier") == 10
     assert _value(lines, "rank_collective_seconds_total", rank="1", operation="barrier") == 0.125
     assert _value(lines, "rank_collective_bytes_total", rank="0", operation="all_gather") == 300
+    exposed = [_value(lines, "rank_collective_exposed_seconds_total", rank="0", operation=o) for o in ("barrier", "all_gather")]
+    assert exposed == [0.5, 0.125]
     assert _value(lines, "rank_barrier_waits_total", rank="1") == 5
 
 
