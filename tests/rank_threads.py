@@ -106,11 +106,11 @@ class RankThreads:
         self.barriers[rank] = own
         return self._group(rank, shard, own.address, self._rows_files[-1], exchange)
 
-    def pools(self, block_size: int, dtype: KvDtype, num_blocks: int) -> list[KvPool]:
-        """Return a cache for each rank."""
+    def pools(self, block_size: int, dtype: KvDtype, num_blocks: int, num_states: int = 0) -> list[KvPool]:
+        """Return a cache for each rank, with rows of recurrent states."""
         whole = KvSpec.of(self.spec, block_size, dtype)
         shapes = [whole if one is None else one.kv_spec(self.spec, block_size, dtype) for one in self.shards]
-        return [KvPool(shape, num_blocks) for shape in shapes]
+        return [KvPool(shape, num_blocks, num_states) for shape in shapes]
 
     def call(self, act: Callable[[NativeDecoder, int], Any]) -> Any:
         """Return what act(decoder, rank) returns on rank 0, when all ranks have returned."""

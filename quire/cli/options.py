@@ -13,7 +13,7 @@ from quire.base.errors import ConfigError, RequestError
 from quire.contracts.config import MODEL_IMPLS, EngineConfig
 from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.kv_compression import KvCompression, as_kv_compression
-from quire.contracts.parallel import EXECUTOR_BACKENDS
+from quire.contracts.parallel import EXECUTOR_BACKENDS, REPLICA_BACKENDS
 from quire.contracts.sampling_params import SamplingParams
 
 
@@ -218,6 +218,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         type=_thread_counts,
         metavar="2,1",
         help="threads of each replica; None: --num-threads divided",
+    )
+    group.add_argument(
+        "--data-parallel-backend",
+        choices=REPLICA_BACKENDS,
+        help="who starts the replicas of `quire serve`: mp: the server, on its host; ray: Ray, on any node of its cluster",
     )
     group.add_argument(
         "--host-memory-bytes", type=int, help="memory that all replicas together may plan with; None: the free memory"

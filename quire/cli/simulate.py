@@ -217,7 +217,7 @@ def _options(args: argparse.Namespace) -> Any:
 
 def _scheduler_config(args: argparse.Namespace, machine: Any, tiers: Any, has_prefixes: bool) -> Any:
     """Return the scheduler's limits. Without prefixes to share, a prefix cache only costs time: it would find nothing."""
-    from quire.contracts.config import SchedulerConfig
+    from quire.contracts.scheduler_config import SchedulerConfig
     from quire.planner.memory import divide_memory, divide_pools
 
     limits, record = machine.limits, machine.record

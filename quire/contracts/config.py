@@ -11,17 +11,15 @@ from quire.base.errors import ConfigError
 from quire.base.renamed_option import take_old_name
 from quire.base.threads import check_num_threads
 from quire.contracts.expert_options import EplbConfig, LossyRouting, check_experts, take_redundant
-from quire.contracts.kv_spec import peak_window_blocks
-from quire.contracts.parallel import EXECUTOR_BACKENDS, ParallelConfig
+from quire.contracts.option_checks import check_budget, is_int, require
+from quire.contracts.parallel import EXECUTOR_BACKENDS, REPLICA_BACKENDS, ParallelConfig
+from quire.contracts.scheduler_config import KV_SAVES, POLICIES, KvSave
 from quire.contracts.speculative import SpeculativeConfig
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
-_POLICIES = ("fcfs", "priority")
 _QUANTIZATIONS = ("int8", "int4", "fp8")
 _MAX_TIMEOUT_S = 86_400
 _KV_CACHE_DTYPES = ("auto", "int8", "fp8", "turboquant_4bit", "k8v4")
-_KV_SAVES = ("reused", "all", "write_through", "none")
-KvSave = Literal["reused", "all", "write_through", "none"]
 Role = Literal["both", "prefill", "decode"]
 KvTransferBackend = Literal["sockets", "nixl"]
 _ROLES = ("both", "prefill", "decode")
@@ -36,132 +34,6 @@ TRANSFORMERS_DRAFT_METHODS = ("ngram", "suffix", "lookahead", "draft_model")
 """Methods of speculative_config for models of the transformers library: those that need nothing of it but its tokens."""
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:[0-9]{1,3})?|interpreter")
-
-
-def _require(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise ConfigError(f"{name} must be {allowed}, got {value!r}")
-
-
-def _is_int(value: object, low: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= low
-
-
-def _check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    if max_num_batched_tokens < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({max_num_batched_tokens}) must be at least max_num_seqs ({max_num_seqs}), so that "
-            "every running sequence can decode in a step"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """What the scheduler may do in one step. Raises ConfigError.
-
-    max_num_seqs            sequences that run (hold blocks) at the same time
-    max_num_batched_tokens  tokens computed in one step over all sequences
-    long_prefill_token_threshold  prompt tokens that one sequence may compute in a step; 0: as many as the budget has left
-    max_model_len           tokens of one sequence, prompt and output together
-    policy                  "fcfs": in order of arrival; "priority": lower priority values first, then arrival
-    rope_switch_len         tokens up to which a sequence takes the short variant of the rope, see ModelSpec.rope_switch_len
-    num_pipeline_stages     steps that may be in flight at once, each of other sequences
-    num_state_checkpoints   recurrent states that the worker keeps for prefixes; None: the model has no recurrent state
-    max_num_drafts          drafts of one sequence in a step; None: no limit. 0 with a recurrent state and nothing that drafts
-    computes_whole_prompts  a prompt is computed in one step: its tokens attend to those after them. Needs a prefix cache that
-                            is off, as the KV of equal prefixes differs then
-    num_host_pages          pages (full KV blocks) that the host tier holds; 0: there is none
-    max_page_saves          pages that one step may save; more are dropped
-    kv_save                 see EngineConfig
-    loads_aside             pages are loaded next to the steps, so that a sequence is not computed before its own are there
-    window_tokens           window of the window group, whose pool has num_window_blocks, see KvSpec; None: there is one group
-    num_block_places        ranks that share the tokens of a sequence; each has an equal part of the blocks. block_chunk
-                            consecutive blocks of a sequence are on one rank, the next ones on the next
-    num_homes               homes (ranks, or groups of them) that each attend to sequences of their own, with an equal part of
-                            the blocks
-    """
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    num_kv_blocks: int
-    enable_prefix_caching: bool = True
-    long_prefill_token_threshold: int = 0
-    policy: Literal["fcfs", "priority"] = "fcfs"
-    rope_switch_len: int | None = None
-    num_pipeline_stages: int = 1
-    num_state_checkpoints: int | None = None
-    max_num_drafts: int | None = None
-    computes_whole_prompts: bool = False
-    num_host_pages: int = 0
-    max_page_saves: int = 1024
-    kv_save: KvSave = "reused"
-    loads_aside: bool = False
-    window_tokens: int | None = None
-    num_window_blocks: int = 0
-    num_block_places: int = 1
-    block_chunk: int = 1
-    num_homes: int = 1
-
-    @property
-    def num_sequence_blocks(self) -> int:
-        """The most blocks that one sequence can have."""
-        return self.num_kv_blocks // self.num_homes
-
-    def __post_init__(self) -> None:
-        for name in (
-            "num_block_places",
-            "block_chunk",
-            "num_homes",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "block_size",
-            "num_kv_blocks",
-            "num_pipeline_stages",
-            "max_page_saves",
-        ):
-            value = getattr(self, name)
-            _require(_is_int(value, 1), name, value, "an integer >= 1")
-        for name in ("num_state_checkpoints", "max_num_drafts"):
-            value = getattr(self, name)
-            _require(value is None or _is_int(value, 0), name, value, "None or an integer >= 0")
-        _require(_is_int(self.num_host_pages, 0), "num_host_pages", self.num_host_pages, "an integer >= 0")
-        _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
-        threshold = self.long_prefill_token_threshold
-        _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
-        _require(self.policy in _POLICIES, "policy", self.policy, f"one of {_POLICIES}")
-        _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
-        if self.computes_whole_prompts and self.enable_prefix_caching:
-            raise ConfigError("enable_prefix_caching must be False where prompts are computed whole (computes_whole_prompts)")
-        self._check_windows()
-        if self.num_homes > 1:
-            _require(self.num_block_places == 1, "num_block_places", self.num_block_places, "1 with num_homes")
-            _require(not self.computes_whole_prompts, "computes_whole_prompts", True, "False with num_homes")
-        if self.num_block_places > 1 or self.num_homes > 1:
-            unit = self.num_homes if self.num_homes > 1 else self.num_block_places * self.block_chunk
-            _require(self.num_kv_blocks % unit == 0, "num_kv_blocks", self.num_kv_blocks, f"a multiple of {unit} here")
-            for name, only in (("window_tokens", None), ("num_host_pages", 0), ("num_state_checkpoints", None)):
-                _require(getattr(self, name) == only, name, getattr(self, name), f"{only} with several block places")
-
-    def _check_windows(self) -> None:
-        if self.window_tokens is None:
-            return
-        _require(_is_int(self.window_tokens, 1), "window_tokens", self.window_tokens, "None or an integer >= 1")
-        least = min(self.peak_window_blocks, self.num_kv_blocks)
-        _require(_is_int(self.num_window_blocks, least), "num_window_blocks", self.num_window_blocks, f"an integer >= {least}")
-        _require(self.num_host_pages == 0, "num_host_pages", self.num_host_pages, "0 with window_tokens")
-        _require(
-            self.num_state_checkpoints is None, "num_state_checkpoints", self.num_state_checkpoints, "None with window_tokens"
-        )
-
-    @property
-    def peak_window_blocks(self) -> int:
-        """The most blocks of the window group that one sequence holds in a step."""
-        return peak_window_blocks(
-            self.window_tokens or 0, min(self.max_num_batched_tokens, self.max_model_len), self.block_size
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +120,8 @@ class EngineConfig:
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
-    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without pipeline
-                            stages and prefill_context_parallel_size
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without
+                            prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
                             tokens
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
@@ -265,11 +137,13 @@ class EngineConfig:
                             memory are divided among them; max_num_seqs, num_kv_blocks, kv_cache_memory_bytes and all else
                             are those of each replica
     data_parallel_threads   threads of each replica, in place of num_threads: (2, 1); None: num_threads, or the cores, divided
+    data_parallel_backend   who starts the replicas of `quire serve`: "mp": the server, on its host; "ray": Ray, on any node of
+                            its cluster, as actors with num_threads CPUs each
     host_memory_bytes       memory of the host that the engines together may plan with; None: what is free when they start
     pipeline_parallel_size  processes that each have a range of the layers (a stage) with its KV cache, and num_threads divided
                             by their number; they compute steps of different sequences at the same time. With
-                            tensor_parallel_size each stage is so many processes; with a launcher they may be on several hosts.
-                            The same tokens at any number. On a CPU
+                            tensor_parallel_size each stage is so many processes; on CPUs with a launcher they may be on several
+                            hosts. The same tokens at any number. On GPUs each process has one
     decode_context_parallel_size  the processes of tensor_parallel_size, which it divides, in groups of so many that share the
                             tokens of a sequence: each holds the KV cache of some of them, for the heads of all, where otherwise
                             those with the same key and value head hold copies. The same tokens at any number. On a CPU
@@ -351,6 +225,7 @@ class EngineConfig:
     expert_min_share: float | None = None
     data_parallel_size: int = 1
     data_parallel_threads: tuple[int, ...] | None = None
+    data_parallel_backend: Literal["mp", "ray"] = "mp"
     host_memory_bytes: int | None = None
     pipeline_parallel_size: int = 1
     pipeline_layers: tuple[int, ...] | None = None
@@ -393,13 +268,13 @@ class EngineConfig:
         object.__setattr__(self, "pipeline_layers", parallel.pipeline_layers)
         if self.speculative_config is not None:
             object.__setattr__(self, "speculative_config", SpeculativeConfig.read(self.speculative_config))
-        _require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
-        _require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
-        _require(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {MODEL_IMPLS}")
+        require(isinstance(self.model, str) and bool(self.model), "model", self.model, "a string: a folder, a hub id or demo")
+        require(self.dtype in _DTYPES, "dtype", self.dtype, f"one of {_DTYPES}")
+        require(self.model_impl in MODEL_IMPLS, "model_impl", self.model_impl, f"one of {MODEL_IMPLS}")
         is_known = self.quantization is None or self.quantization in _QUANTIZATIONS
-        _require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
+        require(is_known, "quantization", self.quantization, f"None or one of {_QUANTIZATIONS}")
         is_known = self.kv_cache_dtype in _KV_CACHE_DTYPES
-        _require(is_known, "kv_cache_dtype", self.kv_cache_dtype, f"one of {_KV_CACHE_DTYPES}")
+        require(is_known, "kv_cache_dtype", self.kv_cache_dtype, f"one of {_KV_CACHE_DTYPES}")
         self._check_skip_layers()
         for name in (
             "max_model_len",
@@ -413,14 +288,16 @@ class EngineConfig:
             "kv_disk_bytes",
         ):
             value = getattr(self, name)
-            _require(value is None or _is_int(value, 1), name, value, "None or an integer >= 1")
-        check_num_threads("num_threads", self.num_threads)
+            require(value is None or is_int(value, 1), name, value, "None or an integer >= 1")
         self._check_replicas()
         take_redundant(self)
         check_experts(self)
-        _require(_is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
+        require(is_int(self.max_num_seqs, 1), "max_num_seqs", self.max_num_seqs, "an integer >= 1")
         self._check_role()
         self._check_tiers()
+        self._check_values()
+
+    def _check_values(self) -> None:
         texts = (
             "tokenizer",
             "chat_template",
@@ -435,10 +312,10 @@ class EngineConfig:
         )
         for name in texts:
             value = getattr(self, name)
-            _require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
+            require(value is None or (isinstance(value, str) and bool(value)), name, value, "None or a string")
         threshold = self.long_prefill_token_threshold
-        _require(_is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
-        _require(_is_int(self.max_logprobs, -1), "max_logprobs", self.max_logprobs, "an integer >= -1")
+        require(is_int(threshold, 0), "long_prefill_token_threshold", threshold, "an integer >= 0")
+        require(is_int(self.max_logprobs, -1), "max_logprobs", self.max_logprobs, "an integer >= -1")
         for name in (
             "enable_prefix_caching",
             "skip_tokenizer_init",
@@ -450,25 +327,25 @@ class EngineConfig:
             "enable_lora",
             "enable_lora_experts",
         ):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         is_known = self.async_scheduling is None or isinstance(self.async_scheduling, bool)
-        _require(is_known, "async_scheduling", self.async_scheduling, "None, True or False")
-        _require(self.scheduling_policy in _POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {_POLICIES}")
-        _require(_is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
+        require(is_known, "async_scheduling", self.async_scheduling, "None, True or False")
+        require(self.scheduling_policy in POLICIES, "scheduling_policy", self.scheduling_policy, f"one of {POLICIES}")
+        require(is_int(self.seed, 0) and self.seed < 2**64, "seed", self.seed, "an integer from 0 to 2**64 - 1")
         is_known = self.distributed_executor_backend in (None, *EXECUTOR_BACKENDS)
         backends = f"None or one of {EXECUTOR_BACKENDS}"
-        _require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
+        require(is_known, "distributed_executor_backend", self.distributed_executor_backend, backends)
         for name in ("distributed_timeout_s", "distributed_start_timeout_s"):
             value = getattr(self, name)
             is_time = isinstance(value, (int, float)) and not isinstance(value, bool) and 1 <= value <= _MAX_TIMEOUT_S
-            _require(is_time, name, value, f"a number of seconds from 1 to {_MAX_TIMEOUT_S}")
+            require(is_time, name, value, f"a number of seconds from 1 to {_MAX_TIMEOUT_S}")
         self._check_device()
         self._check_model_impl()
         self._check_lora()
         if self.max_model_len == 1:
             raise ConfigError("max_model_len must be at least 2, one token of prompt and one of output, got 1")
         if self.max_num_batched_tokens is not None:
-            _check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+            check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
             raise ConfigError("num_kv_blocks and kv_cache_memory_bytes both size the KV pool: give one of them")
 
@@ -478,7 +355,7 @@ class EngineConfig:
             return
         is_list = isinstance(layers, tuple | list) and bool(layers)
         is_list = is_list and all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers)
-        _require(is_list, "kv_cache_dtype_skip_layers", layers, "None or a sequence of integers")
+        require(is_list, "kv_cache_dtype_skip_layers", layers, "None or a sequence of integers")
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(layers))
         if self.kv_cache_dtype == "auto":
             raise ConfigError(
@@ -519,9 +396,9 @@ class EngineConfig:
 
     def _check_lora(self) -> None:
         for name in ("max_loras", "max_lora_rank"):
-            _require(_is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
+            require(is_int(getattr(self, name), 1), name, getattr(self, name), "an integer >= 1")
         if not self.enable_lora:
-            _require(not self.enable_lora_experts, "enable_lora_experts", True, "False without enable_lora")
+            require(not self.enable_lora_experts, "enable_lora_experts", True, "False without enable_lora")
             return
         for name, allowed in (
             ("prefill_context_parallel_size", 1),
@@ -549,7 +426,7 @@ class EngineConfig:
         return self.role != "both" or self.prefill_listen is not None
 
     def _check_tiers(self) -> None:
-        _require(self.kv_save in _KV_SAVES, "kv_save", self.kv_save, f"one of {_KV_SAVES}")
+        require(self.kv_save in KV_SAVES, "kv_save", self.kv_save, f"one of {KV_SAVES}")
         if (self.kv_disk_dir is None) != (self.kv_disk_bytes is None):
             missing = "kv_disk_bytes" if self.kv_disk_bytes is None else "kv_disk_dir"
             raise ConfigError(f"a disk tier needs kv_disk_dir and kv_disk_bytes: {missing} is missing")
@@ -558,15 +435,15 @@ class EngineConfig:
             raise ConfigError(f"{name} needs enable_prefix_caching: the tiers hold blocks of the prefix cache")
 
     def _check_role(self) -> None:
-        _require(self.role in _ROLES, "role", self.role, f"one of {_ROLES}")
-        _require(_is_int(self.prefill_min_tokens, 1), "prefill_min_tokens", self.prefill_min_tokens, "an integer >= 1")
+        require(self.role in _ROLES, "role", self.role, f"one of {_ROLES}")
+        require(is_int(self.prefill_min_tokens, 1), "prefill_min_tokens", self.prefill_min_tokens, "an integer >= 1")
         urls = self.prefill_urls
         if urls is not None:
             is_list = isinstance(urls, tuple | list) and bool(urls) and all(isinstance(url, str) and url for url in urls)
-            _require(is_list, "prefill_urls", urls, "None or a sequence of addresses")
+            require(is_list, "prefill_urls", urls, "None or a sequence of addresses")
             object.__setattr__(self, "prefill_urls", tuple(urls))
         backend = self.kv_transfer_backend
-        _require(backend in ("sockets", "nixl"), "kv_transfer_backend", backend, "'sockets' or 'nixl'")
+        require(backend in ("sockets", "nixl"), "kv_transfer_backend", backend, "'sockets' or 'nixl'")
         if self.role == "prefill" and self.prefill_listen is None:
             raise ConfigError("role is 'prefill', and prefill_listen is missing: say where decode engines connect")
         if not self.has_kv_transfer:
@@ -593,16 +470,30 @@ class EngineConfig:
 
     def _check_replicas(self) -> None:
         threads, size = self.data_parallel_threads, self.data_parallel_size
+        allowed = f"one of {REPLICA_BACKENDS}"
+        require(self.data_parallel_backend in REPLICA_BACKENDS, "data_parallel_backend", self.data_parallel_backend, allowed)
+        if self.data_parallel_backend == "mp":  # otherwise the cores are those of other hosts
+            check_num_threads("num_threads", self.num_threads)
+        elif self.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "data_parallel_backend and distributed_executor_backend are both 'ray': Ray starts a replica on one node, "
+                "and the replica its ranks, with distributed_executor_backend='spawn' or None"
+            )
+        elif self.prefill_listen is not None:
+            raise ConfigError(
+                f"prefill_listen is {self.prefill_listen!r} and data_parallel_backend 'ray', which may start the engine on "
+                "another node: start a server on each node instead"
+            )
         if threads is not None:
             allowed = f"None or a sequence of {size} integers >= 1, one for each replica (data_parallel_size)"
-            is_sequence = isinstance(threads, tuple | list) and len(threads) == size and all(_is_int(one, 1) for one in threads)
-            _require(is_sequence, "data_parallel_threads", threads, allowed)
+            is_sequence = isinstance(threads, tuple | list) and len(threads) == size and all(is_int(one, 1) for one in threads)
+            require(is_sequence, "data_parallel_threads", threads, allowed)
             if self.num_threads is not None:
                 raise ConfigError(
                     f"num_threads ({self.num_threads}) and data_parallel_threads ({threads!r}) both say how many threads the "
                     "replicas have: give one of them"
                 )
-            for number in threads:
+            for number in threads if self.data_parallel_backend == "mp" else ():
                 check_num_threads("data_parallel_threads", number)
             object.__setattr__(self, "data_parallel_threads", tuple(threads))
         if size > 1 and isinstance(self.device, str) and self.device.startswith("cuda:"):
@@ -614,9 +505,9 @@ class EngineConfig:
     def _check_offload(self) -> None:
         size = self.cpu_offload_gb
         is_size = isinstance(size, int | float) and not isinstance(size, bool) and 0 <= size < math.inf
-        _require(is_size, "cpu_offload_gb", size, "a number of GiB, 0 or more")
+        require(is_size, "cpu_offload_gb", size, "a number of GiB, 0 or more")
         for name in ("tensor_parallel_size", "pipeline_parallel_size") if size > 0 else ():
-            _require(getattr(self, name) == 1, name, getattr(self, name), "1 with cpu_offload_gb")
+            require(getattr(self, name) == 1, name, getattr(self, name), "1 with cpu_offload_gb")
         if size > 0 and self.device == "cpu":
             raise ConfigError(
                 f"cpu_offload_gb is {size:g}, but device is 'cpu', where all weights are in host memory already: leave it out"
@@ -624,10 +515,10 @@ class EngineConfig:
 
     def _check_device(self) -> None:
         is_known = isinstance(self.device, str) and _DEVICE.fullmatch(self.device) is not None
-        _require(is_known, "device", self.device, "'auto', 'cpu', 'cuda', 'cuda:N' or 'interpreter'")
+        require(is_known, "device", self.device, "'auto', 'cpu', 'cuda', 'cuda:N' or 'interpreter'")
         share = self.gpu_memory_utilization
         is_share = isinstance(share, int | float) and not isinstance(share, bool) and 0 < share <= 1
-        _require(is_share, "gpu_memory_utilization", share, "above 0 and at most 1")
+        require(is_share, "gpu_memory_utilization", share, "above 0 and at most 1")
         self._check_offload()
         allowed = f"one of {_ATTENTION_BACKENDS}"
-        _require(self.attention_backend in _ATTENTION_BACKENDS, "attention_backend", self.attention_backend, allowed)
+        require(self.attention_backend in _ATTENTION_BACKENDS, "attention_backend", self.attention_backend, allowed)

@@ -125,9 +125,10 @@ def check_experts(config: EngineConfig) -> None:
 
 
 def _check_engines(config: EngineConfig) -> None:
-    """Check against options of stages, of ranks with the whole model, each of which counts its own rows, and of replicas."""
+    """Check against options of stages, which do not move experts, of ranks with the whole model, each of which counts its own
+    rows, and of replicas."""
     refused = {
-        "pipeline_parallel_size": ("enable_eplb", "save_expert_load", "save_expert_placement"),  # which count loads
+        "pipeline_parallel_size": ("enable_eplb", "save_expert_placement"),
         "prefill_context_parallel_size": ("enable_expert_parallel", "save_expert_load"),
     }
     for other, names in refused.items():

@@ -56,6 +56,7 @@ class MemoryPlan:
                       the whole model
     pinned_bytes      of the host tier of a GPU, which cannot be swapped out; activation_bytes has the buffers on the GPU that
                       its pages pass through
+    page_shares       bytes that each rank has of a page of the host tier, where several GPUs share the model; empty elsewhere
     offloaded_bytes   of weights in host memory that a GPU copies before use, see EngineConfig.cpu_offload_gb; weight_bytes are
                       those on the GPU, with the staging buffers
     """
@@ -74,6 +75,7 @@ class MemoryPlan:
     num_block_places: int = 1
     num_homes: int = 1
     pinned_bytes: int = 0
+    page_shares: tuple[int, ...] = ()
 
     @property
     def num_local_blocks(self) -> int:

@@ -11,6 +11,10 @@ MAX_RANKS = 64
 """Of one group on one host: what the native barrier has room for."""
 
 EXECUTOR_BACKENDS = ("spawn", "ray")
+"""Who starts ranks."""
+
+REPLICA_BACKENDS = ("mp", "ray")
+"""Who starts replicas."""
 
 _SIZES = (
     "tensor_parallel_size",

@@ -12,11 +12,12 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 from quire.base.errors import QuireError, RequestError
-from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.config import EngineConfig
 from quire.contracts.lora import LoRARequest
 from quire.contracts.memory import ModelReport
 from quire.contracts.outputs import EmbeddingRequestOutput, RequestOutput
 from quire.contracts.request import Request
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.sleep import SleepLevel
 
 

@@ -32,8 +32,13 @@ class ReplicaSetup:
 def replica_setups(config: EngineConfig) -> list[ReplicaSetup]:
     """Divide threads, memory and GPUs among the replicas that a configuration asks for. Raises ConfigError.
 
-    A configuration of one replica is returned as it is.
+    A configuration of one replica is returned as it is. Replicas on other hosts are for `quire serve` only.
     """
+    if config.data_parallel_backend != "mp":
+        raise ConfigError(
+            f"data_parallel_backend is {config.data_parallel_backend!r}, which is for `quire serve` with one model: here the "
+            "engines are processes of this host, 'mp'"
+        )
     size = config.data_parallel_size
     if size == 1:
         threads = config.num_threads if config.data_parallel_threads is None else config.data_parallel_threads[0]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from quire.base.logging import get_logger
-from quire.contracts.config import EngineConfig, SchedulerConfig
+from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport
 from quire.contracts.model_spec import ModelSpec
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.worker.memory import max_num_batched_tokens, max_state_drafts
 from quire.worker.tiers import max_page_saves, num_host_pages
 

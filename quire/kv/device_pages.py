@@ -127,6 +127,22 @@ class _Move:
         return (*self.saves, *self.loads)
 
 
+@dataclass(frozen=True, slots=True)
+class PageShare:
+    """What a rank has of the pages of a model that several GPUs of one host share.
+
+    A page has the shares of all ranks, one after the other: each rank copies its own, and all share the memory of the slots.
+
+    file        descriptor of the memory of all slots, see `slots_file`
+    page_bytes  of a whole page
+    first_byte  of the rank's share, which is as large as a block of its pool
+    """
+
+    file: int
+    page_bytes: int
+    first_byte: int
+
+
 class DevicePages:
     """Saves blocks of a pool to slots of the host tier, and loads them, each in a stream of its own.
 
@@ -142,17 +158,20 @@ class DevicePages:
         pool: DeviceKvPool,
         slab: HostSlab,
         make_stream: Callable[[], CopyStream] | None = None,
+        first_byte: int = 0,
     ) -> None:
         """Take the buffers, and pin the memory of the slab.
 
         make_stream  None: as the device of the pool has them
+        first_byte   of the pool's share of a page, see PageShare
         Raises WorkerError where the memory cannot be pinned.
         """
         self._pool, self._slab, self._layout, self._device = pool, slab, pool.page_layout(), pool.device
-        self._slots = torch.from_numpy(slab.slots())
-        num_places = staged_pages(slab.page_bytes, slab.num_slots)
+        num_bytes = pool.spec.bytes_per_block
+        self._slots = torch.from_numpy(slab.slots())[:, first_byte : first_byte + num_bytes]
+        num_places = staged_pages(num_bytes, slab.num_slots)
         self._saved, self._loaded = (
-            torch.empty(count, slab.page_bytes, dtype=torch.uint8, device=pool.device) for count in num_places
+            torch.empty(count, num_bytes, dtype=torch.uint8, device=pool.device) for count in num_places
         )
         is_cuda = pool.device.type == "cuda"
         make = make_stream or ((lambda: CudaCopyStream(pool.device)) if is_cuda else HostCopyStream)

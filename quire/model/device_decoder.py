@@ -25,7 +25,6 @@ from quire.contracts.model_spec import (
 from quire.kernels.reference.activation import apply_xielu, cut_gate
 from quire.kernels.reference.altup import join_streams, split_streams
 from quire.kernels.reference.norm import normalize as normalize_by_torch
-from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
@@ -118,11 +117,9 @@ class DeviceDecoder:
             head = "lm_head.weight" if "lm_head.weight" in weights.linears else "embed.weight"
             self.head = DeviceLinear(weights.linears[head], own.get("lm_head.bias"), is_in_order, weights.whole_rows[head])
         fill_missing_weights(own, spec, self.dtype, device)
-        self._embed = DeviceEmbedding(spec, weights, self.dtype, ranks) if is_first else None
+        self._embed = DeviceEmbedding(spec, weights, self.dtype, is_in_order, ranks) if is_first else None
         self.embedding = None if self._embed is None else self._embed.linear
         self._final_norm = norm_of(own, "final_norm", spec.final_norm) if is_last else None
-        per_layer = None if spec.per_layer_inputs is None else own["per_layer_proj.weight"]
-        self._per_layer_proj = None if per_layer is None else DeviceLinear((per_layer,), None, is_in_order)
         ropes = {layer.attention.rope: None for layer in spec.layers if layer.attention.rope is not None}
         tables = {rope: rope_of(rope, max_model_len, switch_len, self.dtype, device) for rope in ropes}
         self.num_long_rope_rows = max_model_len
@@ -192,7 +189,7 @@ class DeviceDecoder:
         is_few = self.is_fused and len(token_ids) <= FEW_TOKENS and step.is_decode and step.lora is None and not pool.is_packed
         # The first layer changes x in place.
         embeddings = x.clone() if any(layer.shared_block is not None for layer in self.spec.layers) else None
-        inputs = LayerInputs(self._per_layer_inputs(token_ids, x), embeddings)
+        inputs = LayerInputs(None if self._embed is None else self._embed.per_layer_inputs(token_ids, x), embeddings)
         if self._offload is not None:
             self._offload.begin()
         if self.ranks is not None and self._divides_norms(x):
@@ -264,14 +261,6 @@ class DeviceDecoder:
         if not isinstance(stack, Tensor):
             raise InvariantError(f"{name} is quantised")
         return stack
-
-    def _per_layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
-        """Return the inputs [T, layers, size] that layers get besides the residual; None: the model has none."""
-        spec, own = self.spec.per_layer_inputs, self._weights.tensors
-        if spec is None or self._per_layer_proj is None:
-            return None
-        embedding, norm = own["per_layer_embed.weight"], own["per_layer_norm.weight"]
-        return per_layer_inputs(token_ids, x, spec, embedding, self._per_layer_proj, norm)
 
     def _keep(self, rows: Tensor, column: int | None) -> None:
         """Copy rows [T, hidden_size] to a column of the features; None: they are not needed."""

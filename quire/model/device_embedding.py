@@ -1,4 +1,4 @@
-"""DeviceEmbedding: what the first layer of a model reads, on a device."""
+"""DeviceEmbedding: what the layers of a model read of the tokens, on a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quire.contracts.model_spec import ModelSpec, NormSpec
+from quire.kernels.reference.per_layer_inputs import per_layer_inputs
 from quire.kernels.triton.norm import Norm, normalize
 from quire.model.device_linear import DeviceLinear
 from quire.model.device_ranks import DeviceRanks
@@ -20,12 +21,18 @@ class DeviceEmbedding:
 
     linear  the embedding of tokens
     dtype   of what it returns
+    is_in_order  see DeviceDecoder
     ranks   of tensor parallelism, which have rows of the embedding each
     """
 
-    def __init__(self, spec: ModelSpec, weights: DeviceWeights, dtype: torch.dtype, ranks: DeviceRanks | None) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: DeviceWeights, dtype: torch.dtype, is_in_order: bool, ranks: DeviceRanks | None
+    ) -> None:
         self.linear = DeviceLinear(weights.linears["embed.weight"])
-        self._ranks, self._dtype = ranks, dtype
+        self._ranks, self._dtype, self._own, self._per_layer = ranks, dtype, weights.tensors, spec.per_layer_inputs
+        self._per_layer_proj: DeviceLinear | None = None
+        if spec.per_layer_inputs is not None:
+            self._per_layer_proj = DeviceLinear((weights.tensors["per_layer_proj.weight"],), None, is_in_order)
         self._positions = weights.tensors.get("pos.weight")
         self._norm = norm_of(weights.tensors, "embed_norm", spec.embed_norm)
         scale = spec.embed_scale
@@ -42,6 +49,13 @@ class DeviceEmbedding:
         if self._positions is not None:
             x = x + F.embedding(positions, self._positions)
         return x if self._norm is None else normalize(x, self._norm)
+
+    def per_layer_inputs(self, token_ids: Tensor, x: Tensor) -> Tensor | None:
+        """Return the inputs [T, layers, size] that layers get besides the residual stream x; None: the model has none."""
+        if self._per_layer is None or self._per_layer_proj is None:
+            return None
+        embedding, norm = self._own["per_layer_embed.weight"], self._own["per_layer_norm.weight"]
+        return per_layer_inputs(token_ids, x, self._per_layer, embedding, self._per_layer_proj, norm)
 
 
 def norm_of(parameters: Mapping[str, Tensor], name: str, spec: NormSpec | None) -> Norm | None:

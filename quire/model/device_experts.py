@@ -195,7 +195,8 @@ class ExpertExchange:
 
 class _Call(NamedTuple):
     """Of a step: what the experts read, and the routes of all rows [T]; first: the number of the first row of x, None: x has
-    all rows; owners [T, top_k]: the rank that computes each pair; source [T]: the rank that each row is from; adapters [T]: see `run`."""
+    all rows; owners [T, top_k]: the rank that computes each pair; source [T]: the rank that each row is from; adapters: as in
+    `run`."""
 
     x: Tensor
     first: int | None

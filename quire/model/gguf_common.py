@@ -7,9 +7,11 @@ from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
 
 RMS_EPS = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-_UNTIED = ("gpt-oss", "olmo2")
+_UNTIED = ("exaone-moe", "gpt-oss", "kimi-linear", "olmo2", "phimoe")
 """Architectures whose files llama.cpp refuses without an output.weight."""
 _MAX_EXPERTS = 1 << 18
+SOFTMAX, SIGMOID = 1, 2
+"""What expert_gating_func may say."""
 
 
 def read_common(
@@ -50,7 +52,7 @@ def read_common(
         "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),
         "tie_word_embeddings": is_tied(keys),
     }
-    if rotated != head_dim:
+    if can_be_partial:  # also where it is 1, as that is not the default of all families
         config["partial_rotary_factor"] = rotated / head_dim
     scaling = read_rope_scaling(keys, rotated)
     return {**config, "rope_scaling": scaling} if scaling else config
@@ -62,12 +64,59 @@ def is_tied(keys: GgufKeys) -> bool:
 
 
 def num_layers_of(keys: GgufKeys) -> int:
-    """Return the number of layers; the numbers of names that follow from metadata are bounded by what is in the file."""
+    """Return the number of layers, without the last ones, where those only draft (`nextn_predict_layers`).
+
+    The numbers of names that follow from metadata are bounded by what is in the file.
+    """
     num_layers, num_experts = keys.required("block_count"), keys.integer("expert_count") or 0
+    num_drafting = keys.integer("nextn_predict_layers") or 0
+    if num_drafting >= num_layers:
+        raise keys.metadata.error(f"{keys.architecture}.nextn_predict_layers", f"below block_count ({num_layers})")
+    num_layers -= num_drafting
     if num_layers > len(keys.file.tensors) or num_layers * num_experts > _MAX_EXPERTS:
         held = len(keys.file.tensors)
         raise ModelFormatError(f"{keys.file.path}: {num_layers} layers with {num_experts} experts cannot be in {held} tensors")
     return num_layers
+
+
+def has_bias(keys: GgufKeys, module: str) -> bool:
+    """Return whether the first layer has a bias; module: its name in the layer.
+
+    That of q may be joined with those of k and v.
+    """
+    return keys.has_tensor(f"blk.0.{module}.bias") or (module == "attn_q" and keys.has_tensor("blk.0.attn_qkv.bias"))
+
+
+def read_gating(keys: GgufKeys, default: int, *supported: int) -> int:
+    """Return which function makes scores of experts: SOFTMAX or SIGMOID. Raises UnsupportedError for another one."""
+    found = keys.integer("expert_gating_func") or default
+    if found not in supported:
+        names = " or ".join(map(str, supported))
+        raise UnsupportedError(f"{keys.file.path}: expert_gating_func {found} is not supported; supported: {names}")
+    return found
+
+
+def read_deepseek_experts(keys: GgufKeys) -> dict[str, object]:
+    """Return the mixture of DeepSeek and those after it."""
+    return {
+        "n_routed_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
+        "n_shared_experts": keys.integer("expert_shared_count") or 0,
+        "first_k_dense_replace": keys.integer("leading_dense_block_count") or 0,
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
+        "n_group": keys.integer("expert_group_count") or 1,
+        "topk_group": keys.integer("expert_group_used_count") or 1,
+    }
+
+
+def read_window_pattern(keys: GgufKeys, period: int) -> dict[str, object]:
+    """Return which layers have a window: those that the file names, or all but each so many-th."""
+    slides = keys.flags("attention.sliding_window_pattern")
+    if slides is None:
+        return {"sliding_window_pattern": keys.integer("attention.sliding_window_pattern") or period}
+    return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]}
 
 
 def vocab_size_of(keys: GgufKeys, hidden_size: int) -> int:

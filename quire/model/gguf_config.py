@@ -8,9 +8,11 @@ from pathlib import Path
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import GgufFile, read_gguf
 from quire.base.gguf_metadata import NO_TOKEN
-from quire.model.gguf_common import is_tied, num_layers_of, read_common, vocab_size_of
-from quire.model.gguf_families import FAMILY_READERS
+from quire.model.gguf_common import has_bias, is_tied, num_layers_of, read_common, vocab_size_of
+from quire.model.gguf_families import FAMILY_READERS, read_qwen3_experts
+from quire.model.gguf_gemma import GEMMA_READERS
 from quire.model.gguf_keys import GgufKeys
+from quire.model.gguf_latent import LATENT_READERS
 from quire.model.gguf_names import find_architecture
 from quire.model.gguf_recurrent import RECURRENT_READERS
 from quire.model.gguf_rope import DEFAULT_ROPE_BASE
@@ -21,6 +23,7 @@ _END_TOKENS = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<EOT>")
 )
 """Added tokens that end an answer, whether or not the metadata name them."""
+_GEMMA4_END_TOKENS = _END_TOKENS | {"<turn|>", "<|tool_response>"}
 _HARMONY_END_TOKENS = frozenset(("<|return|>", "<|call|>", "<|endoftext|>"))
 """Those of gpt-oss, whose <|end|> ends a message: the answer may come after it."""
 _CONTROL, _USER_DEFINED = 3, 4
@@ -45,7 +48,7 @@ def gguf_config(file: GgufFile) -> dict[str, object]:
         raise UnsupportedError(f"{file.path} is of general.type {kind!r}, which is not supported; give the file of a model")
     keys = GgufKeys(file, name)
     architecture = find_architecture(name, keys.integer("expert_count") or 0)
-    read = FAMILY_READERS.get(name) or RECURRENT_READERS.get(name) or _READERS[architecture.model_type]
+    read = _BY_ARCHITECTURE.get(name) or _READERS[architecture.model_type]
     config = {"model_type": architecture.model_type, **read(keys), **_token_ids(keys)}
     keys.refuse_unread()
     config["dtype"] = _dtype(file, name)
@@ -64,7 +67,7 @@ def _llama(keys: GgufKeys) -> dict[str, object]:
     config = {**read_common(keys), "hidden_act": "silu"}
     if window:
         return {**config, "model_type": "mistral", "sliding_window": window}
-    biases = {"attention_bias": keys.has_tensor("blk.0.attn_q.bias"), "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias")}
+    biases = {"attention_bias": has_bias(keys, "attn_q"), "mlp_bias": has_bias(keys, "ffn_gate")}
     return {**config, **biases}
 
 
@@ -78,8 +81,8 @@ def _granite(keys: GgufKeys) -> dict[str, object]:
     return {
         **read_common(keys),
         "hidden_act": "silu",
-        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
-        "mlp_bias": keys.has_tensor("blk.0.ffn_gate.bias"),
+        "attention_bias": has_bias(keys, "attn_q"),
+        "mlp_bias": has_bias(keys, "ffn_gate"),
         "attention_multiplier": keys.number("attention.scale"),
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
         "residual_multiplier": keys.number("residual_scale", 1.0),
@@ -92,15 +95,7 @@ def _qwen(keys: GgufKeys) -> dict[str, object]:
 
 
 def _qwen3_moe(keys: GgufKeys) -> dict[str, object]:
-    return {
-        **_qwen(keys),
-        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
-        "num_experts": keys.required("expert_count"),
-        "num_experts_per_tok": keys.required("expert_used_count"),
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    return {**_qwen(keys), **read_qwen3_experts(keys)}
 
 
 def _gemma(keys: GgufKeys) -> dict[str, object]:
@@ -144,7 +139,7 @@ def _query_scalar(keys: GgufKeys, num_layers_of_27b: int) -> int:
 
 def _olmo2(keys: GgufKeys) -> dict[str, object]:
     """Read OLMo 2, or OLMo 3 where there is a window: on three of four layers."""
-    config = {**read_common(keys), "hidden_act": "silu", "attention_bias": keys.has_tensor("blk.0.attn_q.bias")}
+    config = {**read_common(keys), "hidden_act": "silu", "attention_bias": has_bias(keys, "attn_q")}
     window = keys.integer("attention.sliding_window")
     if not window:
         return config
@@ -182,7 +177,7 @@ def _gpt_oss(keys: GgufKeys) -> dict[str, object]:
         "num_experts_per_tok": keys.required("expert_used_count"),
         "sliding_window": keys.required("attention.sliding_window"),
         "layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides],
-        "attention_bias": keys.has_tensor("blk.0.attn_q.bias"),
+        "attention_bias": has_bias(keys, "attn_q"),
     }
     scaling = common.get("rope_scaling")
     if not isinstance(scaling, dict):
@@ -222,6 +217,8 @@ _READERS: Mapping[str, Callable[[GgufKeys], dict[str, object]]] = {
     "qwen3_moe": _qwen3_moe,
 }
 
+_BY_ARCHITECTURE = {**FAMILY_READERS, **GEMMA_READERS, **LATENT_READERS, **RECURRENT_READERS}
+
 
 def _token_ids(keys: GgufKeys) -> dict[str, object]:
     """Return bos_token_id and eos_token_id; ids of tokens that end a turn end an answer as well."""
@@ -238,7 +235,7 @@ def _token_ids(keys: GgufKeys) -> dict[str, object]:
     added = (
         (i, token) for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in (_CONTROL, _USER_DEFINED)
     )
-    end_tokens = _HARMONY_END_TOKENS if keys.architecture == "gpt-oss" else _END_TOKENS
+    end_tokens = {"gpt-oss": _HARMONY_END_TOKENS, "gemma4": _GEMMA4_END_TOKENS}.get(keys.architecture, _END_TOKENS)
     ends |= {token_id for token_id, token in added if token in end_tokens}
     return {"bos_token_id": ids["bos"], "eos_token_id": sorted(ends)}
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import isclose
 from typing import cast
 
 from quire.base.errors import UnsupportedError
-from quire.model.gguf_common import RMS_EPS, is_tied, num_layers_of, read_common, vocab_size_of
+from quire.model.gguf_common import (
+    SIGMOID,
+    has_bias,
+    num_layers_of,
+    read_common,
+    read_deepseek_experts,
+    read_gating,
+    read_window_pattern,
+)
 from quire.model.gguf_keys import GgufKeys
-from quire.model.gguf_rope import DEFAULT_ROPE_BASE, read_rope_scaling
 
 Config = dict[str, object]
 _LAYER_EPS = "attention.layer_norm_epsilon"
-_SOFTMAX, _SIGMOID = 1, 2
-"""What expert_gating_func may say."""
-
-
-def _has_bias(keys: GgufKeys, module: str) -> bool:
-    return keys.has_tensor(f"blk.0.{module}.bias")
+_EPS_OF_OLMO = 1e-5
 
 
 def _biases(keys: GgufKeys, gate: str = "ffn_gate") -> Config:
-    return {"attention_bias": _has_bias(keys, "attn_q"), "mlp_bias": _has_bias(keys, gate)}
+    return {"attention_bias": has_bias(keys, "attn_q"), "mlp_bias": has_bias(keys, gate)}
 
 
 def _plain_llama(keys: GgufKeys) -> Config:
@@ -58,27 +61,43 @@ def _smollm3(keys: GgufKeys) -> Config:
 
 def _apertus(keys: GgufKeys) -> Config:
     """Read Apertus; the numbers of its activation function are read with the tensors."""
-    return {**read_common(keys), "hidden_act": "xielu", "attention_bias": _has_bias(keys, "attn_q")}
+    return {**read_common(keys), "hidden_act": "xielu", "attention_bias": has_bias(keys, "attn_q")}
 
 
 def _seed_oss(keys: GgufKeys) -> Config:
-    return {**_plain_llama(keys), "attention_out_bias": _has_bias(keys, "attn_output")}
+    return {**_plain_llama(keys), "attention_out_bias": has_bias(keys, "attn_output")}
 
 
-def _qwen3_vl(keys: GgufKeys) -> Config:
-    """Read the language model of Qwen3-VL: of text alone, its three-part positions are plain ones."""
+def _qwen_vl(keys: GgufKeys) -> Config:
+    """Read the language model of Qwen2-VL, 2.5-VL and 3-VL: of text alone, its three-part positions are plain ones."""
     keys.raw("n_deepstack_layers")
     keys.sections("rope.dimension_sections")
     return {**read_common(keys), "hidden_act": "silu", "use_sliding_window": False}
 
 
+def _qwen3_vl_moe(keys: GgufKeys) -> Config:
+    return {**_qwen_vl(keys), **read_qwen3_experts(keys)}
+
+
+def read_qwen3_experts(keys: GgufKeys) -> Config:
+    """Return the mixtures of Qwen3, one in each layer."""
+    return {
+        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
+        "num_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def _glm4(keys: GgufKeys) -> Config:
-    return {**read_common(keys, can_be_partial=True), "hidden_act": "silu", "attention_bias": _has_bias(keys, "attn_q")}
+    return {**read_common(keys, can_be_partial=True), "hidden_act": "silu", "attention_bias": has_bias(keys, "attn_q")}
 
 
 def _chatglm(keys: GgufKeys) -> Config:
     """Read ChatGLM 2 and 3 and the first GLM-4, whose q, k and v lie in one matrix, or GLM-4 as transformers has it."""
-    return {**_glm4(keys), "attention_bias": _has_bias(keys, "attn_q") or _has_bias(keys, "attn_qkv")}
+    return {**_glm4(keys), "attention_bias": has_bias(keys, "attn_q")}
 
 
 def _cohere(keys: GgufKeys) -> Config:
@@ -86,32 +105,35 @@ def _cohere(keys: GgufKeys) -> Config:
         **read_common(keys, ("layer_norm_eps", _LAYER_EPS)),
         "hidden_act": "silu",
         "logit_scale": keys.number("logit_scale"),
-        "attention_bias": _has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
     }
 
 
 def _cohere2(keys: GgufKeys) -> Config:
     config = {**_cohere(keys), "sliding_window": keys.required("attention.sliding_window")}
-    return {**config, **_window_pattern(keys, 4)}
-
-
-def _window_pattern(keys: GgufKeys, period: int) -> Config:
-    """Return which layers have a window: those that the file names, or all but each so many-th."""
-    slides = keys.flags("attention.sliding_window_pattern")
-    if slides is None:
-        return {"sliding_window_pattern": keys.integer("attention.sliding_window_pattern") or period}
-    return {"layer_types": ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]}
+    return {**config, **read_window_pattern(keys, 4)}
 
 
 def _exaone4(keys: GgufKeys) -> Config:
     window = keys.integer("attention.sliding_window") or None
-    pattern = {} if window is None else _window_pattern(keys, 4)
+    pattern = {} if window is None else read_window_pattern(keys, 4)
     return {**read_common(keys), "hidden_act": "silu", "sliding_window": window, **pattern}
 
 
+def _exaone_moe(keys: GgufKeys) -> Config:
+    read_gating(keys, SIGMOID, SIGMOID)
+    inner, shared = keys.required("expert_feed_forward_length"), keys.integer("expert_shared_feed_forward_length")
+    experts = read_deepseek_experts(keys)
+    if shared not in (None, inner * cast("int", experts["n_shared_experts"])):
+        key = f"{keys.architecture}.expert_shared_feed_forward_length"
+        raise keys.metadata.error(key, f"expert_shared_count times {inner}")
+    counts = {"num_experts": experts.pop("n_routed_experts"), "num_shared_experts": experts.pop("n_shared_experts")}
+    return {**_exaone4(keys), **experts, **counts}
+
+
 def _ernie4_5(keys: GgufKeys) -> Config:
-    return {**read_common(keys), "hidden_act": "silu", "use_bias": _has_bias(keys, "attn_q")}
+    return {**read_common(keys), "hidden_act": "silu", "use_bias": has_bias(keys, "attn_q")}
 
 
 def _ernie4_5_moe(keys: GgufKeys) -> Config:
@@ -128,12 +150,12 @@ def _ernie4_5_moe(keys: GgufKeys) -> Config:
 
 
 def _num_shared(keys: GgufKeys) -> int:
-    """Return as how many experts the shared one is wide."""
-    width, count = keys.integer("expert_shared_feed_forward_length"), keys.integer("expert_shared_count") or 0
+    """Return as how many experts the shared one is wide; the key of its width holds something else in some files."""
     inner = keys.required("expert_feed_forward_length")
-    if width and width % inner:
-        raise keys.metadata.error(f"{keys.architecture}.expert_shared_feed_forward_length", f"a multiple of {inner}")
-    return width // inner if width else count
+    keys.integer("expert_shared_feed_forward_length")
+    last = keys.file.tensors.get(f"blk.{num_layers_of(keys) - 1}.ffn_up_shexp.weight")
+    count = keys.integer("expert_shared_count") or 0
+    return count if last is None else last.shape[0] // inner
 
 
 def _hunyuan(keys: GgufKeys) -> Config:
@@ -160,8 +182,7 @@ def _nemotron(keys: GgufKeys) -> Config:
 def _starcoder2(keys: GgufKeys) -> Config:
     config = read_common(keys, ("norm_epsilon", _LAYER_EPS))
     window = keys.integer("attention.sliding_window") or None
-    has_bias = _has_bias(keys, "attn_q")
-    return {**config, "hidden_act": "gelu_pytorch_tanh", "use_bias": has_bias, "sliding_window": window}
+    return {**config, "hidden_act": "gelu_pytorch_tanh", "use_bias": has_bias(keys, "attn_q"), "sliding_window": window}
 
 
 def _stablelm(keys: GgufKeys) -> Config:
@@ -170,7 +191,7 @@ def _stablelm(keys: GgufKeys) -> Config:
     return {
         **read_common(keys, ("layer_norm_eps", _LAYER_EPS), can_be_partial=True),
         "hidden_act": "silu",
-        "use_qkv_bias": _has_bias(keys, "attn_q"),
+        "use_qkv_bias": has_bias(keys, "attn_q"),
         "use_parallel_residual": not keys.has_tensor("blk.0.ffn_norm.weight"),
         "qk_layernorm": False,
         **_ignored(keys, "use_parallel_residual"),
@@ -181,7 +202,7 @@ def _gpt_neox(keys: GgufKeys) -> Config:
     return {
         **read_common(keys, ("layer_norm_eps", _LAYER_EPS), can_be_partial=True),
         "hidden_act": "gelu",
-        "attention_bias": _has_bias(keys, "attn_qkv"),
+        "attention_bias": has_bias(keys, "attn_qkv"),
         "use_parallel_residual": keys.raw("use_parallel_residual") is not False and keys.raw("use_parallel_residual") != 0,
     }
 
@@ -189,6 +210,46 @@ def _gpt_neox(keys: GgufKeys) -> Config:
 def _phi2(keys: GgufKeys) -> Config:
     config = read_common(keys, ("layer_norm_eps", _LAYER_EPS), can_be_partial=True)
     return {**config, "hidden_act": "gelu_new", "qk_layernorm": keys.has_tensor("blk.0.attn_q_norm.weight")}
+
+
+def _phimoe(keys: GgufKeys) -> Config:
+    """Read Phi-3.5-MoE; its files have the scale of LongRoPE that follows from the lengths, as those of Phi-3."""
+    config = read_common(keys)
+    original = keys.integer("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    return {
+        **config,
+        "hidden_act": "silu",
+        "sliding_window": keys.integer("attention.sliding_window") or None,
+        "original_max_position_embeddings": original,
+        "attention_bias": has_bias(keys, "attn_q"),
+        "lm_head_bias": keys.has_tensor("output.bias"),
+        "num_local_experts": keys.required("expert_count"),
+        "num_experts_per_tok": keys.required("expert_used_count"),
+    }
+
+
+def _olmo(keys: GgufKeys) -> Config:
+    """Read OLMo, whose norms have no weights."""
+    eps = keys.number(_LAYER_EPS)
+    if not isclose(eps, _EPS_OF_OLMO, rel_tol=1e-6):
+        raise UnsupportedError(f"{keys.file.path}: {_LAYER_EPS} {eps} is not supported; supported: {_EPS_OF_OLMO}")
+    clip = keys.number("attention.clamp_kqv", 0.0) or None
+    config = read_common(keys, ("layer_norm_eps", _LAYER_EPS))
+    return {**config, "hidden_act": "silu", "attention_bias": has_bias(keys, "attn_q"), "clip_qkv": clip}
+
+
+def _mistral3(keys: GgufKeys) -> Config:
+    """Read Ministral 3, or, where there are no longer positions than those of training, Mistral Small 3.1 and 3.2."""
+    config: Config = {**read_common(keys), "hidden_act": "silu"}
+    beta, multiplier = keys.number("attention.temperature_scale", 0.0), keys.number("rope.scaling.yarn_log_multiplier", 0.0)
+    scaling = cast("Config", config.get("rope_scaling", {}))
+    if scaling.get("rope_type") != "yarn":
+        if beta or multiplier:
+            raise UnsupportedError(f"{keys.file.path}: attention.temperature_scale needs rope.scaling.type 'yarn'")
+        return {**config, "model_type": "mistral", "sliding_window": None}
+    scaling |= {"mscale": 1.0, "mscale_all_dim": multiplier} if multiplier else {}
+    scaling |= {"llama_4_scaling_beta": beta} if beta else {}
+    return {**config, "rope_scaling": scaling}
 
 
 def _ignored(keys: GgufKeys, name: str) -> Config:
@@ -210,7 +271,7 @@ def _qwen2_moe(keys: GgufKeys) -> Config:
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "qkv_bias": _has_bias(keys, "attn_q"),
+        "qkv_bias": has_bias(keys, "attn_q"),
         "use_sliding_window": False,
     }
 
@@ -219,7 +280,7 @@ def _olmoe(keys: GgufKeys) -> Config:
     return {
         **read_common(keys),
         "hidden_act": "silu",
-        "attention_bias": _has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "num_experts": keys.required("expert_count"),
         "num_experts_per_tok": keys.required("expert_used_count"),
         "norm_topk_prob": False,
@@ -233,7 +294,7 @@ def _granite_moe(keys: GgufKeys) -> Config:
         **read_common(keys),
         "model_type": "granitemoeshared" if shared else "granitemoe",
         "hidden_act": "silu",
-        "attention_bias": _has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "attention_multiplier": keys.number("attention.scale"),
         "embedding_multiplier": keys.number("embedding_scale", 1.0),
         "residual_multiplier": keys.number("residual_scale", 1.0),
@@ -256,11 +317,11 @@ def _llama4(keys: GgufKeys) -> Config:
     if keys.integer("expert_shared_feed_forward_length") not in (None, 0, inner):
         raise UnsupportedError(f"{keys.file.path}: expert_shared_feed_forward_length must be the width of experts ({inner})")
     config = read_common(keys)
-    _gating(keys, _SIGMOID, _SIGMOID)
+    read_gating(keys, SIGMOID, SIGMOID)
     return {
         **config,
         "hidden_act": "silu",
-        "attention_bias": _has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "intermediate_size_mlp": config["intermediate_size"],
         "intermediate_size": inner,
         "num_local_experts": num_experts,
@@ -271,7 +332,7 @@ def _llama4(keys: GgufKeys) -> Config:
 
 
 def _minimax_m2(keys: GgufKeys) -> Config:
-    _gating(keys, _SIGMOID, _SIGMOID)
+    read_gating(keys, SIGMOID, SIGMOID)
     return {
         **read_common(keys, can_be_partial=True),
         "hidden_act": "silu",
@@ -281,94 +342,21 @@ def _minimax_m2(keys: GgufKeys) -> Config:
     }
 
 
-def _gating(keys: GgufKeys, default: int, *supported: int) -> int:
-    """Return which function makes scores of experts."""
-    found = keys.integer("expert_gating_func") or default
-    if found not in supported:
-        names = " or ".join(map(str, supported))
-        raise UnsupportedError(f"{keys.file.path}: expert_gating_func {found} is not supported; supported: {names}")
-    return found
-
-
-def _deepseek_experts(keys: GgufKeys) -> Config:
-    """Return the mixture of DeepSeek and those after it."""
-    return {
-        "n_routed_experts": keys.required("expert_count"),
-        "num_experts_per_tok": keys.required("expert_used_count"),
-        "moe_intermediate_size": keys.required("expert_feed_forward_length"),
-        "n_shared_experts": keys.integer("expert_shared_count") or 0,
-        "first_k_dense_replace": keys.integer("leading_dense_block_count") or 0,
-        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
-        "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
-        "n_group": keys.integer("expert_group_count") or 1,
-        "topk_group": keys.integer("expert_group_used_count") or 1,
-    }
-
-
-def _without_drafting_layers(keys: GgufKeys, config: Config) -> Config:
-    """Return a config without the last layers, where those only draft."""
-    return {**config, "num_hidden_layers": num_layers_of(keys) - (keys.integer("nextn_predict_layers") or 0)}
-
-
 def _glm4_moe(keys: GgufKeys) -> Config:
-    _gating(keys, _SIGMOID, _SIGMOID)
-    config: Config = {
+    read_gating(keys, SIGMOID, SIGMOID)
+    return {
         **read_common(keys, can_be_partial=True),
-        **_deepseek_experts(keys),
+        **read_deepseek_experts(keys),
         "hidden_act": "silu",
-        "attention_bias": _has_bias(keys, "attn_q"),
+        "attention_bias": has_bias(keys, "attn_q"),
         "use_qk_norm": keys.has_tensor("blk.0.attn_q_norm.weight"),
     }
-    return _without_drafting_layers(keys, config)
 
 
 def _dots1(keys: GgufKeys) -> Config:
-    _gating(keys, _SIGMOID, _SIGMOID)
-    config: Config = {**read_common(keys), **_deepseek_experts(keys), "hidden_act": "silu", "sliding_window": None}
-    return {**config, "attention_bias": _has_bias(keys, "attn_q")}
-
-
-def _deepseek2(keys: GgufKeys) -> Config:
-    """Read DeepSeek V2 (softmax) or V3, R1 and Kimi K2 (sigmoid); sizes of heads are those of the files before or with MLA."""
-    hidden_size, num_heads = keys.required("embedding_length"), keys.required("attention.head_count")
-    kv_rank, rope_dim = keys.required("attention.kv_lora_rank"), keys.required("rope.dimension_count")
-    plain, with_mla = keys.integer("attention.key_length"), keys.integer("attention.key_length_mla")
-    plain_value, with_mla_value = keys.integer("attention.value_length"), keys.integer("attention.value_length_mla")
-    head_dim, value_dim = with_mla or plain, with_mla_value or plain_value
-    if not head_dim or not value_dim or head_dim <= rope_dim:
-        raise keys.metadata.error(f"{keys.architecture}.attention.key_length", f"an integer above {rope_dim}")
-    keys.integer("attention.head_count_kv")
-    config: Config = {
-        "vocab_size": vocab_size_of(keys, hidden_size),
-        "hidden_size": hidden_size,
-        "num_hidden_layers": num_layers_of(keys),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": num_heads,
-        "q_lora_rank": keys.integer("attention.q_lora_rank") or None,
-        "kv_lora_rank": kv_rank,
-        "qk_rope_head_dim": rope_dim,
-        "qk_nope_head_dim": head_dim - rope_dim,
-        "v_head_dim": value_dim,
-        "intermediate_size": keys.required("feed_forward_length"),
-        RMS_EPS[0]: keys.number(RMS_EPS[1]),
-        "max_position_embeddings": keys.required("context_length"),
-        "rope_theta": keys.number("rope.freq_base", DEFAULT_ROPE_BASE),
-        "tie_word_embeddings": is_tied(keys),
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        **_deepseek_experts(keys),
-    }
-    scaling = read_rope_scaling(keys, rope_dim)
-    multiplier = keys.number("rope.scaling.yarn_log_multiplier", 0.0)
-    if scaling and multiplier:
-        scaling |= {"mscale": 10 * multiplier, "mscale_all_dim": 10 * multiplier}
-    config |= {"rope_scaling": scaling} if scaling else {}
-    config = _without_drafting_layers(keys, config)
-    if _gating(keys, _SOFTMAX, _SOFTMAX, _SIGMOID) == _SIGMOID:
-        return {**config, "rope_interleave": True}
-    method = "group_limited_greedy" if cast("int", config["n_group"]) > 1 else "greedy"
-    return {**config, "model_type": "deepseek_v2", "topk_method": method}
+    read_gating(keys, SIGMOID, SIGMOID)
+    config: Config = {**read_common(keys), **read_deepseek_experts(keys), "hidden_act": "silu", "sliding_window": None}
+    return {**config, "attention_bias": has_bias(keys, "attn_q")}
 
 
 FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
@@ -378,11 +366,11 @@ FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "chatglm": _chatglm,
     "cohere2": _cohere2,
     "command-r": _cohere,
-    "deepseek2": _deepseek2,
     "dots1": _dots1,
     "ernie4_5": _ernie4_5,
     "ernie4_5-moe": _ernie4_5_moe,
     "exaone": _plain_llama,
+    "exaone-moe": _exaone_moe,
     "exaone4": _exaone4,
     "glm4": _glm4,
     "glm4moe": _glm4_moe,
@@ -394,11 +382,16 @@ FAMILY_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "llama4": _llama4,
     "minicpm": _minicpm,
     "minimax-m2": _minimax_m2,
+    "mistral3": _mistral3,
     "nemotron": _nemotron,
+    "olmo": _olmo,
     "olmoe": _olmoe,
     "phi2": _phi2,
+    "phimoe": _phimoe,
     "qwen2moe": _qwen2_moe,
-    "qwen3vl": _qwen3_vl,
+    "qwen2vl": _qwen_vl,
+    "qwen3vl": _qwen_vl,
+    "qwen3vlmoe": _qwen3_vl_moe,
     "seed_oss": _seed_oss,
     "smollm3": _smollm3,
     "stablelm": _stablelm,

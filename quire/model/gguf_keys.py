@@ -70,16 +70,25 @@ class GgufKeys:
         return value
 
     def per_layer(self, name: str, num_layers: int) -> list[int]:
-        """Return an integer >= 0 of each layer: those of an array, or one for all."""
+        """Return an integer >= 0 of each layer: those of an array, or one for all.
+
+        An array may go on with those of layers that only draft.
+        """
         found = self.metadata.raw(self._prefix + name)
         if found is None or not found.kind.endswith("[]"):
             return [self.integer(name) or 0] * num_layers
         self._read.add(name)
         values = cast("Sequence[object]", found.value)
         numbers = [value for value in values if type(value) is int and value >= 0]
-        if len(numbers) != len(values) or len(values) != num_layers:
+        if len(numbers) != len(values) or len(values) not in (num_layers, self.required("block_count")):
             raise self.metadata.error(self._prefix + name, f"{num_layers} integers >= 0, one for each layer")
-        return numbers
+        return numbers[:num_layers]
+
+    def numbers(self, name: str) -> list[float] | None:
+        """Return an array of numbers, which need not be finite; None where there is none."""
+        self._read.add(name)
+        found = self.metadata.array(self._prefix + name, "f32")
+        return None if found is None else [float(value) for value in found]  # type: ignore[arg-type]
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a finite number; without a default it must be there."""

@@ -72,6 +72,41 @@ _DEEPSEEK2 = {
     "attn_kv_b": "self_attn.kv_b_proj",
 }
 
+_INDEXED = {
+    **_DEEPSEEK2,
+    "indexer.attn_q_b": "self_attn.indexer.wq_b",
+    "indexer.attn_k": "self_attn.indexer.wk",
+    "indexer.k_norm": "self_attn.indexer.k_norm",
+    "indexer.proj": "self_attn.indexer.weights_proj",
+}
+_PER_LAYER = {
+    **_SANDWICH,
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+}
+_GEMMA3N = {
+    **_PER_LAYER,
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale.weight": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
+_GEMMA4 = {
+    **_PER_LAYER,
+    "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.weight": "router.proj.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+
 
 def _recurrent(module: str, step_bias: str = "dt_bias") -> dict[str, str]:
     """Return the names of a Mamba or Mamba 2 mixer, or of what a gated delta net shares with them."""
@@ -122,8 +157,25 @@ _GATED_DELTA = {
     "ssm_beta": "linear_attn.in_proj_b",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+_KIMI_LINEAR = {
+    **_DEEPSEEK2,
+    **{f"ssm_conv1d_{one}": f"self_attn.{one}_conv1d" for one in "qkv"},
+    **{f"ssm_{one}_{part}": f"self_attn.{one}_{part}_proj" for one in "fg" for part in "ab"},
+    **{f"ffn_{which}_shexp": f"block_sparse_moe.shared_experts.{which}_proj" for which in ("gate", "up", "down")},
+    "ssm_a": "self_attn.A_log",
+    "ssm_dt.bias": "self_attn.dt_bias",
+    "ssm_beta": "self_attn.b_proj",
+    "ssm_norm": "self_attn.o_norm",
+    "exp_probs_b.bias": "block_sparse_moe.gate.e_score_correction_bias",
+}
 _GPT_OSS = {**_SANDWICH, "attn_sinks.weight": "self_attn.sinks"}
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
+_PER_LAYER_TOP = {
+    **_TOP,
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
+}
 _FEED_FORWARD_TOP = {**_TOP, "output_norm": "final_layernorm"}
 _LFM2_TOP = {**_TOP, "output_norm": "embedding_norm", "token_embd_norm": "embedding_norm"}
 _BACKBONE_TOP = {"token_embd": "embeddings", "output_norm": "norm_f", "output": "lm_head"}
@@ -136,9 +188,11 @@ _QWEN_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that are read with the metadata: divisors of the rotary frequencies."""
 
-_LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.)?\w+)\.(weight|bias)")
+_LAYER_TENSOR = re.compile(r"blk\.(\d{1,6})\.((?:shortconv\.|indexer\.)?\w+)\.(weight|bias|scale)")
 _BARE_TENSOR = re.compile(r"blk\.(\d{1,6})\.(ssm_[ad])")
-_STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)_exps\.weight")
+_BARE_NORM = re.compile(r"blk\.\d{1,6}\.ffn_norm")
+"""As files of Falcon-H1 name it."""
+_STACKED_EXPERTS = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)_exps\.weight")
 _EXPERT_BIASES = re.compile(r"ffn_(gate|up|down)_exps\.bias")
 _ONE_EXPERT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down)\.(\d{1,6})\.weight")
 
@@ -155,8 +209,8 @@ class GgufArchitecture:
     is_transposed     the checkpoint stores linear weights [in, out]
     is_qkv_by_head    rows of q, k and v are those of the first head, then of the next, in the checkpoint, unlike in the file
     rows              vectors that are one row of a matrix in the checkpoint
+    also              further model types whose files have this name: `model_type` runs them, or the metadata say which it is
     is_value_tiled    value heads of a gated delta net are ordered by their number under a key head first, and not by key head
-    is_qkv_split      q, k and v are apart in the checkpoint, but may be joined in the file
     """
 
     model_type: str
@@ -172,11 +226,16 @@ class GgufArchitecture:
     is_qkv_by_head: bool = False
     rows: tuple[str, ...] = ()
     is_value_tiled: bool = False
-    is_qkv_split: bool = False
+    also: tuple[str, ...] = ()
+
+    @property
+    def is_qkv_split(self) -> bool:
+        """Whether q, k and v are apart in the checkpoint; they may still be joined in the file."""
+        return "attn_qkv" not in self.layer
 
     def rename(self, name: str) -> str:
         """Return the checkpoint's name of a tensor that is not stacked experts; an unknown name stays as it is."""
-        found = _LAYER_TENSOR.fullmatch(name)
+        found = _LAYER_TENSOR.fullmatch(f"{name}.weight" if _BARE_NORM.fullmatch(name) else name)
         if found is not None:
             index, module, kind = found.groups()
             renamed = self._in_layer(module, kind)
@@ -191,11 +250,15 @@ class GgufArchitecture:
         return f"{self.top[module]}.{kind}" if module in self.top else name
 
     def expert_names(self, name: str, num_experts: int) -> list[str] | None:
-        """Return the checkpoint's names of the experts stacked in a tensor, or None where it is no such tensor."""
+        """Return the checkpoint's names of the experts stacked in a tensor, or None where it is no such tensor.
+
+        They are in the order of the rows: where a matrix holds gate and up, two names follow for each expert.
+        """
         found = _STACKED_EXPERTS.fullmatch(name)
         if found is None or not self.expert:
             return None
-        return [self._expert(int(found[1]), found[2], expert) for expert in range(num_experts)]
+        matrices = found[2].split("_")
+        return [self._expert(int(found[1]), matrix, expert) for expert in range(num_experts) for matrix in matrices]
 
     def _in_layer(self, module: str, kind: str) -> str | None:
         if f"{module}.{kind}" in self.layer:
@@ -225,6 +288,7 @@ _GRANITE_MOE = GgufArchitecture(
     expert_block="block_sparse_moe",
     router="router.layer",
     is_permuted=True,
+    also=("granitemoeshared",),
 )
 _QWEN2_MOE = replace(
     _moe("qwen2_moe", {**_PRE_NORM, "ffn_gate_inp_shexp": "mlp.shared_expert_gate"}, "shared_expert"),
@@ -249,7 +313,9 @@ _LLAMA4 = GgufArchitecture(
     expert_block="feed_forward",
     router="router",
 )
-_GRANITE_HYBRID = replace(_GRANITE_MOE, model_type="granitemoehybrid", layer={**_GRANITE_MOE.layer, **_recurrent("mamba")})
+_GRANITE_HYBRID = replace(
+    _GRANITE_MOE, model_type="granitemoehybrid", layer={**_GRANITE_MOE.layer, **_recurrent("mamba")}, also=()
+)
 _NEMOTRON_H_MOE = GgufArchitecture("nemotron_h", _NEMOTRON_H, _BACKBONE_TOP, expert=_QWEN_EXPERT, expert_block="mixer")
 _QWEN3_NEXT = replace(_moe("qwen3_next", _GATED_DELTA, "shared_expert"), has_norm_offset=True, rows=("ffn_gate_inp_shexp",))
 _LFM2_MOE = GgufArchitecture("lfm2_moe", _LFM2, _LFM2_TOP, expert=_MIXTRAL_EXPERT, expert_block="feed_forward")
@@ -261,30 +327,42 @@ _JAMBA = GgufArchitecture(
     expert_block="feed_forward",
     router="router",
 )
-_MAMBA = GgufArchitecture("mamba", {"attn_norm": "norm", **_recurrent("mixer", "dt_proj.bias")}, _BACKBONE_TOP)
+_MAMBA = GgufArchitecture(
+    "mamba", {"attn_norm": "norm", **_recurrent("mixer", "dt_proj.bias")}, _BACKBONE_TOP, also=("falcon_mamba",)
+)
 _MAMBA2 = GgufArchitecture("mamba2", {"attn_norm": "norm", **_recurrent("mixer")}, _BACKBONE_TOP)
 _FALCON_H1 = GgufArchitecture("falcon_h1", {**_FEED_FORWARD, **_recurrent("mamba")}, _FEED_FORWARD_TOP)
 _MIXTRAL = GgufArchitecture("mixtral", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe", is_permuted=True)
 _APERTUS = {**_PRE_NORM, "attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}
+_GEMMA4_MOE = GgufArchitecture(
+    "gemma4_text", _GEMMA4, _PER_LAYER_TOP, expert=_QWEN_EXPERT, expert_block="moe", also=("gemma4_unified_text",)
+)
+_KIMI = GgufArchitecture("kimi_linear", _KIMI_LINEAR, expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
+_PHIMOE = GgufArchitecture("phimoe", expert=_MIXTRAL_EXPERT, expert_block="block_sparse_moe")
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "apertus": GgufArchitecture("apertus", _APERTUS),
     "arcee": GgufArchitecture("arcee", is_permuted=True),
-    "baichuan": GgufArchitecture("llama", is_permuted=True),
-    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}, is_qkv_split=True),
+    "baichuan": GgufArchitecture("llama", is_permuted=True, also=("baichuan",)),
+    "chatglm": GgufArchitecture("glm", {**_PRE_NORM, "ffn_up": "mlp.gate_up_proj"}),
     "cohere2": GgufArchitecture("cohere2"),
     "command-r": GgufArchitecture("cohere"),
-    "deepseek2": _moe("deepseek_v3", _DEEPSEEK2),
+    "deepseek2": replace(_moe("deepseek_v3", _DEEPSEEK2), also=("deepseek_v2", "glm4_moe_lite", "kimi_k2")),
+    "deepseek32": _moe("deepseek_v32", _INDEXED),
     "dots1": _moe("dots1", _PRE_NORM),
     "ernie4_5": GgufArchitecture("ernie4_5"),
     "ernie4_5-moe": _ERNIE_MOE,
     "exaone": GgufArchitecture("llama"),
     "exaone4": GgufArchitecture("exaone4", _SANDWICH),
+    "exaone-moe": _moe("exaone_moe", _PRE_NORM),
     "falcon-h1": _FALCON_H1,
     "gemma": GgufArchitecture("gemma", has_norm_offset=True),
     "gemma2": GgufArchitecture("gemma2", _SANDWICH, has_norm_offset=True),
     "gemma3": GgufArchitecture("gemma3_text", _SANDWICH, has_norm_offset=True),
+    "gemma3n": GgufArchitecture("gemma3n_text", _GEMMA3N, _PER_LAYER_TOP),
+    "gemma4": _GEMMA4_MOE,
+    "glm-dsa": _moe("glm_moe_dsa", _INDEXED),
     "glm4": GgufArchitecture("glm4", _GLM4),
-    "glm4moe": _moe("glm4_moe", _POST_NORM),
+    "glm4moe": replace(_moe("glm4_moe", _POST_NORM), also=("solar_open",)),
     "gpt-oss": GgufArchitecture("gpt_oss", _GPT_OSS, expert=_QWEN_EXPERT, router="router"),
     "gpt2": GgufArchitecture("gpt2", _GPT2, _GPT2_TOP, layers="h", is_transposed=True),
     "gptneox": GgufArchitecture("gpt_neox", _GPT_NEOX, _GPT_NEOX_TOP, is_qkv_by_head=True),
@@ -293,31 +371,39 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "granitemoe": _GRANITE_MOE,
     "hunyuan-dense": GgufArchitecture("hunyuan_v1_dense", _HUNYUAN),
     "hunyuan-moe": _HUNYUAN_MOE,
-    "internlm2": GgufArchitecture("llama", is_permuted=True),
+    "internlm2": GgufArchitecture("llama", is_permuted=True, also=("internlm2",)),
     "jamba": _JAMBA,
+    "kimi-linear": _KIMI,
     "lfm2": GgufArchitecture("lfm2", _LFM2, _LFM2_TOP),
     "lfm2moe": _LFM2_MOE,
-    "llama": GgufArchitecture("llama", is_permuted=True),
+    "llama": GgufArchitecture("llama", is_permuted=True, also=("internlm3", "mistral")),
     "llama4": _LLAMA4,
     "mamba": _MAMBA,
     "mamba2": _MAMBA2,
     "minicpm": GgufArchitecture("granite", is_permuted=True),
+    "minicpm3": GgufArchitecture("minicpm3", _DEEPSEEK2),
     "minimax-m2": _MINIMAX,
+    "mistral3": GgufArchitecture("ministral3", is_permuted=True, also=("mistral",)),
+    "mistral4": _moe("mistral4", _DEEPSEEK2),
     "nemotron": GgufArchitecture("nemotron", has_norm_offset=True),
     "nemotron_h": _NEMOTRON_H_MOE,
     "nemotron_h_moe": _NEMOTRON_H_MOE,
-    "olmo2": GgufArchitecture("olmo2", _SANDWICH),
+    "olmo": GgufArchitecture("olmo", is_permuted=True),
+    "olmo2": GgufArchitecture("olmo2", _SANDWICH, also=("olmo3",)),
     "olmoe": GgufArchitecture("olmoe", expert=_QWEN_EXPERT),
     "phi2": GgufArchitecture("phi", _PHI2, _PHI2_TOP),
     "phi3": GgufArchitecture("phi3", _PHI3),
+    "phimoe": _PHIMOE,
     "qwen2": GgufArchitecture("qwen2"),
     "qwen2moe": _QWEN2_MOE,
+    "qwen2vl": GgufArchitecture("qwen2"),
     "qwen35": replace(_QWEN3_NEXT, model_type="qwen3_5_text", is_value_tiled=True),
     "qwen35moe": replace(_QWEN3_NEXT, model_type="qwen3_5_moe_text", is_value_tiled=True),
     "qwen3": GgufArchitecture("qwen3"),
     "qwen3moe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT),
     "qwen3next": _QWEN3_NEXT,
-    "qwen3vl": GgufArchitecture("qwen3"),
+    "qwen3vl": GgufArchitecture("qwen3", also=("qwen3_vl_text",)),
+    "qwen3vlmoe": GgufArchitecture("qwen3_moe", expert=_QWEN_EXPERT, also=("qwen3_vl_moe_text",)),
     "seed_oss": GgufArchitecture("seed_oss", _POST_NORM),
     "smollm3": GgufArchitecture("smollm3", is_permuted=True),
     "stablelm": GgufArchitecture("stablelm"),

@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from quire.base.errors import UnsupportedError
-from quire.model.gguf_common import RMS_EPS, is_tied, num_layers_of, read_common, vocab_size_of
+from quire.model.gguf_common import (
+    RMS_EPS,
+    SIGMOID,
+    is_tied,
+    num_layers_of,
+    read_common,
+    read_deepseek_experts,
+    read_gating,
+    vocab_size_of,
+)
 from quire.model.gguf_keys import GgufKeys
+from quire.model.gguf_latent import read_latent
 
 Config = dict[str, object]
-_SIGMOID = 2
 _KV_HEADS = "attention.head_count_kv"
 
 
@@ -105,7 +114,7 @@ def _nemotron_h(keys: GgufKeys) -> Config:
 
 def _nemotron_experts(keys: GgufKeys) -> Config:
     keys.integer("expert_shared_count")
-    _check_sigmoid(keys)
+    read_gating(keys, SIGMOID, SIGMOID)
     return {
         "n_routed_experts": keys.required("expert_count"),
         "num_experts_per_tok": keys.required("expert_used_count"),
@@ -117,12 +126,6 @@ def _nemotron_experts(keys: GgufKeys) -> Config:
         "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0) or 1.0,
     }
-
-
-def _check_sigmoid(keys: GgufKeys) -> None:
-    found = keys.integer("expert_gating_func") or _SIGMOID
-    if found != _SIGMOID:
-        raise UnsupportedError(f"{keys.file.path}: expert_gating_func {found} is not supported; supported: {_SIGMOID}")
 
 
 def _falcon_h1(keys: GgufKeys) -> Config:
@@ -225,7 +228,7 @@ def _lfm2(keys: GgufKeys) -> Config:
 
 
 def _lfm2_moe(keys: GgufKeys) -> Config:
-    _check_sigmoid(keys)
+    read_gating(keys, SIGMOID, SIGMOID)
     return {
         **_lfm2(keys),
         "num_experts": keys.required("expert_count"),
@@ -273,10 +276,32 @@ def _qwen_experts(keys: GgufKeys) -> Config:
     return found
 
 
+def _kimi_linear(keys: GgufKeys) -> Config:
+    """Read Kimi Linear, whose layers without KV heads are delta nets, with as many heads as attention."""
+    attended, _ = _attended(keys)
+    read_gating(keys, SIGMOID, SIGMOID)
+    numbers = {kind: [index + 1 for index, one in enumerate(attended) if one is kind] for kind in (True, False)}
+    config, experts = read_latent(keys), read_deepseek_experts(keys)
+    return {
+        **config,
+        "num_local_experts": experts.pop("n_routed_experts"),
+        **experts,
+        "norm_topk_prob": True,
+        "linear_attn_config": {
+            "full_attn_layers": numbers[True],
+            "kda_layers": numbers[False],
+            "num_heads": config["num_attention_heads"],
+            "head_dim": keys.required("kda.head_dim"),
+            "short_conv_kernel_size": keys.required("ssm.conv_kernel"),
+        },
+    }
+
+
 RECURRENT_READERS: Mapping[str, Callable[[GgufKeys], Config]] = {
     "falcon-h1": _falcon_h1,
     "granitehybrid": _granite_hybrid,
     "jamba": _jamba,
+    "kimi-linear": _kimi_linear,
     "lfm2": _lfm2,
     "lfm2moe": _lfm2_moe,
     "mamba": _mamba1,

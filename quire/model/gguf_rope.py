@@ -23,7 +23,7 @@ def read_rope_scaling(keys: GgufKeys, rotated: int) -> dict[str, object]:
     kind = keys.raw("rope.scaling.type")
     factor = keys.number("rope.scaling.factor", keys.number("rope.scale_linear", 0.0)) or None
     kind = ("none" if factor is None else "linear") if kind is None else kind
-    divisors = [_rope_factors(keys, name, rotated // 2) for name in ROPE_FACTORS]
+    divisors = [read_rope_factors(keys, name, rotated // 2) for name in ROPE_FACTORS]
     if any(divisors):
         if kind not in ("none", "longrope") or (kind == "none" and factor not in (None, 1.0)):
             raise UnsupportedError(
@@ -64,7 +64,8 @@ def _divided_rope(
     }
 
 
-def _rope_factors(keys: GgufKeys, name: str, count: int) -> list[float] | None:
+def read_rope_factors(keys: GgufKeys, name: str, count: int) -> list[float] | None:
+    """Return the divisors of `count` frequencies, None where the file has no such tensor. Raises ModelFormatError."""
     tensor = keys.file.tensors.get(name)
     if tensor is None:
         return None

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.base.gguf_file import GgufFile, GgufTensor, read_gguf
+from quire.model.gguf_common import num_layers_of
 from quire.model.gguf_config import gguf_config
+from quire.model.gguf_keys import GgufKeys
 from quire.model.gguf_names import ROPE_FACTORS, GgufArchitecture, find_architecture
 from quire.model.mapped_files import MappedFiles
 from quire.quant.gguf_blocks import FLOAT_TYPES, check_is_weight, unpack_blocks
@@ -24,8 +26,13 @@ _ROTATED = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
 _QKV = re.compile(r"blk\.\d+\.attn_qkv\.(weight|bias)")
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _LATENT_PART = re.compile(r"blk\.\d{1,6}\.attn_(k|v)_b\.weight")
-_STATE_TENSOR = re.compile(r"blk\.\d{1,6}\.(ssm_a|ssm_d|ssm_norm\.weight|ssm_conv1d\.weight|shortconv\.conv\.weight)")
+_STATE_TENSOR = re.compile(
+    r"blk\.\d{1,6}\.(ssm_a|ssm_d|ssm_norm\.weight|ssm_conv1d(?:_[qkv])?\.weight|shortconv\.conv\.weight)"
+)
 _VALUE_HEADS = re.compile(r"blk\.\d{1,6}\.(attn_qkv|attn_gate|ssm_(?:alpha|beta|a|dt|conv1d|out))(?:\.(?:weight|bias))?")
+_STACKS = {"altup_proj.weight": "altup_projections", "altup_unembd_proj.weight": "altup_unembed_projections"}
+"""Stacks of matrices that the checkpoint has one by one."""
+_IN_LAYER = re.compile(r"blk\.(\d{1,6})\.")
 _XIELU = {"beta": 0.5, "eps": -1e-6}
 _NORM = re.compile(r"(.*[._])?norm\.weight")
 
@@ -49,8 +56,10 @@ def open_gguf_tensors(path: Path, mapped: MappedFiles | None = None) -> dict[str
         for shard in files.values():
             shard.add_to(mapped)
     tensors: dict[str, Tensor | StoredWeight] = {}
+    keys = GgufKeys(file, file.metadata.string("general.architecture") or "")
+    first_drafting = num_layers_of(keys) if keys.integer("nextn_predict_layers") else None
     for name, tensor in file.tensors.items():
-        if name in ROPE_FACTORS:
+        if name in ROPE_FACTORS or _is_drafting(name, first_drafting):
             continue
         check_is_weight(tensor.type_name, name)
         opened = _Opener(files[tensor.path], architecture, config).open(tensor)
@@ -61,6 +70,12 @@ def open_gguf_tensors(path: Path, mapped: MappedFiles | None = None) -> dict[str
     if config.get("hidden_act") == "xielu":
         tensors |= _xielu_numbers(file, config)
     return _join_latent_parts(path, tensors, config) if "kv_lora_rank" in config else tensors
+
+
+def _is_drafting(name: str, first: int | None) -> bool:
+    """Return whether a tensor is of a layer that only drafts: the first of them, and those after it."""
+    found = _IN_LAYER.match(name)
+    return first is not None and found is not None and int(found[1]) >= first
 
 
 def _xielu_numbers(file: GgufFile, config: dict[str, object]) -> dict[str, Tensor]:
@@ -199,11 +214,11 @@ class _Opener:
         """Return what one tensor of the file is: itself under its name, or its experts."""
         if self._architecture.is_qkv_split and _QKV.fullmatch(tensor.name):
             return self._split_qkv(tensor)
+        if (found := _STATE_TENSOR.fullmatch(tensor.name)) is not None:
+            return {self._architecture.rename(tensor.name): self._state_tensor(tensor, found[1])}
         if len(tensor.shape) == 3:
             return self._heads(tensor) if _LATENT_PART.fullmatch(tensor.name) else self._experts(tensor)
         name = self._architecture.rename(tensor.name)
-        if (found := _STATE_TENSOR.fullmatch(tensor.name)) is not None:
-            return {name: self._state_tensor(tensor, found[1])}
         if len(tensor.shape) == 1 and tensor.type_name in FLOAT_TYPES:
             values = self._vector(tensor)
             return {name: values[None] if tensor.name.split(".")[-2] in self._architecture.rows else values}
@@ -243,14 +258,17 @@ class _Opener:
         return {tensor.name: self._lazy(self._matrix(tensor, (num_heads * height, width), tensor.start, tensor.num_bytes))}
 
     def _experts(self, tensor: GgufTensor) -> dict[str, Tensor | StoredWeight]:
-        num_experts = tensor.shape[0]
-        if num_experts not in [self._config.get(key) for key in _EXPERT_COUNTS]:
+        """Return the matrices of a stack, one by one."""
+        count, num_rows, width = tensor.shape
+        if tensor.name in _STACKS:
+            names: list[str] | None = [f"{_STACKS[tensor.name]}.{index}.weight" for index in range(count)]
+        elif count in [self._config.get(key) for key in _EXPERT_COUNTS]:
+            names = self._architecture.expert_names(tensor.name, count)
+        else:
+            names = None
+        if names is None or num_rows * count % len(names):
             raise _shape_error(tensor)
-        names = self._architecture.expert_names(tensor.name, num_experts)
-        if names is None:
-            raise _shape_error(tensor)
-        size = tensor.num_bytes // num_experts
-        shape = (tensor.shape[1], tensor.shape[2])
+        size, shape = tensor.num_bytes // len(names), (num_rows * count // len(names), width)
         return {
             name: self._opened(self._matrix(tensor, shape, tensor.start + index * size, size))
             for index, name in enumerate(names)
@@ -262,17 +280,21 @@ class _Opener:
         Files have -exp(A_log) as ssm_a; what the checkpoint has in one dimension may be stored as a matrix; and convolutions
         lack the dimension of their one input channel.
         """
-        if tensor.type_name not in FLOAT_TYPES or len(tensor.shape) > 2:
+        if tensor.type_name not in FLOAT_TYPES or sum(size > 1 for size in tensor.shape) > 2:
             raise _shape_error(tensor)
-        values = self._file.bytes_at(tensor.start, tensor.num_bytes).view(FLOAT_TYPES[tensor.type_name]).view(tensor.shape)
+        values = self._file.bytes_at(tensor.start, tensor.num_bytes).view(FLOAT_TYPES[tensor.type_name])
+        if len(tensor.shape) > 1:  # others than these two dimensions are 1
+            values = values.view(-1, tensor.shape[-1])
         rows = self._row_order(tensor)
         values = values if rows is None else values[rows]
-        if what.endswith("conv.weight") or what == "ssm_conv1d.weight":
+        if "conv" in what:
             return values[:, None]
         if what == "ssm_a":
             if not bool((values < 0).all()):
                 raise ModelFormatError(f"{tensor.path}: {tensor.name} must hold negative numbers, -exp(A_log)")
             values = torch.log(-values.float())
+            if "linear_attn_config" in self._config:  # Kimi Linear has it in four dimensions
+                return values.view(1, 1, -1, 1)
             return values if values.ndim == 2 and values.shape[1] > 1 else values.flatten()
         return values.flatten()
 

@@ -24,8 +24,8 @@ logger = get_logger(__name__)
 _CHECKED_ROWS = 1024
 """Elements of a weight that are copied at once."""
 
-PackedExpert = tuple[NativeWeight, NativeWeight, NativeWeight]
-"""Gate, up and down."""
+PackedExpert = tuple[NativeWeight | None, NativeWeight, NativeWeight]
+"""Gate, if experts have one, up and down."""
 
 
 class WeightForms:
@@ -214,11 +214,11 @@ class ExpertLoader:
         if not isinstance(mlp, MoeSpec):
             raise InvariantError(f"layer {layer} has no experts")
         size = mlp.expert.intermediate_size
-        halves = ShardRange(0, size), ShardRange(size, 2 * size)
-        gate, up = self._packer.pack_one(self._stack(f"layers.{layer}.experts.gate_up"), expert, halves)
+        halves = (ShardRange(0, size), ShardRange(size, 2 * size))[: 2 if mlp.expert.is_gated else 1]
+        *gates, up = self._packer.pack_one(self._stack(f"layers.{layer}.experts.gate_up"), expert, halves)
         outputs = (ShardRange(0, self._spec.hidden_size),)
         (down,) = self._packer.pack_one(self._stack(f"layers.{layer}.experts.down"), expert, outputs)
-        return gate, up, down
+        return (gates[0] if gates else None), up, down
 
     def _stack(self, module: str) -> ExpertStack:
         biases = self._parameters.get(f"{module}.bias")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.base.errors import InvariantError
 from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba1Spec, Mamba2Scales, Mamba2Spec, MixerSpec, ShortConvSpec
-from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, MoeSpec, NormSpec
+from quire.contracts.model_spec import NO_ATTENTION, LayerSpec, NormSpec
 from quire.model.mixer_shards import mixer_heads
 from quire.model.native_weights import NativeWeight
 from quire.parallel.shards import HeadRange, ShardRange
@@ -24,13 +24,13 @@ _MAX_TAPS, _MAX_STATE_ROWS = 8, 256
 
 def mixer_refusal(layer: LayerSpec) -> str | None:
     """Return why the native kernels cannot run a layer with a mixer, or None if they can."""
-    mixer, mlp = layer.mixer, layer.mlp
+    mixer = layer.mixer
     if mixer is None:
         return None
     if layer.shared_block is not None:
         return "a transformer block before a recurrent mixer"
-    if layer.attention != NO_ATTENTION or (isinstance(mixer, Mamba2Spec) and mixer.scales != Mamba2Scales()):
-        return "attention next to a recurrent mixer"
+    if layer.attention != NO_ATTENTION and layer.attn_out is not None:
+        return "a norm on the output of attention next to a recurrent mixer"
     taps, rows = mixer.conv_size, 1
     if isinstance(mixer, GatedDeltaSpec):
         rows = mixer.k_dim
@@ -38,8 +38,6 @@ def mixer_refusal(layer: LayerSpec) -> str | None:
         rows = mixer.state_size
     if taps > _MAX_TAPS or rows > _MAX_STATE_ROWS:
         return f"recurrent layers of more than {_MAX_TAPS} taps or {_MAX_STATE_ROWS} rows of a state"
-    if not isinstance(mlp, MoeSpec) and (mlp.gate_scale, mlp.down_scale) != (1.0, 1.0):
-        return "a scaled feed-forward block"
     return None
 
 
@@ -65,7 +63,7 @@ class NativeMixerBuilder:
     set_norm: SetsNorm
 
     def build(self, spec: MixerSpec, prefix: str, heads: HeadRange | None) -> Any:
-        """Return a native mixer, without its last projection; heads: see LayerShard.mixer_heads, None: all."""
+        """Return a native mixer, without its last projection, and without the factor on its input; heads: see LayerShard.mixer_heads, None: all."""
         mixer = self.native.Mixer(_KINDS[type(spec)])
         own = mixer_heads(spec, 0, (1.0,)) if heads is None else heads
         mixer.taps = spec.conv_size
@@ -111,6 +109,9 @@ class NativeMixerBuilder:
         parts = [*(_moved(part, spec.channels) for part in channels), values, _moved(own.heads, spec.channels + spec.conv_channels)]
         self._add_parts(mixer, f"{prefix}mamba.in", parts)
         self._set_conv(mixer, prefix, channels)
+        scales = spec.scales
+        if scales != Mamba2Scales():
+            mixer.part_scales = [scales.x, scales.b, scales.c, scales.z, scales.step]
         mixer.min_step, mixer.max_step = spec.min_step, spec.max_step
         self._set(mixer, "step", self._found(f"{prefix}mamba.step"), own.heads)
         self._set(mixer, "rates", -self._found(f"{prefix}mamba.log").exp(), own.heads)

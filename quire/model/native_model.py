@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from quire.base.errors import InvariantError
 from quire.base.logging import get_logger
-from quire.contracts.mixer_spec import GatedDeltaSpec, MixerSpec, ShortConvSpec
+from quire.contracts.mixer_spec import GatedDeltaSpec, Mamba2Spec, MixerSpec, ShortConvSpec
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -82,8 +82,8 @@ def native_refusal(spec: ModelSpec, block_size: int) -> str | None:
         refusal = mixer_refusal(layer)
         if refusal is not None:
             return refusal
-    if any(moe.latent_size is not None or not moe.expert.is_gated for _, moe in mixtures):
-        return "experts without a gate, or that read a projection of their input"
+    if any(moe.latent_size is not None for _, moe in mixtures):
+        return "experts that read a projection of their input"
     if any(layer.attention.has_output_gate and layer.attention.latent is not None for layer in spec.layers):
         return "a gate on the output of latent attention"
     if any((layer.altup is not None or layer.laurel is not None) and not _has_known_streams(layer) for layer in spec.layers):
@@ -320,8 +320,21 @@ class NativeModelBuilder:
             raise TypeError(f"{name} is quantised")
         return found
 
-    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1) -> None:
-        """Set a native norm of rows of `size` values; num_heads: number of heads, each with its own weight."""
+    def _set_input_norms(self, layer: Any, spec: LayerSpec, prefix: str) -> None:
+        """Set what attention and a mixer read: the same norm, times a factor of each."""
+        name, hidden = f"{prefix}attn_in", self._spec.hidden_size
+        factor, mixed = spec.attention_in_scale, spec.mixer.scales.input if isinstance(spec.mixer, Mamba2Spec) else 1.0
+        weight = self._parameters.get(f"{name}.weight")
+        if spec.mixer is not None and spec.attention != NO_ATTENTION:
+            self._set_norm(layer.mixer_in, spec.attn_in, name, hidden, factor=mixed)
+            self._parameters |= {} if weight is None else {f"{name}.weight": weight}
+        elif spec.mixer is not None:
+            factor = mixed
+        self._set_norm(layer.attn_in, spec.attn_in, name, hidden, factor=factor)
+
+    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1, factor: float = 1.0
+    ) -> None:
+        """Set a native norm of rows of `size` values, times a factor; num_heads: number of heads, each with its own weight."""
         if spec is None:
             return
         weight, bias = (self._vector(f"{name}.{kind}") for kind in ("weight", "bias"))
@@ -329,18 +342,20 @@ class NativeModelBuilder:
             raise InvariantError(f"{name} must have a weight: {spec.has_weight}")
         # Without a weight, values are multiplied by one.
         weight = torch.ones(size * num_heads) if weight is None else weight.float().contiguous() + spec.offset
+        weight = weight if factor == 1.0 else weight * factor
         bias = None if bias is None else bias.float().contiguous()
         addresses = weight.data_ptr(), 0 if bias is None else bias.data_ptr()
         norm.set(spec.kind == "layer", size, spec.eps, *addresses, num_heads)
 
     def _build_layer(self, spec: LayerSpec, prefix: str, shard: LayerShard | None = None) -> Any:
         layer, attention, hidden = self._native.PlanLayer(), spec.attention, self._spec.hidden_size
-        for name in ("attn_in", "attn_out", "mlp_in", "mlp_out"):
+        self._set_input_norms(layer, spec, prefix)
+        for name in ("attn_out", "mlp_in", "mlp_out"):
             self._set_norm(getattr(layer, name), getattr(spec, name), prefix + name, hidden)
         layer.num_heads, layer.num_kv_heads, layer.head_dim = attention.num_heads, attention.num_kv_heads, attention.head_dim
         if spec.mixer is not None:
             self._build_mixer(layer, spec.mixer, prefix, shard)
-        elif attention == NO_ATTENTION:
+        if attention == NO_ATTENTION:
             pass
         elif attention.latent is None:
             self._build_heads(layer, spec, prefix, shard)
@@ -362,6 +377,7 @@ class NativeModelBuilder:
             sinks = sinks[heads.start : heads.stop]
         layer.sinks = [] if sinks is None else sinks.float().tolist()
         layer.rope = -1 if attention.rope is None else self._rope_index[attention.rope]
+        layer.attention_out_scale, layer.mixer_out_scale = spec.attention_out_scale, spec.mixer_out_scale
         layer.residual_scale, layer.is_parallel, layer.clip = spec.residual_scale, spec.is_parallel, attention.clip_qkv or 0.0
         if isinstance(spec.mlp, MoeSpec):
             self._build_experts(layer, spec.mlp, prefix, shard)
@@ -383,7 +399,7 @@ class NativeModelBuilder:
         layer.mixer = builder.build(mixer, prefix, None if shard is None else shard.mixer_heads)
         names = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
         name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
-        layer.o = self._pack(name, rows=None if shard is None else shard.outputs)
+        layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
 
     def _build_streams(self, streams: Any, altup: AltUpSpec, laurel: LaurelSpec, prefix: str) -> None:
         hidden = self._spec.hidden_size
@@ -455,6 +471,7 @@ class NativeModelBuilder:
         for name in ("gate", "up", "down") if spec.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.inner
             setattr(layer, name, self._pack(prefix + name, rows=rows))
+        layer.gate_scale, layer.down_scale = spec.gate_scale, spec.down_scale
         if spec.sparsity > 0:
             layer.is_sparse, layer.sparse_quantile = True, float(normal_quantile(spec.sparsity))
         if spec.activation == "xielu":
@@ -489,11 +506,13 @@ class NativeModelBuilder:
         size, own = spec.expert.intermediate_size, None if shard is None else shard.experts
         inner = ShardRange(0, size) if shard is None else shard.inner
         outputs = ShardRange(0, self._spec.hidden_size) if shard is None or own is not None else shard.outputs
-        up = ShardRange(size + inner.start, size + inner.stop)
-        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, (inner, up), own)
+        layer.is_expert_gated = spec.expert.is_gated
+        ranges = (inner, ShardRange(size + inner.start, size + inner.stop)) if spec.expert.is_gated else (inner,)
+        both = self._pack_experts(f"{prefix}experts.gate_up", spec.num_experts, ranges, own)
         down = self._pack_experts(f"{prefix}experts.down", spec.num_experts, (outputs,), own)
         for parts in zip(both, down, strict=True):
-            layer.add_expert(*(parts[0] or (None, None)), *(parts[1] or (None,)))
+            ups = parts[0] or [None, None]
+            layer.add_expert(ups[0] if len(ups) > 1 else None, ups[-1], *(parts[1] or (None,)))
         if own is not None:
             layer.expert_copies, layer.own_copies = list(own.num_copies), list(own.own_copies)
 
@@ -526,7 +545,7 @@ class NativeModelBuilder:
         layer.branch.router_in.set(norm.kind == "layer", hidden, norm.eps, factors.data_ptr())
 
     def _build_shared(self, layer: Any, spec: MoeSpec, prefix: str, shard: LayerShard | None) -> None:
-        for name in ("gate", "up", "down"):
+        for name in ("gate", "up", "down") if spec.shared is not None and spec.shared.is_gated else ("up", "down"):
             rows = None if shard is None else shard.outputs if name == "down" else shard.shared_inner
             setattr(layer, f"shared_{name}", self._pack(f"{prefix}shared.{name}", rows=rows))
         if spec.has_shared_gate:

@@ -56,6 +56,7 @@ class LayerShard:
     experts  with expert parallelism; None: every expert is sharded by its outputs, or there are none
     context  with decode context parallelism: the heads of all ranks that share the tokens of sequences, which its KV cache has
     writes_kv_heads  the first of the ranks that have its key and value heads
+    num_up_parts     of a matrix of experts that read their input: 2, gate and up, or 1
     mixer, mixer_heads  its part of a mixer with a recurrent state, and which heads or channels these are (see mixer_heads);
                      None: the layer has no mixer
     """
@@ -70,6 +71,7 @@ class LayerShard:
     context: HeadRange | None = None
     writes_kv_heads: bool = True
     attention_outputs: ShardRange | None = None
+    num_up_parts: int = 2
     mixer: MixerSpec | None = None
     mixer_heads: HeadRange | None = None
 
@@ -109,6 +111,7 @@ class LayerShard:
             attention.num_kv_heads,
             None if placement is None else ExpertShard.of(placement, rank),
             attention_outputs=_output_range(hidden_size, place, group) if home_size else None,
+            num_up_parts=1 if isinstance(layer.mlp, MoeSpec) and not layer.mlp.expert.is_gated else 2,
             mixer=None if layer.mixer is None or own is None else mixer_part(layer.mixer, own),
             mixer_heads=own,
         )
@@ -253,7 +256,7 @@ class ModelShard:
         if module.startswith("experts.") and layer.experts is not None:
             return (len(layer.experts.experts), *shape[1:])
         if module.startswith("experts."):
-            return (shape[0], 2 * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
+            return (shape[0], layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
         return shape
 
     def _mixer_shape(self, layer: LayerShard, name: str, own: Shape, shape: Shape) -> Shape:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.base.errors import ConfigError
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.planner.delivery import Delivery
 from quire.planner.hardware import CPU_EFFICIENCY, GPU_EFFICIENCY, Hardware
 from quire.planner.model_shape import KV_FORMATS, ModelShape

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from quire.base.ids import RequestId, SequenceId
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.scheduling import Scheduler, SequenceUpdate
 from quire.planner.step_time import StepTime, StepWork

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from quire.base.errors import ConfigError
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.engine.replica_router import ReplicaRouter
 
 RoutingPolicy = Literal["round-robin", "least-loaded", "prefix"]

@@ -19,7 +19,7 @@ from quire.bench.serving.runner import LoadResult
 from quire.bench.serving.setup import Cost, Setup
 from quire.bench.serving.utilization import Peaks
 from quire.bench.serving.workload import Dataset
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.planner.delivery import Delivery
 from quire.planner.step_time import StepTime
 from quire.simulate.batching import Batching

@@ -1,4 +1,4 @@
-"""The tokenizer in the metadata of a GGUF file: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama")."""
+"""The tokenizer in the metadata of a GGUF file: byte-level BPE ("gpt2"), SentencePiece's ("llama"), Gemma 4's."""
 
 from __future__ import annotations
 
@@ -152,14 +152,8 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
 
     metadata = vocabulary.metadata
     split = find_split(metadata.string("tokenizer.ggml.pre"), vocabulary.architecture, metadata.path)
-    merges = metadata.strings("tokenizer.ggml.merges")
-    if merges is None:
-        raise metadata.error("tokenizer.ggml.merges", "an array of strings")
-    # A token may contain spaces, but not begin with one.
-    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
-    if len(pairs) != len(merges):
-        raise metadata.error("tokenizer.ggml.merges", "pairs of tokens with a space between")
-    tokenizer = Tokenizer(models.BPE(vocab=_vocab(vocabulary), merges=pairs, ignore_merges=split.takes_whole_words))
+    merges = _stored_merges(metadata)
+    tokenizer = Tokenizer(models.BPE(vocab=_vocab(vocabulary), merges=merges, ignore_merges=split.takes_whole_words))
     steps: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)] if split.cuts_digits else []
     steps += [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.before]
     if split.pattern is not None:
@@ -173,16 +167,36 @@ def _byte_level(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _stored_merges(metadata: GgufMetadata) -> list[tuple[str, str]]:
+    merges = metadata.strings("tokenizer.ggml.merges")
+    if merges is None:
+        raise metadata.error("tokenizer.ggml.merges", "an array of strings")
+    # A token may contain spaces, but not begin with one.
+    pairs = [(merge[:cut], merge[cut + 1 :]) for merge in merges if (cut := merge.find(" ", 1)) > 0]
+    if len(pairs) != len(merges):
+        raise metadata.error("tokenizer.ggml.merges", "pairs of tokens with a space between")
+    return pairs
+
+
 def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     """Return SentencePiece's BPE: the two neighbours whose join has the best score are merged first."""
+    return _marked_spaces(vocabulary, _merges_of_scores(vocabulary), vocabulary.flag("add_space_prefix", True))
+
+
+def _gemma4(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
+    """Return the BPE of Gemma 4: as SentencePiece's, but with merges that are stored, and no space before a text."""
+    return _marked_spaces(vocabulary, _stored_merges(vocabulary.metadata), has_prefix=False)
+
+
+def _marked_spaces(vocabulary: _Vocabulary, merges: list[tuple[str, str]], has_prefix: bool) -> tokenizers.Tokenizer:
+    """Return a BPE of characters, spaces as marks, and of the bytes of those that are no tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    unknown = vocabulary.tokens[vocabulary.named_ids["unk_token"]]
-    merges = _merges_of_scores(vocabulary)
+    unk_id = vocabulary.named_ids.get("unk_token")
+    unknown = None if unk_id is None else vocabulary.tokens[unk_id]
     tokenizer = Tokenizer(
         models.BPE(vocab=_vocab(vocabulary), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
-    has_prefix = vocabulary.flag("add_space_prefix", True)
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(_SPACE_MARK)] if has_prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE_MARK)])
     decoding: list[decoders.Decoder] = [decoders.Replace(_SPACE_MARK, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -191,7 +205,11 @@ def _sentencepiece(vocabulary: _Vocabulary) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-_BUILDERS: dict[str | None, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {"gpt2": _byte_level, "llama": _sentencepiece}
+_BUILDERS: dict[str | None, Callable[[_Vocabulary], tokenizers.Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "gemma4": _gemma4,
+}
 
 
 def _vocab(vocabulary: _Vocabulary) -> dict[str, int]:

@@ -86,7 +86,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         check_lora(config, spec)
     check_backend(config)
     check_context_parallel(config, spec, name)
-    check_stage_options(config, name)
+    check_stage_options(config)
     has_device_stages = config.pipeline_parallel_size > 1 and device is not None
     if has_device_stages:
         check_device_stages(config, spec)

@@ -80,12 +80,7 @@ def check_backend(config: EngineConfig) -> None:
 def _check_launchable(config: EngineConfig, reason: str) -> None:
     """Raise ConfigError where another than the leader is to start ranks that only the leader can start."""
     device = choose_device(config)
-    num_stages = config.pipeline_parallel_size
     for what, is_there in (
-        (
-            f"the stages of a pipeline (pipeline_parallel_size {num_stages})",
-            num_stages > 1 and config.distributed_executor_backend is not None,
-        ),
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
         (f"ranks on GPUs (device {device})", device is not None),
         (

@@ -16,16 +16,18 @@ from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import ModelReport, format_bytes
+from quire.contracts.model_spec import MoeSpec
 from quire.kv.tiers.host_slab import slots_file
 from quire.model.stage_decoder import row_floats
 from quire.parallel.barrier import native_extension
 from quire.parallel.joined_workers import lead_group
 from quire.parallel.launch import spawn_workers
 from quire.parallel.message_socket import SESSION_BYTES
+from quire.parallel.ray_workers import start_ray_workers
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import WorkerGroup, attach_subgroups
-from quire.worker.expert_parallel import find_placements, placement_lists
+from quire.worker.expert_parallel import PlacedLoads, find_placements, placement_lists
 from quire.worker.memory import max_num_batched_tokens
 from quire.worker.parallel_build import close_files, divide_threads, threads_of_host, threads_release
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group
@@ -75,6 +77,7 @@ def _stage_config(
     stages, kept_layers = stages_of(config, report), kept_layers_of(config, report)
     drafts = config.speculative_config
     has_heads, group = drafts is not None and drafts.has_draft_heads, launched_group(config)
+    is_spawned = group is None and config.distributed_executor_backend != "ray"
     return StageConfig(
         folder=str(report.folder),
         dtype=spec.dtype,
@@ -97,16 +100,17 @@ def _stage_config(
             row_floats=row_floats(native_extension(), spec.hidden_size),
             hidden_size=spec.hidden_size,
             vocab_size=spec.vocab_size,
+            num_experts=tuple(layer.mlp.num_experts if isinstance(layer.mlp, MoeSpec) else 0 for layer in spec.layers),
             feature_floats=(len(kept_layers) + 2) * spec.hidden_size if has_heads else 0,
         ),
         kept_layers=kept_layers,
         num_host_pages=num_host_pages(config, report),
         slots_file=page_files[0] if page_files else -1,
         expert_ranks=placement_lists(find_placements(config, spec)),
-        first_rank=1 if group is None else 0,
+        first_rank=1 if is_spawned else 0,
         link=None if group is None else (socket.gethostbyname(group.address), secrets.token_hex(SESSION_BYTES)),
         needed_bytes=tuple(each.weight_bytes + each.kv_bytes for each in stage_memories(config, report)),
-        options={} if group is None else config_fields(config),
+        options={} if is_spawned else config_fields(config),
         num_states=memory.num_states,
         num_state_checkpoints=memory.num_state_checkpoints,
     )
@@ -124,7 +128,8 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
     group = launched_group(config)
     if group is None:
         torch.set_num_threads(stage_config.num_threads[0])  # of what the leader samples
-        workers = spawn_workers(WORKER_MODULE, len(stage_config.places) + 1, stage_config.to_json(), options)
+        start = start_ray_workers if stage_config.first_rank == 0 else spawn_workers
+        workers = start(WORKER_MODULE, stage_config.first_rank + len(stage_config.places), stage_config.to_json(), options)
     else:
         workers = lead_group(group, stage_config.to_json(), options)
     own_stage = None
@@ -132,7 +137,7 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         if isinstance(workers, RemoteWorkers):
             _check_hosts(config, stage_config)
         ready: dict[str, Any] = {}
-        if group is not None:
+        if stage_config.first_rank == 0:
             try:
                 own_stage, ready = _build_own_stage(config, stage_config, workers)
             except WorkerError:
@@ -145,7 +150,9 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
         spared = sum(int(each["spared_weight_bytes"]) for each in told)
         report = replace(report, packed_weight_bytes=sum(own), spared_weight_bytes=spared)
         has_rope_variants = spec.rope_switch_len(memory.max_model_len) is not None
-        executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage)
+        placements = find_placements(config, spec)
+        placed = None if placements is None else PlacedLoads(placements, config.parallel.shares)
+        executor = PipelineExecutor(stage_config, memory, workers, own, has_rope_variants, own_stage, placed)
         executor.open_host_tier(stage_config.num_host_pages, config.prefill_listen is not None)
         return executor, report
     except BaseException:
@@ -157,6 +164,11 @@ def _start_stages(config: EngineConfig, report: ModelReport, stage_config: Stage
 
 def _check_hosts(config: EngineConfig, stage_config: StageConfig) -> None:
     """Raise ConfigError for what stages on several hosts do not support."""
+    if stage_config.link is None:
+        raise ConfigError(
+            "distributed_executor_backend is 'ray', but its workers share no memory with the leader, as stages must: "
+            "start them where processes see each other, or with torchrun"
+        )
     if stage_config.num_host_pages > 0:
         raise ConfigError(
             f"kv_host_bytes is {config.host_tier_bytes}, but the pipeline stages are on several hosts, which share no pages: "

@@ -30,6 +30,7 @@ from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.worker_group import WorkerGroup
 from quire.sampling.sampler import Draw
 from quire.speculate.proposer import DraftInput
+from quire.worker.expert_parallel import PlacedLoads, expert_stats
 from quire.worker.parallel_executor import check_adapter_size
 from quire.worker.parallel_messages import (
     Call,
@@ -74,6 +75,7 @@ class PipelineExecutor:
     shares   what each worker has of the weights, in parts
     has_rope_variants  of the model
     own_stage          the first stage, where it is in this process
+    placed             the experts of all layers, where each tensor-parallel rank has whole ones
     release  called once when the executor is closed
 
     Where the group has ended, for example because the process of a stage was killed, a call raises DeviceLostError, which names
@@ -91,6 +93,7 @@ class PipelineExecutor:
         shares: Sequence[float],
         has_rope_variants: bool,
         own_stage: OwnStage | None = None,
+        placed: PlacedLoads | None = None,
     ) -> None:
         self._workers, self._stages, self._places, self._own_stage = workers, config.stages, config.places, own_stage
         self._shares = [0.0] * config.first_rank + [share / sum(shares) for share in shares]
@@ -110,14 +113,16 @@ class PipelineExecutor:
         self._taken: SentStep | None = None
         self._kept_layers = config.kept_layers
         self._kept_parts = [config.kept_part(stage) for stage in config.stages]
+        self._num_experts, self._placed = config.sizes.num_experts, placed
         self._is_closed = self._is_moving = False  # moving: pages, in a step that has not begun
         self._page_part = config.page_part(memory.kv, memory.kv.part(0, 0))
         self.host_slab: HostSlab | None = None
         self.release: Callable[[], None] | None = None
 
     def expert_stats(self) -> list[ExpertStats]:
-        """See StepExecutor: they are not counted, as the stages have the layers."""
-        return []
+        """See StepExecutor: as the stages have written in their last steps."""
+        layers = range(len(self._num_experts) if not self._is_closed else 0)
+        return expert_stats([self._memory.expert_tokens(layer, layer + 1).tolist() for layer in layers], self._placed)
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""

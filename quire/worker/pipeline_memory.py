@@ -19,12 +19,13 @@ from quire.parallel.shared_memory import SharedMemoryFile
 from quire.worker.prompt_results import MAX_LOGIT_ELEMENTS
 
 _LINE = 128
-_ROWS, _LOGITS, _BEST, _FEATURES, _ANSWER, _COUNTERS, _BUSY = (
+_ROWS, _LOGITS, _BEST, _FEATURES, _ANSWER, _EXPERTS, _COUNTERS, _BUSY = (
     "pipeline.rows",
     "pipeline.logits",
     "pipeline.best",
     "pipeline.features",
     "pipeline.answer",
+    "pipeline.experts",
     "pipeline.counters",
     "pipeline.busy",
 )
@@ -37,6 +38,7 @@ class PipelineSizes:
     max_tokens      of a step
     row_floats      from one row of the residual stream to the next
     feature_floats  that draft heads may read of a token: of all layers, and after the final norm
+    num_experts     of each layer
     """
 
     num_stages: int
@@ -45,6 +47,7 @@ class PipelineSizes:
     hidden_size: int
     vocab_size: int
     feature_floats: int = 0
+    num_experts: tuple[int, ...] = ()
 
     def areas(self) -> dict[str, int]:
         """Return the areas of the shared memory, in bytes."""
@@ -55,6 +58,7 @@ class PipelineSizes:
             _BEST: self.num_stages * self.max_tokens * 4,
             _FEATURES: self.num_stages * self.max_tokens * self.feature_floats * 4,
             _ANSWER: answer * 4,
+            _EXPERTS: sum(self.num_experts) * 8,
             _COUNTERS: (self.num_stages + 1) * _LINE,
             _BUSY: self.num_stages * _LINE,
         }
@@ -73,6 +77,7 @@ class PipelineMemory:
         features = torch.from_numpy(memory.area(_FEATURES).view(np.float32))
         self._features = features.view(size, sizes.max_tokens * sizes.feature_floats)
         self._answer = torch.from_numpy(memory.area(_ANSWER).view(np.float32))
+        self._expert_tokens = memory.area(_EXPERTS).view(np.int64)
         self._counters = memory.address(_COUNTERS)
         self._busy = memory.area(_BUSY).view(np.float64).reshape(size, _LINE // 8)
 
@@ -112,6 +117,12 @@ class PipelineMemory:
     def answer(self, num_rows: int, width: int) -> Tensor:
         """Return [num_rows, width] f32, what the last stage was asked for, not a copy."""
         return self._answer[: num_rows * width].view(num_rows, width)
+
+    def expert_tokens(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the tokens that the experts of the layers [first, last) have got so far, one layer after the other; not a
+        copy."""
+        starts = [sum(self._sizes.num_experts[:layer]) for layer in (first, last)]
+        return self._expert_tokens[starts[0] : starts[1]]
 
     def counter(self, stage: int) -> int:
         """Return the address of the counter of the steps that a stage has computed."""

@@ -36,26 +36,20 @@ _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
 
 
-def check_stage_options(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError where pipeline stages are to run with context-parallel ranks, or on one GPU by the transformers library
-    (device: ModelReport.device)."""
+def check_stage_options(config: EngineConfig) -> None:
+    """Raise ConfigError where pipeline stages are to run with context-parallel ranks."""
     stages, places = config.pipeline_parallel_size, config.decode_context_parallel_size
     if stages > 1 and places > 1:
         raise ConfigError(
             f"decode_context_parallel_size is {places} and pipeline_parallel_size {stages}: both together are not supported; "
             "set one of them to 1"
         )
-    if stages > 1 and config.model_impl == "transformers":
-        raise ConfigError(
-            f"pipeline_parallel_size is {stages}, but models that transformers computes (model_impl) run in one process, on "
-            f"{device}: set it to 1"
-        )
 
 
 def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the model cannot run on pipeline_parallel_size stages here."""
     size, num_ranks = config.pipeline_parallel_size, config.parallel.world_size
-    check_stage_options(config, report.device)
+    check_stage_options(config)
     if num_ranks >= MAX_RANKS:
         raise ConfigError(
             f"pipeline_parallel_size * tensor_parallel_size must be at most {MAX_RANKS - 1}, as the leader is a process of its "

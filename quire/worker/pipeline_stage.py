@@ -63,10 +63,10 @@ class StageConfig:
     num_host_pages   pages of the host tier
     slots_file       descriptor of the memory of these pages, which all processes share; -1: there are none
     expert_ranks     with expert parallelism: for each layer that has experts, in order, those of each tensor-parallel rank
-    first_rank       of the first stage; 0: it is in the leader's process, as a launcher has started one process for each stage
+    first_rank       of the first stage; 0: it is in the leader's process, as a launcher or Ray starts a process for each stage
     link             address of the leader, and the session of StageLinks, where the stages are on several hosts
     needed_bytes     of memory, of each worker, estimated
-    options          that all processes must have alike, see config_fields; empty where the leader has started them
+    options          that all processes must have alike, see config_fields; empty where the leader has started them itself
     allow_missing_head as in EngineConfig
     num_states, num_state_checkpoints  as in MemoryPlan
     """

@@ -5,6 +5,7 @@ Run by the leader as `python -m quire.worker.pipeline_worker`, see quire.paralle
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -118,6 +119,7 @@ class StageExecutor:
         means: StageMeans,
         barrier: ProcessBarrier,
     ) -> None:
+        self._own_expert_tokens = means.memory.expert_tokens(decoder.stage.start, decoder.stage.stop)
         self._means, self._kept_parts = means, [config.kept_part(stage) for stage in config.stages]
         self._decoder, self._stage, self._memory, self._barrier = decoder, decoder.stage, means.memory, barrier
         self._is_first_rank = place.is_first_rank
@@ -130,6 +132,7 @@ class StageExecutor:
         self._block_tables = np.zeros((config.num_batch_slots, plan.table_width), dtype=np.int64)
         self._tables = list(self._block_tables)
         self._addresses = [address_of(table) for table in self._tables]
+        self._first_stop = config.stages[0].stop
         self._row_adapters: dict[int, NDArray[np.int32] | None] = {}  # of the last step in each slot
         self._num_answers = 0
         self._slab: HostSlab | None = None
@@ -219,6 +222,10 @@ class StageExecutor:
             self._memory.best(slot, count)[:] = best
         if reads:
             self._write_features(slot, tokens, reads, outputs)
+        tokens_of_experts = self._own_expert_tokens
+        if len(tokens_of_experts):
+            counts = itertools.chain.from_iterable(self._decoder.plan.expert_tokens())
+            tokens_of_experts[:] = np.fromiter(counts, np.int64, len(tokens_of_experts))
         self._memory.note_busy(self._stage.index, time.perf_counter() - began_s)
         blocks = [] if self._means.links is None else self._step_blocks(slot, step, reads, best)
         self._advance(self._memory.counter(self._stage.index), number + 1, blocks)
@@ -287,7 +294,9 @@ class StageExecutor:
         if links is not None:
             # That of stage 0 is in the leader's process.
             busy = [(self._memory.busy_address(stage), 8) for stage in range(1, self._stage.index + 1)]
-            links.push([*busy, *blocks], counter, value)
+            counts = self._memory.expert_tokens(self._first_stop, self._stage.stop)
+            experts = [(counts.ctypes.data, counts.nbytes)] if self._stage.index and counts.nbytes else []
+            links.push([*busy, *experts, *blocks], counter, value)
 
     def close_links(self) -> None:
         """Close the connections to other stages; may be called again."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Protocol
 
 from quire.base.errors import InvariantError
@@ -11,7 +12,7 @@ from quire.contracts.step import LaunchedStep, StageTimes, StepPlan, StepResult
 from quire.speculate.speculator import Speculator, StepDrafts
 from quire.worker.lora import AdapterStore
 from quire.worker.step_driver import ClosedWith, EmptyStep, RunningStep, StepDriver
-from quire.worker.step_executor import PageMover, RowProcessor, StepExecutor
+from quire.worker.step_executor import AsyncPageMover, PageMover, RowProcessor, StepExecutor
 
 
 class StageExecutor(StepExecutor, Protocol):
@@ -71,7 +72,13 @@ class PipelinedStepDriver(StepDriver):
         drafts = self._in_flight.pop(running.plan.step_id)
         if drafts is not None:
             self._speculator.resume(drafts)
-        return super().collect(running)
+        result = super().collect(running)
+        if not isinstance(self._page_mover, AsyncPageMover):
+            return result
+        # A plan without tokens is made where there is nothing else to do than to wait for pages.
+        waits = isinstance(running, EmptyStep) and not self._in_flight
+        with self._executor.step_scope():
+            return replace(result, moved_steps=self._page_mover.take_moved(waits))
 
     @property
     def stage_times(self) -> StageTimes | None:

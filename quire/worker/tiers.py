@@ -32,12 +32,6 @@ def check_tiers(config: EngineConfig, report: ModelReport) -> None:
     if config.has_kv_transfer:
         name = "role" if config.role != "both" else "prefill_listen"
     value = getattr(config, name)
-    if report.device != "cpu" and config.parallel.world_size > 1:
-        other = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "pipeline_parallel_size"
-        raise ConfigError(
-            f"{name} is {value!r} and {other} {getattr(config, other)}, but the model runs on "
-            f"{report.device}: KV tiers are supported on one GPU; leave one of them out"
-        )
     if report.spec.has_recurrent_state:
         raise ConfigError(
             f"{name} is {value!r}, but {report.spec.model_type} has a recurrent state, which KV tiers do not hold: leave it out"
@@ -69,15 +63,16 @@ def num_host_pages(config: EngineConfig, report: ModelReport) -> int:
 
 
 def max_page_saves(report: ModelReport) -> int:
-    """Return how many pages one step copies to the host tier at most."""
+    """Return how many pages one step copies to the host tier at most; each GPU copies its share of them."""
     most = _MAX_SAVED_BYTES if report.device == "cpu" else MAX_SAVED_BYTES_ON_GPU
-    return max(1, most // max(1, page_bytes(report.memory)))
+    num_bytes = max(report.memory.page_shares, default=page_bytes(report.memory))
+    return max(1, most // max(1, num_bytes))
 
 
 def page_bytes(memory: MemoryPlan) -> int:
     """Return the bytes of a page over all ranks, or over those of this host where these hold more: key and value heads that
     several ranks hold count for each."""
-    return max(memory.kv.bytes_per_block, memory.host_bytes_per_block)
+    return sum(memory.page_shares) or max(memory.kv.bytes_per_block, memory.host_bytes_per_block)
 
 
 def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str]:
@@ -93,6 +88,7 @@ def tier_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str, str
         "model": repr((config.dtype, config.quantization, report.spec.rope_switch_len(report.memory.max_model_len))),
         "max_model_len": str(report.memory.max_model_len),
         "kv": repr((kv.format_name, kv.block_size, kv.layer_shapes)),
+        "page": _page_name(config, report),
     }
 
 
@@ -113,8 +109,18 @@ def transfer_fingerprint(config: EngineConfig, report: ModelReport) -> dict[str,
         "block_size": str(kv.block_size),
         "max_model_len": str(report.memory.max_model_len),
         "kv_heads": _runs(kv.layer_shapes),
+        "page": _page_name(config, report),
         "weights": _weights_hash(report.folder, has_times=False)[:24],
     }
+
+
+def _page_name(config: EngineConfig, report: ModelReport) -> str:
+    """Return in what order a page has its bytes: on several GPUs it is the share of each, one after the other."""
+    if not report.memory.page_shares:
+        return "whole blocks"
+    shares = ":".join(f"{share:g}" for share in config.parallel.shares)
+    stages = config.pipeline_parallel_size if config.pipeline_layers is None else tuple(config.pipeline_layers)
+    return f"shares {shares} of GPUs, stages {stages}"
 
 
 def _runs(shapes: tuple[tuple[int, int], ...]) -> str:

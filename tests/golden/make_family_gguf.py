@@ -6,8 +6,10 @@ Written from the facts of the format, independently of what quire reads them wit
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
+from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,10 +27,14 @@ ARCHITECTURES = {
     **{"hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "minimax_m2": "minimax-m2", "phi": "phi2"},
     **{"nemotron": "nemotron", "olmo3": "olmo2", "olmoe": "olmoe", "qwen2_moe": "qwen2moe", "seed_oss": "seed_oss"},
     **{"smollm3": "smollm3", "stablelm": "stablelm", "starcoder2": "starcoder2", "llama4_text": "llama4"},
-    **{"glm": "chatglm", "apertus": "apertus"},
+    **{"glm": "chatglm", "apertus": "apertus", "gemma3n_text": "gemma3n", "gemma4_text": "gemma4", "olmo": "olmo"},
+    **{"deepseek_v32": "deepseek32", "glm_moe_dsa": "glm-dsa", "glm4_moe_lite": "deepseek2", "mistral4": "mistral4"},
+    **{"minicpm3": "minicpm3", "ministral3": "mistral3", "phimoe": "phimoe", "exaone_moe": "exaone-moe"},
+    **{"solar_open": "glm4moe", "qwen3_moe": "qwen3vlmoe"},
 }
-_PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3")
-_LATENT = ("deepseek_v2", "deepseek_v3")
+_PERMUTED = ("arcee", "granitemoe", "granitemoeshared", "smollm3", "olmo", "ministral3")
+_LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "mistral4", "minicpm3")
+_FUSED_EXPERTS = ("gemma4_text", "mistral4")
 _NAMES = {
     **{f"self_attn.{one}_proj": f"attn_{one}" for one in "qkv"},
     **{"self_attn.o_proj": "attn_output", "self_attn.dense": "attn_output", "attention.dense": "attn_output"},
@@ -45,6 +51,15 @@ _NAMES = {
     **{"mlp.gate": "ffn_gate_inp", "mlp.gate.wg": "ffn_gate_inp", "block_sparse_moe.router": "ffn_gate_inp"},
     **{"mlp.shared_expert_gate": "ffn_gate_inp_shexp", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_b_proj": "attn_q_b"},
     **{"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_b_proj": "attn_kv_b"},
+    **{"mlp.router": "ffn_gate_inp", "router.proj": "ffn_gate_inp", "pre_feedforward_layernorm": "ffn_norm"},
+    **{"post_feedforward_layernorm": "post_ffw_norm", "pre_feedforward_layernorm_2": "pre_ffw_norm_2"},
+    **{f"post_feedforward_layernorm_{one}": f"post_ffw_norm_{one}" for one in (1, 2)},
+    **{"per_layer_input_gate": "inp_gate", "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm"},
+    **{"altup.correction_coefs": "altup_correct_coef", "altup.prediction_coefs": "altup_predict_coef"},
+    **{"altup.modality_router": "altup_router", "altup.router_norm": "altup_router_norm"},
+    **{"laurel.linear_left": "laurel_l", "laurel.linear_right": "laurel_r", "laurel.post_laurel_norm": "laurel_post_norm"},
+    **{"self_attn.indexer.wq_b": "indexer.attn_q_b", "self_attn.indexer.wk": "indexer.attn_k"},
+    **{"self_attn.indexer.k_norm": "indexer.k_norm", "self_attn.indexer.weights_proj": "indexer.proj"},
     **{"self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.kv_a_layernorm": "attn_kv_a_norm"},
     **{
         f"mlp.{block}.{one}_proj": f"ffn_{one}_shexp"
@@ -57,11 +72,21 @@ _RENAMED = {
     "olmo3": {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"},
     "glm4": {"post_self_attn_layernorm": "post_attention_norm", "post_mlp_layernorm": "post_ffw_norm"},
     "glm4_moe": {"post_attention_layernorm": "post_attention_norm"},
-    "seed_oss": {"post_attention_layernorm": "post_attention_norm"},
+    **{
+        kind: {"post_attention_layernorm": "post_attention_norm"}
+        for kind in ("seed_oss", "solar_open", "gemma3n_text", "gemma4_text")
+    },
 }
+_WHOLE = {
+    **{"layer_scalar": "layer_output_scale.weight", "router.scale": "ffn_gate_inp.scale"},
+    **{"router.per_expert_scale": "ffn_down_exps.scale", "altup.correct_output_scale": "altup_correct_scale.weight"},
+}
+_STACKS = {"altup_projections": "altup_proj.weight", "altup_unembed_projections": "altup_unembd_proj.weight"}
 _TOP = {
     **{"embed_tokens": "token_embd", "embed_in": "token_embd", "lm_head": "output", "norm": "output_norm"},
     **{"final_layernorm": "output_norm", "final_layer_norm": "output_norm"},
+    **{"embed_tokens_per_layer": "per_layer_token_embd", "per_layer_model_projection": "per_layer_model_proj"},
+    "per_layer_projection_norm": "per_layer_proj_norm",
 }
 _COUNTS = {
     **{"num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"},
@@ -76,15 +101,24 @@ _COUNTS = {
     **{"topk_group": "expert_group_used_count", "first_k_dense_replace": "leading_dense_block_count"},
     **{"moe_layer_start_index": "leading_dense_block_count", "moe_layer_interval": "interleave_moe_layer_step"},
     **{"kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
+    **{"num_shared_experts": "expert_shared_count", "index_n_heads": "attention.indexer.head_count"},
+    **{"index_head_dim": "attention.indexer.key_length", "index_topk": "attention.indexer.top_k"},
+    **{"altup_active_idx": "altup.active_idx", "altup_num_inputs": "altup.num_inputs"},
+    **{"hidden_size_per_layer_input": "embedding_length_per_layer_input", "top_k_experts": "expert_used_count"},
+    "num_kv_shared_layers": "attention.shared_kv_layers",
 }
 _NUMBERS = {
     **{"rms_norm_eps": "attention.layer_norm_rms_epsilon", "routed_scaling_factor": "expert_weights_scale"},
     **dict.fromkeys(("layer_norm_eps", "norm_eps", "norm_epsilon"), "attention.layer_norm_epsilon"),
     **{"rope_theta": "rope.freq_base", "rotary_emb_base": "rope.freq_base", "logit_scale": "logit_scale"},
     **{"attention_multiplier": "attention.scale", "embedding_multiplier": "embedding_scale"},
-    **{"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale"},
+    **{"residual_multiplier": "residual_scale", "logits_scaling": "logit_scale", "clip_qkv": "attention.clamp_kqv"},
+    **{"final_logit_softcapping": "final_logit_softcapping", "rope_local_base_freq": "rope.freq_base_swa"},
 }
-_SIGMOID = ("glm4_moe", "dots1", "deepseek_v3", "minimax_m2")
+_SIGMOID = (
+    *("glm4_moe", "dots1", "deepseek_v3", "minimax_m2", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"),
+    *("solar_open", "exaone_moe"),
+)
 
 
 def convert(folder: Path, model: PreTrainedModel, path: Path, *, splits_kv_b: bool = False) -> Path:
@@ -99,12 +133,18 @@ def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False)
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {} if config["model_type"] in _LATENT else _rope_tensors({"head_dim": _head_dim(config), **config})
+    if config["model_type"] == "gemma4_text":
+        tensors = {"rope_freqs.weight": _proportional(config)}
     xielu: dict[str, tuple[str, list[float]]] = {}
+    stacks: dict[str, list[np.ndarray]] = {}
     for name, parameter in model.state_dict().items():
         if ".act_fn." in name:
             xielu.setdefault(f"xielu.{name.rpartition('.')[2]}", ("f32[]", []))[1].append(parameter.float().item())
+        elif (stack := name.removeprefix("model.").partition(".")[0]) in _STACKS:
+            stacks.setdefault(_STACKS[stack], []).append(parameter.float().numpy())
         elif name != "lm_head.weight" or not config.get("tie_word_embeddings"):
             tensors |= convert_tensor(name, parameter.float().numpy(), config)
+    tensors |= {name: np.stack(matrices) for name, matrices in stacks.items()}
     if splits_kv_b:
         for name in [name for name in tensors if name.endswith("attn_kv_b.weight")]:
             both = tensors.pop(name).reshape(config["num_attention_heads"], -1, config["kv_lora_rank"])
@@ -112,6 +152,13 @@ def parts_of(folder: Path, model: PreTrainedModel, *, splits_kv_b: bool = False)
             tensors[name.replace("kv_b", "k_b")] = np.ascontiguousarray(both[:, :nope].swapaxes(1, 2))
             tensors[name.replace("kv_b", "v_b")] = np.ascontiguousarray(both[:, nope:])
     return metadata_of(config, with_mla=splits_kv_b) | xielu, tensors
+
+
+def _proportional(config):
+    """Return the divisors of frequencies in layers of full attention: 1, and of those that stand still 1e30."""
+    half = config["global_head_dim"] // 2
+    rotated = int(half * config["rope_parameters"]["full_attention"]["partial_rotary_factor"])
+    return np.repeat(np.float32([1, 1e30]), [rotated, half - rotated])
 
 
 def _head_dim(config):
@@ -122,18 +169,19 @@ def metadata_of(config, *, with_mla=False):
     """Return the metadata of a config.json in the style of transformers 4."""
     kind = config["model_type"]
     arch, head_dim = ARCHITECTURES[kind], _head_dim(config)
-    found = {key: ("u32", config[name]) for name, key in _COUNTS.items() if config.get(name) is not None}
+    found = {key: _count(config[name]) for name, key in _COUNTS.items() if config.get(name) is not None}
     found |= {key: ("f32", config[name]) for name, key in _NUMBERS.items() if config.get(name) is not None}
     found |= {"attention.key_length": ("u32", head_dim), "attention.value_length": ("u32", head_dim)}
     partial = config.get("partial_rotary_factor", config.get("rotary_pct", config.get("rope_pct", 1)))
     found["rope.dimension_count"] = ("u32", int(head_dim * partial))
+    found |= _own(kind, config)
     if kind in ("minimax_m2", "hunyuan_v1_moe"):
         found["expert_feed_forward_length"] = ("u32", config["intermediate_size"])
     if kind == "llama4_text":
         found["feed_forward_length"] = ("u32", config["intermediate_size_mlp"])
         found["expert_feed_forward_length"] = ("u32", config["intermediate_size"])
         found["interleave_moe_layer_step"] = ("u32", config["interleave_moe_layer_step"])
-    if kind in ("qwen2_moe", "smollm3", "dots1"):
+    if kind in ("qwen2_moe", "smollm3", "dots1", "qwen3_moe", "ministral3"):
         found.pop("attention.sliding_window", None)
     if kind in _SIGMOID:
         found["expert_gating_func"] = ("u32", 2)
@@ -143,8 +191,60 @@ def metadata_of(config, *, with_mla=False):
         found["use_parallel_residual"] = ("bool", config["use_parallel_residual"])
     if kind in _LATENT:
         found |= _latent_sizes(config, with_mla)
+    if kind == "minicpm3":
+        del found["attention.value_length"]
     found |= _scaling(config, head_dim)
     return {"general.architecture": ("string", arch), **{f"{arch}.{key}": value for key, value in found.items()}}
+
+
+def _count(value):
+    return ("i32[]", value) if isinstance(value, list) else ("u32", value)
+
+
+def _own(kind, config):
+    """Return what files of one architecture say in their own way."""
+    if kind == "olmo":
+        return {"attention.layer_norm_epsilon": ("f32", 1e-5)}
+    if kind == "ministral3":
+        scaling = config["rope_scaling"]
+        return {
+            "rope.scaling.yarn_log_multiplier": ("f32", scaling["mscale_all_dim"]),
+            "attention.temperature_scale": ("f32", scaling["llama_4_scaling_beta"]),
+        }
+    if kind == "phimoe":
+        return {"rope.scaling.original_context_length": ("u32", config["original_max_position_embeddings"])}
+    if kind == "exaone_moe":
+        shared = config["moe_intermediate_size"] * config["num_shared_experts"]
+        pattern = [(index + 1) % config["sliding_window_pattern"] != 0 for index in range(config["num_hidden_layers"])]
+        return {
+            "expert_shared_feed_forward_length": ("u32", shared),
+            "attention.sliding_window_pattern": ("bool[]", pattern),
+        }
+    return _own_of_gemma(kind, config) if kind.startswith("gemma") else {}
+
+
+def _own_of_gemma(kind, config):
+    slides = [one == "sliding_attention" for one in config["layer_types"]]
+    own = {"attention.sliding_window_pattern": ("bool[]", slides)}
+    if kind == "gemma3n_text":
+        shares = config["activation_sparsity_pattern"]
+        scales = [NormalDist().inv_cdf(share) if share else -math.inf for share in shares]
+        return {**own, "activation_sparsity_scale": ("f32[]", scales)}
+    full, head_dim, num_layers = config["global_head_dim"], config["head_dim"], config["num_hidden_layers"]
+    few = config["num_global_key_value_heads"] or config["num_key_value_heads"]
+    ropes, shared = config["rope_parameters"], config["num_kv_shared_layers"]
+    sizes = [config["intermediate_size"]] * (num_layers - shared) + [2 * config["intermediate_size"]] * shared
+    return {
+        **own,
+        **{f"attention.{what}_length": ("u32", full) for what in ("key", "value")},
+        **{f"attention.{what}_length_swa": ("u32", head_dim) for what in ("key", "value")},
+        **({"feed_forward_length": ("i32[]", sizes)} if config["use_double_wide_mlp"] else {}),
+        "attention.head_count_kv": ("i32[]", [config["num_key_value_heads"] if one else few for one in slides]),
+        "rope.dimension_count": ("u32", full),
+        "rope.dimension_count_swa": ("u32", head_dim),
+        "rope.freq_base": ("f32", ropes["full_attention"]["rope_theta"]),
+        "rope.freq_base_swa": ("f32", ropes["sliding_attention"]["rope_theta"]),
+    }
 
 
 def _latent_sizes(config, with_mla):
@@ -174,7 +274,7 @@ def _scaling(config, head_dim):
         "rope.scaling.factor": ("f32", scaling["factor"]),
         "rope.scaling.original_context_length": ("u32", scaling["original_max_position_embeddings"]),
     }
-    if scaling.get("mscale_all_dim"):
+    if scaling.get("mscale_all_dim") and config["model_type"] != "ministral3":
         found["rope.scaling.yarn_log_multiplier"] = ("f32", 0.1 * scaling["mscale_all_dim"])
     return found
 
@@ -190,10 +290,14 @@ def convert_tensor(name, values, config):
         return {f"{_TOP[module]}.{suffix}": values}
     index, rest = layer.groups()
     prefix = f"blk.{index}"
+    if rest in _WHOLE:
+        return {f"{prefix}.{_WHOLE[rest]}": values}
     if rest.endswith("e_score_correction_bias"):
         return {f"{prefix}.exp_probs_b.bias": values.reshape(-1)}
     if kind == "llama4_text" and ".experts." in rest:
         values = values.swapaxes(1, 2)
+    if rest.endswith("experts.gate_up_proj") and kind in _FUSED_EXPERTS:
+        return {f"{prefix}.ffn_gate_up_exps.weight": values}
     if rest.endswith("experts.gate_up_proj"):
         half = values.shape[1] // 2
         pairs = (("gate", values[:, :half]), ("up", values[:, half:]))

@@ -24,7 +24,7 @@ ARCHITECTURES = {
         "granitemoehybrid": "granitehybrid",
     },
     **{"lfm2": "lfm2", "lfm2_moe": "lfm2moe", "nemotron_h": "nemotron_h", "falcon_h1": "falcon-h1", "jamba": "jamba"},
-    **{"mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2"},
+    **{"mamba": "mamba", "falcon_mamba": "mamba", "mamba2": "mamba2", "kimi_linear": "kimi-linear"},
 }
 _EACH = ("gate", "up", "down")
 _NAMES = {
@@ -46,6 +46,12 @@ _NAMES = {
     **{f"conv.{one}": f"shortconv.{one}" for one in ("conv", "in_proj", "out_proj")},
     **{"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_ba": "ssm_ba", "in_proj_a": "ssm_alpha"},
     **{"in_proj_b": "ssm_beta", "in_proj": "ssm_in", "x_proj": "ssm_x", "dt_proj": "ssm_dt", "out_proj": "ssm_out"},
+    **{f"self_attn.forget_gate.f_{part}_proj": f"ssm_f_{part}" for part in "ab"},
+    **{f"self_attn.g_{part}_proj": f"ssm_g_{part}" for part in "ab"},
+    **{"self_attn.b_proj": "ssm_beta", "self_attn.o_norm": "ssm_norm", "self_attn.q_a_proj": "attn_q_a"},
+    **{"self_attn.q_b_proj": "attn_q_b", "self_attn.q_a_layernorm": "attn_q_a_norm"},
+    **{"self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm"},
+    **{f"mlp.shared_experts.{one}_proj": f"ffn_{one}_shexp" for one in _EACH},
     **{"dt_layernorm": "ssm_dt_norm", "b_layernorm": "ssm_b_norm", "c_layernorm": "ssm_c_norm", "conv1d": "ssm_conv1d"},
 }
 _TOP = {
@@ -69,6 +75,9 @@ _COUNTS = {
     **dict.fromkeys(("mamba_d_conv", "conv_kernel", "linear_conv_kernel_dim"), "ssm.conv_kernel"),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "time_step_rank", "mamba_dt_rank"), "ssm.time_step_rank"),
     "linear_num_value_heads": "ssm.time_step_rank",
+    **{"num_shared_experts": "expert_shared_count", "num_experts_per_token": "expert_used_count"},
+    **{"kv_lora_rank": "attention.kv_lora_rank", "q_lora_rank": "attention.q_lora_rank"},
+    "model_max_length": "context_length",
 }
 _NUMBERS = {
     **dict.fromkeys(("rms_norm_eps", "norm_eps", "layer_norm_epsilon"), "attention.layer_norm_rms_epsilon"),
@@ -149,7 +158,38 @@ def _own(kind: str, config: PretrainedConfig, kinds: list[str]):
         return {**none, "ssm.inner_size": ("u32", config.intermediate_size), "ssm.dt_b_c_rms": ("bool", kind != "mamba")}
     if kind == "lfm2_moe":
         return {"expert_gating_func": ("u32", 2), "expert_weights_scale": ("f32", 1.0)}
-    return {"feed_forward_length": ("u32", _lfm2_inner(config))}
+    return _kimi(config) if kind == "kimi_linear" else {"feed_forward_length": ("u32", _lfm2_inner(config))}
+
+
+def _kimi(config: PretrainedConfig):
+    counts = [int(one == "full_attention") for one in config.layer_types]
+    return {
+        **{"attention.head_count_kv": ("i32[]", counts), "kda.head_dim": ("u32", config.linear_head_dim)},
+        "rope.dimension_count": ("u32", config.qk_rope_head_dim),
+        "attention.key_length": ("u32", config.kv_lora_rank + config.qk_rope_head_dim),
+        "attention.key_length_mla": ("u32", config.qk_nope_head_dim + config.qk_rope_head_dim),
+        "attention.value_length_mla": ("u32", config.v_head_dim),
+        "leading_dense_block_count": ("u32", config.mlp_layer_types.count("dense")),
+        "expert_gating_func": ("u32", 2),
+    }
+
+
+def _convert_delta(name: str, values: np.ndarray, config: PretrainedConfig):
+    """Return the tensors of a parameter of Kimi Linear's attention or delta net; None: it is that of another block."""
+    name = name.replace("forget_gate.", "")
+    if name == "self_attn.conv1d.weight":
+        parts = np.split(values, 3)
+        return {
+            f"ssm_conv1d_{one}.weight": part.reshape(1, -1, 1, part.shape[-1]) for one, part in zip("qkv", parts, strict=True)
+        }
+    if name == "self_attn.A_log":
+        return {"ssm_a": -np.exp(values)}
+    if name == "self_attn.dt_bias":
+        return {"ssm_dt.bias": values}
+    if name != "self_attn.kv_b_proj.weight":
+        return None
+    keys, both = config.qk_nope_head_dim, values.reshape(config.num_attention_heads, -1, values.shape[1])
+    return {"attn_k_b.weight": both[:, :keys].swapaxes(1, 2), "attn_v_b.weight": both[:, keys:]}
 
 
 def _lfm2_inner(config: PretrainedConfig) -> int:
@@ -174,6 +214,8 @@ def _convert(name: str, values: np.ndarray, config: PretrainedConfig):
     prefix, rest = f"blk.{layer[1]}", layer[2]
     if rest.endswith(("e_score_correction_bias", "expert_bias")):
         return {f"{prefix}.exp_probs_b.bias": values.reshape(-1)}
+    if (found := _convert_delta(rest, values, config)) is not None:
+        return {f"{prefix}.{ours}": part for ours, part in found.items()}
     if (found := _experts(rest, values, config)) is not None:
         return {f"{prefix}.ffn_{which}.weight": part for which, part in found.items()}
     mixer = re.fullmatch(r"(?:mamba|linear_attn|mixer)\.(.+)", rest)
@@ -188,6 +230,8 @@ def _convert(name: str, values: np.ndarray, config: PretrainedConfig):
         values = values[0]
     short = _NAMES[module]
     short = "post_attention_norm" if kind in _QWEN and short == "ffn_norm" else short
+    if kind == "falcon_h1" and short == "ffn_norm":
+        return {f"{prefix}.ffn_norm": values}
     if kind == "granitemoehybrid" and short in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if short == "attn_q" else config.num_key_value_heads
         halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])

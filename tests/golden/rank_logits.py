@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
+from quire.base.errors import ConfigError
 from quire.contracts.kv_spec import KvSpec
 from quire.kernels.native import load_native
+from quire.kernels.reference.recurrent import StateRows
 from quire.kv.pool import KvPool
 from quire.model.checkpoint import load_parameters
 from quire.model.config_reader import read_model_spec
 from quire.model.native_decoder import NativeDecoder
+from quire.model.tensor_shards import ModelShard
 from quire.model.token_runs import TokenRuns, address_of
 from quire.quant.policy import POLICIES, parameter_quantizer
 from tests.lora_adapter import load_random_adapter
 from tests.rank_threads import RankThreads
 
-BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS = 16, 131, 12
+BLOCK_SIZE, VOCAB_SIZE, NUM_BLOCKS, NUM_STATES = 16, 131, 12, 6
 LAYOUTS = {"two": (1, 1), "three": (1, 1, 1), "four": (1, 1, 1, 1), "two-to-one": (2, 1)}
 
 
@@ -29,10 +32,21 @@ def _steps(vocab_size):
         yield [(first, 38 + more), (second, 20 + more)]
 
 
+def state_rows(step, counts):
+    """Return the rows of recurrent states of a step, the numbers of its tokens being counts, that may be computed again: it
+    writes other rows than it reads. The state before the last token is kept, too, as before a draft."""
+    sources, saves = [], []
+    for index, count in enumerate(counts):
+        is_first = step == (0 if index == 0 else 1)
+        sources.append(-1 if is_first else 2 * index + (step + 1) % 2)
+        saves.append([(count, 2 * index + step % 2), *([(count - 1, 4 + index)] if count > 1 else [])])
+    return StateRows(sources, saves)
+
+
 def _run(call, tables, vocab_size, compares_best=True, adapters=None):
     """Run the steps; return the logits of each, of the last two tokens of every sequence, and the best tokens."""
     found, done = [], {}
-    for parts in _steps(vocab_size):
+    for step, parts in enumerate(_steps(vocab_size)):
         token_ids, starts, ends, rows, own = [], [0], [], [], []
         for index, (tokens, end) in enumerate(parts):
             token_ids += tokens[done.get(index, 0) : end]
@@ -42,6 +56,7 @@ def _run(call, tables, vocab_size, compares_best=True, adapters=None):
             rows.append(len(token_ids) - 1)
             own.append(tables[index])
         runs = TokenRuns(token_ids, starts, ends, own, [address_of(table) for table in own])
+        runs = runs._replace(states=state_rows(step, np.diff(starts).tolist()))
         if adapters is not None:
             runs = runs._replace(adapters=adapters[: len(parts)])
         found.append(call(runs, rows, wants_best=False))
@@ -55,7 +70,7 @@ def _one_rank(spec, parameters, dtype, tables, quantize, compares_best=True, ada
     decoder = NativeDecoder(load_native(), spec, parameters(), 64, quantize)
     if adapters is not None:
         load_random_adapter(decoder, adapters[0])
-    kv = KvPool(KvSpec.of(spec, BLOCK_SIZE, dtype), NUM_BLOCKS)
+    kv = KvPool(KvSpec.of(spec, BLOCK_SIZE, dtype), NUM_BLOCKS, NUM_STATES)
 
     def call(runs, rows, wants_best, keeps_all=False):
         logits, best = decoder.run(runs, kv, rows, wants_best=wants_best, needs_logits=not wants_best, keeps_all=keeps_all)
@@ -77,7 +92,7 @@ def _ranks(
     adapters=None,
 ):
     ranks = RankThreads(spec, parameters, shares, 64, quantize, exchanges_rows, placements)
-    pools = ranks.pools(BLOCK_SIZE, dtype, NUM_BLOCKS)
+    pools = ranks.pools(BLOCK_SIZE, dtype, NUM_BLOCKS, NUM_STATES)
     if adapters is not None:
         ranks.call(lambda decoder, rank: load_random_adapter(decoder, adapters[0]))
 
@@ -93,6 +108,15 @@ def _ranks(
     assert len(set(ranks.num_barriers)) == 1
     ranks.close()
     return found
+
+
+def _fits(spec, shares):
+    """Return whether a model has heads for so many ranks."""
+    try:
+        ModelShard.of(spec, 0, shares)
+    except ConfigError:
+        return False
+    return True
 
 
 def compare(
@@ -122,7 +146,7 @@ def compare(
     arguments = spec, lambda: load(folder, spec), kv_dtype, tables, quantize
     expected = _one_rank(*arguments, compares_best, adapters)
     for layout in layouts:
-        if len(LAYOUTS[layout]) > max(layer.attention.num_heads for layer in spec.layers):
+        if not _fits(spec, LAYOUTS[layout]):
             continue
         placed = None if placements is None else placements(spec, LAYOUTS[layout])
         found = _ranks(*arguments, LAYOUTS[layout], exchanges_rows, compares_best, placed, adapters)

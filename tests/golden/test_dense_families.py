@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quire import LLM, SamplingParams
 from quire.base.errors import ModelFormatError, UnsupportedError
 from quire.kernels.native import load_native
 from quire.model.build import whole_prompt_logits
@@ -22,7 +21,6 @@ from quire.model.native_decoder import NativeDecoder
 from quire.model.native_model import native_refusal
 from tests.golden import gemma_cases, recurrent_cases
 from tests.golden.dense_cases import WRAPPED
-from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import DENSE_CASES, reference_model
 
 pytestmark = pytest.mark.golden
@@ -88,28 +86,3 @@ def test_every_wrapper_has_a_case():
     cases = (WRAPPED, gemma_cases.WRAPPED, recurrent_cases.WRAPPED)
     others = {"gemma3", "gemma3n"}  # see make_checkpoints.py and test_gemma_models.py
     assert {wrapper for group in cases for wrapper, *_ in group.values()} | others == set(WRAPPERS)
-
-
-PROMPTS = [torch.randint(3, VOCAB_SIZE, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (37, 45, 61)]
-NUM_STEPS = 24
-
-
-# Other places of norms, windows, partial rotations, experts on every other layer, a wrapper: what a preempted sequence could
-# miss. The greedy tokens of all families, batched and cached: test_generation.py.
-PREEMPTED = ("smollm3-window", "cohere2", "exaone4", "phi", "gpt-neox", "opt", "nanochat", "llama4-moe", "mistral3-mistral4")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", PREEMPTED)
-def test_greedy_tokens_are_the_same_alone_and_preempted(checkpoint, case):
-    folder = checkpoint(case, "v5")
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, min_tokens=NUM_STEPS, detokenize=False)
-    model = reference_model(folder)
-    llm = LLM(str(folder), skip_tokenizer_init=True, block_size=16, num_kv_blocks=12, max_num_seqs=3, max_num_batched_tokens=29)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
-    alone = [llm.generate([prompt], params, use_tqdm=False)[0].outputs[0].token_ids for prompt in PROMPTS]
-    llm.close()
-    found = [output.outputs[0].token_ids for output in outputs]
-    assert sum(output.metrics.num_preemptions for output in outputs) > 0
-    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, found, strict=True)] == found
-    assert alone == found

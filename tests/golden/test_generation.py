@@ -1,5 +1,5 @@
-"""Greedy tokens of the engine against transformers: 64 steps (32 of torch's, which are slow), batched, in chunks, over cached
-prefixes.
+"""Greedy tokens of the engine against transformers: 64 steps (32 of torch's, which are slow), batched, alone, in chunks, over
+cached prefixes, preempted and with drafts.
 
 Transformers sees each output whole, in one pass: where it chooses every token of it in its turn, it would have generated it.
 """
@@ -18,7 +18,7 @@ from quire.model.build import build_model
 from quire.model.decoder import Decoder
 from quire.model.native_decoder import NativeDecoder
 from tests.golden.greedy import greedy_choices
-from tests.golden.make_checkpoints import INDEXED_CASES, case_params, reference_model
+from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params, cases_by_type, reference_model
 
 pytestmark = pytest.mark.golden
 
@@ -51,9 +51,9 @@ def folder(checkpoint, case, tmp_path):
     return folder
 
 
-def generate(llm, num_steps):
+def generate(llm, num_steps, prompts=PROMPTS):
     params = SamplingParams(temperature=0.0, max_tokens=num_steps, min_tokens=num_steps, detokenize=False)
-    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     return [output.outputs[0].token_ids for output in outputs], outputs
 
 
@@ -86,4 +86,27 @@ def test_greedy_tokens_are_those_of_transformers(
     again, outputs = generate(llm, num_cached_steps)
     assert again == [token_ids[:num_cached_steps] for token_ids in found]
     assert all(output.metrics.num_cached_tokens > 30 for output in outputs)
+    llm.close()
+
+
+# One case of each type; types that differ in their wrapper or in numbers only are left out.
+FAMILY_CASES = tuple({names[0]: None for names in cases_by_type().values() if names[0] in STRUCTURES})
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False, "prompt_lookup_min": 1}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("case", case_params(FAMILY_CASES))
+def test_greedy_tokens_are_the_same_alone_and_in_small_chunks_with_drafts_and_preempted(folder, case):
+    model = reference_model(folder)
+    options = {"skip_tokenizer_init": True, "max_num_seqs": 4}
+    llm = LLM(str(folder), **options, num_kv_blocks=60, max_num_batched_tokens=64, enable_prefix_caching=False)
+    alone = [generate(llm, 64, [prompt])[0][0] for prompt in PROMPTS]
+    llm.close()
+    assert [greedy_choices(model, *pair, allows_end=False) for pair in zip(PROMPTS, alone, strict=True)] == alone
+    chunk = 7 if case in INDEXED_CASES or FAMILY_CASES.index(case) % 4 < 2 else 1
+    llm = LLM(str(folder), **options, num_kv_blocks=14, long_prefill_token_threshold=chunk, speculative_config=DRAFTS)
+    found, outputs = generate(llm, 64)
+    assert found == alone
+    assert sum(output.metrics.num_preemptions for output in outputs) > 0
+    assert llm.llm_engine.stats.num_accepted_tokens > 0
     llm.close()

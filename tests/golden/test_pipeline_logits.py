@@ -23,6 +23,7 @@ from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.shared_memory import SharedMemoryFile
 from quire.quant.policy import POLICIES, parameter_quantizer
 from tests.golden.make_checkpoints import CASES, INDEXED_CASES, STRUCTURES
+from tests.golden.rank_logits import NUM_STATES, state_rows
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
 
@@ -42,7 +43,7 @@ def _steps():
 def _run(call, tables):
     """Run the steps; return logits and best tokens of the last token of every sequence, and logits and states of all tokens."""
     found, done = [], {}
-    for parts in _steps():
+    for step, parts in enumerate(_steps()):
         token_ids, starts, ends, rows, own = [], [0], [], [], []
         for index, (tokens, end) in enumerate(parts):
             token_ids += tokens[done.get(index, 0) : end]
@@ -52,6 +53,7 @@ def _run(call, tables):
             rows.append(len(token_ids) - 1)
             own.append(tables[index])
         runs = TokenRuns(token_ids, starts, ends, own, [address_of(table) for table in own])
+        runs = runs._replace(states=state_rows(step, np.diff(starts).tolist()))
         found += [call(runs, rows, False, False), call(runs, rows, True, False), call(runs, rows, False, True)]
     return found
 
@@ -62,7 +64,7 @@ def _others(count, rows):
 
 def _whole(spec, parameters, dtype, tables, quantize):
     decoder = NativeDecoder(load_native(), spec, parameters, 64, quantize)
-    kv = KvPool(KvSpec.of(spec, BLOCK_SIZE, dtype), NUM_BLOCKS)
+    kv = KvPool(KvSpec.of(spec, BLOCK_SIZE, dtype), NUM_BLOCKS, NUM_STATES)
 
     def call(runs, rows, wants_best, keeps_all):
         count = len(runs.token_ids)
@@ -95,7 +97,7 @@ class _Stage:
                 group = RankGroup(shard.part(stage.start, stage.stop), barrier.address, self._rows_file)
                 kv = shard.kv_spec(spec, BLOCK_SIZE, dtype)
             decoder = StageDecoder(load_native(), stage, spec, dict(parameters), 64, quantize, group)
-            self._ranks.append((decoder, KvPool(kv.part(stage.start, stage.stop), NUM_BLOCKS)))
+            self._ranks.append((decoder, KvPool(kv.part(stage.start, stage.stop), NUM_BLOCKS, NUM_STATES)))
 
     def call(self, act):
         """Return what act(decoder, pool) returns on the first rank."""
@@ -178,6 +180,11 @@ def _compare(folder, dtype, quantization=None, kv_dtype=None, shares=(1.0,), loa
 )
 def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
+
+
+@pytest.mark.parametrize("case", ["nemotron-h", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-next", "falcon-h1-norm"))])
+def test_logits_of_recurrent_layers_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
+    _compare(checkpoint(case), "bfloat16")
 
 
 @pytest.mark.covering

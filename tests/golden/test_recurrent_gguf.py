@@ -34,6 +34,11 @@ OWN_CASES = {
             **{"topk_group": 2, "moe_latent_size": 20},
         },
     ),
+    "gguf-kimi-linear": ("kimi_linear", {**recurrent_cases._KIMI, "linear_num_heads": 4}),
+    "gguf-kimi-linear-latent": (
+        "kimi_linear",
+        {**recurrent_cases._KIMI, "linear_num_heads": 4, "q_lora_rank": 24, "mlp_layer_types": ["sparse"] * 4},
+    ),
     "gguf-lfm2-moe": ("lfm2_moe", {**recurrent_cases._LFM2, **recurrent_cases._EXPERTS, "num_dense_layers": 1}),
 }
 CASES = (

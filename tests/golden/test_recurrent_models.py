@@ -7,13 +7,18 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
-from quire.model.build import load_model, whole_prompt_logits
+from quire.kernels.native import load_native
+from quire.model.build import build_model, load_model, whole_prompt_logits
+from quire.model.checkpoint import open_parameters
 from quire.model.config_reader import read_model_spec
+from quire.model.native_decoder import NativeDecoder
+from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
 from tests.golden.engines import cpu_engine, generate_tokens
 from tests.golden.greedy import greedy_choices
 from tests.golden.make_checkpoints import reference_model
-from tests.golden.recurrent_cases import CASES, WRAPPED
+from tests.golden.recurrent_cases import CASES, NATIVE_CASES, WRAPPED
+from tests.thread_workers import ThreadWorkers
 
 pytestmark = pytest.mark.golden
 
@@ -76,6 +81,10 @@ def test_f32_logits_are_those_of_transformers(checkpoint, case, style):
     with torch.inference_mode():
         want = reference_model(checkpoint(case))(torch.tensor([prompt])).logits[0]
     assert (whole_prompt_logits(load_model(folder), prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
+    spec = read_model_spec(folder)
+    native = build_model(spec, open_parameters(folder, spec), 128, 16)
+    assert isinstance(native, NativeDecoder) == (load_native() is not None and case in (*NATIVE_CASES, *WRAPPED))
+    assert (whole_prompt_logits(native, prompt) - want).abs().max() <= OWN_TOLERANCES.get(case, TOLERANCE)
 
 
 @pytest.mark.one_in(4)
@@ -122,6 +131,40 @@ def test_cached_prefixes_and_forks_give_the_same_tokens(checkpoint, expected, ca
     assert forks == [[output[:20]] * 3 for output in outputs]
 
 
+GROUPS = {
+    "ranks": {"tensor_parallel_size": 2, "tensor_parallel_shares": (2, 1), "num_kv_blocks": 8},
+    "stages": {"pipeline_parallel_size": 2, "num_kv_blocks": 6},
+    "stages of ranks": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "num_kv_blocks": 8},
+}
+
+
+@pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
+@pytest.mark.parametrize(
+    ("case", "group"),
+    [
+        ("qwen3-next", "ranks"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("jamba", "ranks"), ("lfm2", "stages"), ("bamba", "stages of ranks"))
+        ),
+    ],
+)
+def test_ranks_and_stages_give_the_same_tokens(monkeypatch, checkpoint, expected, case, group):
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
+    monkeypatch.setattr(pipeline_build, "spawn_workers", ThreadWorkers)
+    outputs = expected(case)
+    # Few blocks: a sequence is preempted. The second time prefixes come from the cache; some drafts are rejected.
+    llm = cpu_engine(checkpoint(case), **GROUPS[group], **OPTIONS["drafts"])
+    for prompts, count in ((PROMPTS, 24), (PROMPTS[3:], 8)):
+        wanted = [output[:count] for output in outputs[-len(prompts) :]]
+        assert [choices[0] for choices in generate(llm, prompts, count)] == wanted
+    scheduler, stats = llm.llm_engine.scheduler, llm.llm_engine.stats
+    assert scheduler.num_preemptions > 0 and scheduler.prefix_cache_hits > 0
+    assert stats.num_draft_tokens > stats.num_accepted_tokens
+    assert generate(llm, PROMPTS[1:2], 8, n=3, temperature=1.0, top_k=1) == [[outputs[1][:8]] * 3]
+    llm.close()
+
+
 def test_memory_plan_counts_the_states(checkpoint):
     spec = read_model_spec(checkpoint("qwen3-next"))
     report = inspect_model(engine_config(checkpoint("qwen3-next"), max_num_seqs=3))
@@ -147,11 +190,12 @@ def test_states_start_anew_when_the_engine_has_slept(checkpoint, expected, level
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2"),
+        ({"tensor_parallel_size": 7}, "tensor_parallel_size must be at most"),
+        ({"tensor_parallel_size": 2, "enable_dp_attention": True}, "enable_dp_attention is True"),
+        ({"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8'"),
         ({"kv_cache_dtype": "turboquant_4bit"}, "kv_cache_dtype 'turboquant_4bit'"),
-        ({"deterministic": True}, "deterministic needs"),
         ({"speculative_config": {"method": "lookahead"}}, "method 'lookahead' is not supported"),
         ({"speculative_config": {"method": "self", "skipped_layers": [1]}}, "method 'self' is not supported"),
         ({"speculative_config": {"method": ["ngram", "suffix"]}}, "method has 2 values"),

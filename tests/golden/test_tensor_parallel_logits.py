@@ -15,6 +15,7 @@ from quire.model.tensor_shards import ModelShard
 from quire.model.token_runs import TokenRuns, address_of
 from tests.golden.make_checkpoints import INDEXED_CASES, STRUCTURES, case_params
 from tests.golden.rank_logits import BLOCK_SIZE, NUM_BLOCKS, compare
+from tests.golden.recurrent_cases import MIXED_CASES
 from tests.rank_threads import RankThreads
 
 pytestmark = [pytest.mark.golden, pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")]
@@ -31,6 +32,13 @@ GEMMA_CASES = ("gemma4-dense", "gemma4-moe")
 def test_logits_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
     compare(checkpoint(case, "v5"), "float32", ["two-to-one", "four"])
     compare(checkpoint(case, "v5"), "bfloat16", ["three"])
+
+
+@pytest.mark.one_in(6)
+@pytest.mark.parametrize("case", MIXED_CASES)
+def test_logits_of_recurrent_layers_are_the_same_bits_on_any_number_of_ranks(checkpoint, case):
+    compare(checkpoint(case), "float32", ["two-to-one"])
+    compare(checkpoint(case), "bfloat16", ["three"], "int8", exchanges_rows=True)
 
 
 def test_an_indexer_of_keys_is_refused(checkpoint):

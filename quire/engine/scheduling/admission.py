@@ -29,8 +29,8 @@ from typing import Literal
 
 from quire.base.errors import RequestError
 from quire.base.ids import SequenceId
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request, check_output_tokens, check_prompt_length
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.engine.scheduling.eviction import EvictionRule
 from quire.engine.scheduling.sequence import OrderKey, Sequence, SequenceStatus
 from quire.engine.scheduling.window_blocks import WindowLimits

@@ -6,7 +6,7 @@ a prefix cache, and a token budget, so that the ranks have about as much attenti
 
 from __future__ import annotations
 
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.engine.scheduling.block_pool import BlockLayout
 from quire.engine.scheduling.kv_allocator import KvAllocator
 from quire.engine.scheduling.sequence import Sequence

@@ -16,7 +16,7 @@ from typing import Literal
 
 from quire.base.errors import InvariantError
 from quire.base.ids import BlockId, RequestId
-from quire.contracts.config import KvSave
+from quire.contracts.scheduler_config import KvSave
 from quire.engine.scheduling.prefix_index import PrefixEntry
 
 PageMoves = tuple[tuple[tuple[BlockId, int], ...], tuple[tuple[int, BlockId], ...]]

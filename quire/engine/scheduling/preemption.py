@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.engine.scheduling.in_flight import StepsInFlight
 from quire.engine.scheduling.kv_allocator import KvAllocator
 from quire.engine.scheduling.sequence import Sequence

@@ -49,8 +49,8 @@ from itertools import count
 
 from quire.base.errors import InvariantError, RequestError
 from quire.base.ids import BlockId, RequestId, SequenceId
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import FinishReason, Request
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.contracts.timeline import PreemptReason
 from quire.engine.scheduling.admission import new_sequence, window_limits

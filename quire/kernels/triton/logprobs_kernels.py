@@ -50,7 +50,7 @@ def scan_logprobs(
         chosen = _chosen_logit(logits_ptr, ids_ptr, row, logits_stride)
         tl.store(larger_ptr + out, tl.sum((logits > chosen).to(tl.int32), 0))
         bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)  # both zeros are equal
-        order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
+        order = tl.maximum(tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x7FFFFFFE).to(tl.int64)  # NaN: above _LOWEST_KEY
         keys = tl.where(inside, (order << 32) + (tokens ^ 0x7FFFFFFF).to(tl.int64), _LOWEST_KEY)
         for place in range(num_top):
             best = tl.max(keys, 0)

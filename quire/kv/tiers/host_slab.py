@@ -77,12 +77,14 @@ class HostSlab:
         is_shared: bool = False,
         part: PagePart | None = None,
         page_bytes: int | None = None,
+        file: int | None = None,
     ) -> None:
-        """Make the slots, or map those of `part`.
+        """Make the slots, or map those of `part` or `file`.
 
         pool        None: this process has no blocks on the host, but reads and writes pages
         is_shared   other engines are to read them, see `shared`
         page_bytes  without a pool or part: of a page
+        file        descriptor of the memory of all slots, see `slots_file`
         """
         self._blocks = [] if pool is None else [_bytes_of(array, pool.num_blocks) for array in pool.arrays()]
         sizes = [blocks.shape[1] for blocks in self._blocks]
@@ -92,7 +94,7 @@ class HostSlab:
         self.save_s = self.load_s = 0.0
         self.stride = stride = slot_stride(self.page_bytes)
         self.shared: SharedSlots | None = None
-        file = None if part is None else part.file
+        file = file if part is None else part.file
         if file is None and is_shared:
             file = slots_file(num_slots, self.page_bytes)
             weakref.finalize(self, os.close, file)

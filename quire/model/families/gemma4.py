@@ -23,7 +23,7 @@ from quire.contracts.model_spec import (
 )
 from quire.model.families.blocks import assemble, read_is_sliding, read_mlp, read_rms_norm, window_of
 from quire.model.families.config_view import ConfigView
-from quire.model.families.mixtures import read_moe
+from quire.model.families.mixtures import MixtureNames, find_mixture_sources, read_moe
 from quire.model.families.page import FamilyPage
 from quire.model.families.rope_config import LayerType, read_layer_rope
 from quire.model.families.sources import SANDWICH_LAYER, TOP, Source, Sources, rename
@@ -53,6 +53,7 @@ _LAYER = PER_LAYER_LAYER | {
     "experts_in": "pre_feedforward_layernorm_2",
     "experts_out": "post_feedforward_layernorm_2",
 }
+_SEPARATE_EXPERT = re.compile(r"layers\.\d+\.moe\.experts\.0\.gate_proj\.weight")
 _WITHOUT_KIND = {
     "layer_scale.weight": "layer_scalar",
     "router_in.weight": "router.scale",
@@ -177,13 +178,16 @@ def _read_moe(config: ConfigView, mlp: MlpSpec, norm: NormSpec) -> MoeSpec:
     return replace(moe, is_weight_f32=True, shared=mlp, branch_norm=norm, has_expert_scale=True)
 
 
-def find_sources(spec: ModelSpec, _stored: Collection[str]) -> Sources:
-    """Return where each parameter is stored."""
+def find_sources(spec: ModelSpec, stored: Collection[str]) -> Sources:
+    """Return where each parameter is stored; in GGUF files, experts are one matrix each."""
     sources = rename(spec, _LAYER, PER_LAYER_TOP)
     for name in parameter_shapes(spec):
         module = name.removeprefix("layers.").partition(".")[2]
         if name.startswith("layers.") and module in _WITHOUT_KIND:
             sources[name] = Source.of(name.removesuffix(module) + _WITHOUT_KIND[module])
+    if any(_SEPARATE_EXPERT.fullmatch(name) for name in stored):
+        found = find_mixture_sources(spec, stored, MixtureNames(block="moe"))
+        sources |= {name: source for name, source in found.items() if ".experts." in name}
     return sources
 
 

@@ -53,6 +53,7 @@ def describe_engine(engine: LLMEngine, load_time_s: float) -> EngineInfo:
         pid=os.getpid(),
         pooler=report.pooler,
         enable_lora=config.enable_lora,
+        max_loras=config.max_loras if config.enable_lora else 0,
         role=engine.transfer.role,
         prefill_listen=None if engine.prefill is None else str(engine.prefill.server.address),
         takes_prefill_urls=engine.remote_prefill is not None and config.prefill_urls is None,

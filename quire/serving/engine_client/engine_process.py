@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO, Protocol
 
 import msgspec
 import zmq
@@ -23,7 +23,15 @@ from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
-from quire.serving.engine_client.framing import MAX_FRAME_BYTES, SESSION_BYTES, FrameReader, FrameWriter, Received, is_readable
+from quire.serving.engine_client.framing import (
+    MAX_FRAME_BYTES,
+    SESSION_BYTES,
+    FrameReader,
+    FrameWriter,
+    Received,
+    beat,
+    is_readable,
+)
 from quire.serving.engine_client.kv_events import KvEventOptions
 from quire.serving.engine_client.messages import FromEngine, Start
 from quire.serving.engine_client.process import write_start
@@ -33,6 +41,37 @@ _MAX_PATH_BYTES = 100  # of a Unix socket; the operating system's limit is 108 o
 _MAX_FRAMES_AT_ONCE = 64
 _KILL_WAIT_S = 5.0
 _LAST_LINES_S = 1.0  # to read the log of a process that has ended
+
+
+class Process(Protocol):
+    """What is used of subprocess.Popen."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def stdin(self) -> IO[bytes] | None: ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+
+class Launcher(Protocol):
+    """Starts engines' processes on other hosts."""
+
+    @property
+    def address(self) -> str:
+        """Of this host, for those processes."""
+        ...
+
+    def launch(self, start: Start, command: tuple[str, ...], environment: Mapping[str, str]) -> Process:
+        """Start a process and give it its Start message, on a standard input that stays open as long as this process lives.
+        Raises OSError."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,7 +87,8 @@ class ReportOptions:
 class EngineProcess:
     """The process starts in the constructor; `on_frame` is then called in the event loop for each received frame.
 
-    The socket's path is removed as soon as the process is connected (`seal`), so nobody else can connect and nothing is left
+    With a launcher it runs on any host: the connection is TCP then, encrypted with a key that only its Start message has. The
+    socket's path is removed as soon as the process is connected (`seal`), so nobody else can connect and nothing is left
     behind, however both end. Create it in the main thread, or in a thread that outlives the process: when the creating
     thread ends, the kernel signals that the parent has died.
     """
@@ -60,6 +100,7 @@ class EngineProcess:
         command: tuple[str, ...] = ENGINE_COMMAND,
         environment: Mapping[str, str] | None = None,
         reports: ReportOptions | None = None,
+        launcher: Launcher | None = None,
     ) -> None:
         """environment: variables in addition to those of this process."""
         reports = ReportOptions() if reports is None else reports
@@ -72,10 +113,13 @@ class EngineProcess:
         self._folder = Path(tempfile.mkdtemp(prefix="quire-"))  # with mode 0700
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
+        for option, value in {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.MAXMSGSIZE: MAX_FRAME_BYTES, zmq.LINGER: 0}.items():
+            self._socket.setsockopt(option, value)
         try:
-            address = self._bind()
+            address, server_key = self._bind() if launcher is None else self._bind_network(launcher.address)
             start = Start(
                 address=address,
+                server_key=server_key,
                 session=session,
                 parent_pid=os.getpid(),
                 config=dataclasses.asdict(config),
@@ -84,9 +128,11 @@ class EngineProcess:
                 kv_events=reports.kv_events,
                 records_timelines=reports.records_timelines,
             )
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT} if reports.log_format == "json" else {}
-            variables = {**environment_with_quire(), **(environment or {})}
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, bufsize=0, **pipes)
+            self._process = (
+                _spawn(command, environment or {}, reports)
+                if launcher is None
+                else launcher.launch(start, command, environment or {})
+            )
         except BaseException:
             self._release()
             raise
@@ -175,16 +221,22 @@ class EngineProcess:
         while self._process.poll() is None and self._loop.time() < deadline_s:
             await asyncio.sleep(0.01)
 
-    def _bind(self) -> str:
+    def _bind(self) -> tuple[str, bytes]:
+        """Bind a Unix socket, which needs no key; return its address."""
         path = str(self._folder / "link")
         if len(path.encode()) > _MAX_PATH_BYTES:
             raise ConfigError(f"the folder for temporary files is too deep for a socket ({path}): set TMPDIR to a shorter path")
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(f"ipc://{path}")
-        return f"ipc://{path}"
+        return f"ipc://{path}", b""
+
+    def _bind_network(self, host: str) -> tuple[str, bytes]:
+        """Bind a free port; return its address, and the key without which nobody can connect."""
+        public_key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_server = True
+        beat(self._socket)
+        self._socket.setsockopt(zmq.IPV6, ":" in host)
+        address = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
+        return f"{address}:{self._socket.bind_to_random_port(address)}", public_key
 
     def _send_start(self, start: bytes) -> None:
         """Write the Start message; if the process has already ended, its exit status shows it."""
@@ -199,6 +251,12 @@ class EngineProcess:
         self._socket.close()
         self._context.term()
         self.seal()
+
+
+def _spawn(command: tuple[str, ...], environment: Mapping[str, str], reports: ReportOptions) -> Process:
+    stdout, stderr = (subprocess.PIPE, subprocess.STDOUT) if reports.log_format == "json" else (None, None)
+    variables = {**environment_with_quire(), **environment}
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, env=variables, bufsize=0)
 
 
 logger = get_logger("quire.engine.output")

@@ -18,6 +18,7 @@ from quire.engine.replica_router import ReplicaRouter
 from quire.engine.replica_setup import ReplicaSetup, replica_setups
 from quire.serving.engine_client.client import EngineClient
 from quire.serving.engine_client.messages import EngineInfo, KvReport, StepOutputs
+from quire.serving.engine_client.ray_engines import RayLauncher
 from quire.serving.engine_client.subscription import Subscription
 from quire.serving.engine_client.supervisor import EngineState, LinkOptions
 from quire.serving.errors import ApiError, engine_unavailable
@@ -256,6 +257,15 @@ class EngineFleet:
 
 
 def open_engine(config: EngineConfig, options: LinkOptions) -> EngineClient | EngineFleet:
-    """Return a client for one engine, or for several replicas, as configured. Raises ConfigError."""
-    setups = replica_setups(config)
+    """Return a client for one engine, or for several replicas, as configured. Raises ConfigError and UnsupportedError."""
+    if config.data_parallel_backend == "ray":
+        if options.kv_events is not None:
+            raise ConfigError(
+                f"kv_events_endpoint is {options.kv_events.endpoint!r}, but data_parallel_backend 'ray': nobody knows on which "
+                "nodes the engines are; start a server for each, behind `quire router`"
+            )
+        launcher = RayLauncher.connect(shows_log=options.log_format == "text")
+        options, setups = dataclasses.replace(options, launcher=launcher), launcher.setups(config)
+    else:
+        setups = replica_setups(config)
     return EngineClient(setups[0].config, options) if len(setups) == 1 else EngineFleet(setups, options)

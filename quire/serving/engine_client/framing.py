@@ -21,6 +21,8 @@ logger = get_logger(__name__)
 HEADER = struct.Struct("<8sQ")
 MAX_FRAME_BYTES = HEADER.size + MAX_MESSAGE_BYTES
 SESSION_BYTES = 8
+_HEARTBEAT_MS = 5_000
+_HEARTBEAT_TIMEOUT_MS = 30_000
 
 Message = TypeVar("Message")
 
@@ -28,6 +30,12 @@ Message = TypeVar("Message")
 def is_readable(socket: zmq.Socket[bytes]) -> bool:
     """Whether a socket has a frame to read."""
     return bool(int(socket.get(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def beat(socket: zmq.Socket[bytes]) -> None:
+    """Make a socket notice that a connection over a network is dead, so that it can be made again."""
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
 
 
 class MessageError(QuireError):

@@ -48,6 +48,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """The first message, which is sent over standard input with its length in front.
 
     address     ZeroMQ endpoint to connect to
+    server_key  with which CURVE encrypts the connection, where it crosses a network; known to no other process; empty: none
     session     8 random bytes that every later message of either side begins with
     parent_pid  the process with which the engine ends
     config      fields of EngineConfig
@@ -64,6 +65,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     log_format: str = "text"
     kv_events: KvEventOptions | None = None
     records_timelines: bool = False
+    server_key: bytes = b""
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -309,6 +311,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     load_time_s              seconds that loading took
     pooler                   the model's task and pooling
     enable_lora              whether requests may have LoRA adapters
+    max_loras                adapters that are in memory at the same time; 0 without enable_lora
     role                     that the engine has now
     prefill_listen           where decode engines connect while the role is "prefill"; None: it cannot have that role
     takes_prefill_urls       whether the addresses of prefill engines come by SetPrefillUrls while the role is "decode"
@@ -350,6 +353,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     pooler: PoolerSpec = msgspec.field(default_factory=PoolerSpec)
     enable_lora: bool = False
+    max_loras: int = 0
     protocol_version: int = PROTOCOL_VERSION
 
 

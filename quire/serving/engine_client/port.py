@@ -9,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 import zmq
 
-from quire.serving.engine_client.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, is_readable
+from quire.serving.engine_client.framing import MAX_FRAME_BYTES, FrameReader, FrameWriter, beat, is_readable
 from quire.serving.engine_client.messages import Lost, Start, ToEngine
 
 _MAX_QUEUED_FRAMES = 10_000
@@ -32,6 +32,10 @@ class EnginePort:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self._socket.setsockopt(zmq.LINGER, _FLUSH_MS)
+        if start.server_key:
+            beat(self._socket)
+            self._socket.curve_serverkey = start.server_key
+            self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(start.address)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

@@ -17,7 +17,7 @@ from quire.base.errors import ConfigError, InvariantError, ModelFormatError, Qui
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig, Role
 from quire.serving.config import ServerConfig
-from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess, ReportOptions
+from quire.serving.engine_client.engine_process import ENGINE_COMMAND, EngineProcess, Launcher, ReportOptions
 from quire.serving.engine_client.framing import Received
 from quire.serving.engine_client.kv_events import KvEventOptions
 from quire.serving.engine_client.messages import PROTOCOL_VERSION, Failed, FromEngine, Hello, Ready, Stop
@@ -50,6 +50,7 @@ class LinkOptions:
     kv_events       where the process publishes events of KV blocks; None: nowhere
     records_timelines  the engine records the timelines of requests
     name            of the engine in the log, where there are several
+    launcher        starts the process on another host; None: it is a child of this one
     """
 
     slow_reader_bytes: int = 256 << 10
@@ -68,6 +69,7 @@ class LinkOptions:
     kv_events: KvEventOptions | None = None
     records_timelines: bool = False
     name: str = "the engine"
+    launcher: Launcher | None = None
 
     @classmethod
     def of(cls, config: ServerConfig, log_level: str = "INFO") -> LinkOptions:
@@ -209,6 +211,7 @@ class Supervisor:
                 options.command,
                 options.environment,
                 ReportOptions(options.log_level, options.log_format, options.kv_events, options.records_timelines),
+                options.launcher,
             )
         except ConfigError as error:
             return _End("it could not be started", str(error), "ConfigError", is_config=True)

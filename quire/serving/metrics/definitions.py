@@ -124,6 +124,14 @@ class Definitions:
             "enable_prefix_caching",
             "cache_dtype",
         )
+        self.adapters = self._gauge(
+            "lora_requests_info",
+            "With enable_lora the Unix time, and in labels, with commas between them, the adapters of requests that the engine "
+            "computes and of those that wait.",
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
+        )
         self.batch_prefill = gauge("batch_prefill_tokens", "Prompt tokens in the last step.")
         self.batch_decode = gauge("batch_decode_tokens", "Decoding sequences in the last step: one token each.")
         self.engine_state = gauge("engine_state", "1 for the state the engine is in, 0 for the others.", "state")

@@ -133,6 +133,12 @@ class Gauge(_Family[Cell]):
                 cell.value = 0.0
         self.labels(*values).value = 1.0
 
+    def replace(self, value: float, *values: str) -> None:
+        """Set the cell of these label values, and forget all others."""
+        self.cells.clear()
+        self._by_values.clear()
+        self.labels(*values).value = value
+
     def collect(self) -> Metric:
         """Return the family for the exposition."""
         family = GaugeMetricFamily(self.name, self.text, labels=self.label_names)

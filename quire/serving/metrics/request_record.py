@@ -20,6 +20,7 @@ class RequestRecord:
 
     arrival_s          the head of the HTTP request had arrived; for a line of a batch, its prompt was tokenised
     dispatched_s       handed to the engine; None while queued
+    has_begun          a step has computed tokens of its prompt; noted with enable_lora only
     first_output_s     the first output token arrived from the engine
     last_output_s      likewise the latest
     num_output_tokens  of all generated choices, including those of best_of that are not returned
@@ -46,6 +47,7 @@ class RequestRecord:
     abort_reason: AbortReason | None = None
     error: str | None = None
     is_refused: bool = False
+    has_begun: bool = False
 
     @property
     def phase(self) -> str:

@@ -82,6 +82,7 @@ class ServerMetrics:
         self.on_collect: list[Callable[[], None]] = []
         self._cell_tokens = self.defined.generation_tokens.labels()
         self._cell_gaps = self.defined.inter_token.labels()
+        self._max_loras = 0
 
     # Requests, in the order of their life cycle.
 
@@ -152,6 +153,9 @@ class ServerMetrics:
             self._cell_tokens.value += num_tokens
         if outputs.report is not None:
             self.engines[outputs.replica].report(outputs.report)
+            for part in outputs.report.parts if self._max_loras else ():
+                if part.is_prefill and (record := self.records.get(part.request_id)) is not None:
+                    record.has_begun = True
 
     def _take_tokens(self, record: RequestRecord, delta: RequestDelta) -> int:
         """Count the new tokens of a request and return how many they are."""
@@ -274,6 +278,7 @@ class ServerMetrics:
 
     def engine_ready(self, info: EngineInfo, replica: int = 0) -> None:
         """Record the description of a loaded engine."""
+        self._max_loras = info.max_loras
         self.engines[replica].ready(info)
 
     # The rest of the server.
@@ -331,5 +336,15 @@ class ServerMetrics:
     def _collect(self) -> None:
         for engine in self.engines:
             engine.write_restarts()
+        if self._max_loras:
+            self._write_adapters()
         for hook in self.on_collect:
             hook()
+
+    def _write_adapters(self) -> None:
+        """Endpoint pickers read the adapters of the newest sample, so its value is the time."""
+        names: dict[bool, dict[str, None]] = {True: {}, False: {}}
+        for record in self.records.values():
+            if record.job.request.lora is not None:
+                names[record.has_begun][record.job.request.lora.lora_name] = None
+        self.defined.adapters.replace(time.time(), str(self._max_loras), ",".join(names[True]), ",".join(names[False]))

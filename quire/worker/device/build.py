@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -21,6 +22,7 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
+from quire.kv.tiers.host_slab import slots_file
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
@@ -28,6 +30,7 @@ from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
 from quire.parallel.launch import spawn_workers
+from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
 from quire.speculate.build import build_speculator
@@ -57,13 +60,14 @@ from quire.worker.device.memory import (
     tier_staging_bytes,
 )
 from quire.worker.device.precompile import Order, Precompilation, arch_of
+from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import launch_options
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
-from quire.worker.tiers import num_host_pages
+from quire.worker.tiers import num_host_pages, page_bytes
 
 logger = get_logger(__name__)
 
@@ -115,7 +119,7 @@ def build_device_runner(
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
     if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
-        return PipelinedStepDriver(built.executor, speculator, drafting, mark_step=mark_step, row_processor=processor), report
+        return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
     driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
     return driver, report
 
@@ -127,15 +131,28 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
 
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
-    told = RankConfig.of(config, report, sizes)
-    config = replace(config, pipeline_layers=told.config.pipeline_layers)
-    workers = spawn_workers(WORKER_MODULE, config.parallel.world_size, told.to_json(), launch_options(config, with_store=True))
+    size, num_pages = config.parallel.world_size, num_host_pages(config, report)
+    file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
+    try:
+        told = RankConfig.of(config, report, sizes, -1 if file is None else file)
+        pass_fds = () if file is None else (file,)
+        options = launch_options(config, with_store=True, areas=PageMoveCounters.areas(size), pass_fds=pass_fds)
+        return _start_ranks(replace(config, pipeline_layers=told.config.pipeline_layers), device, report, told, options)
+    finally:
+        if file is not None:
+            os.close(file)  # all have mapped it
+
+
+def _start_ranks(
+    config: EngineConfig, device: torch.device, report: ModelReport, told: RankConfig, options: LaunchOptions
+) -> BuiltRank:
+    workers = spawn_workers(WORKER_MODULE, config.parallel.world_size, told.to_json(), options)
     try:
         assert workers.store is not None
         workers.startup.stage("connecting")
         group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
-        built = build_rank(config, device, report, sizes, group)
+        built = build_rank(config, device, report, told.sizes, group)
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
@@ -202,10 +219,11 @@ def build_rank(
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what rank 0 has compiled
-        own = _Measured(stepper, sizes, drafter, ranks)
+        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes
-        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes, pinned_bytes=pinned_bytes)
+        page_shares = report.memory.page_shares
+        plan = replace(plan, offloaded_bytes=decoder.offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
         if group is not None:
             least = group.least(plan.num_kv_blocks), group.least(plan.num_window_blocks)
             plan = replace(plan, num_kv_blocks=least[0], num_window_blocks=least[1])
@@ -215,7 +233,8 @@ def build_rank(
         if drafter is not None:
             drafter.give_pool(plan.num_kv_blocks)
         if config.host_tier_bytes:
-            stepper.open_host_tier(num_host_pages(config, report), is_shared=config.prefill_listen is not None)
+            share = None if group is None else group.page_share(report.memory)
+            stepper.open_host_tier(num_host_pages(config, report), is_first and config.prefill_listen is not None, share)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -303,6 +322,7 @@ class _Measured(NamedTuple):
     sizes: StepSizes
     drafter: Drafter | None
     ranks: DeviceRanks | None
+    page_shares: tuple[int, ...]
 
     @property
     def steppers(self) -> list[GpuStepExecutor]:
@@ -327,6 +347,6 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
-    usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv))
+    usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv, own.page_shares))
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

@@ -24,7 +24,7 @@ from quire.kernels.triton.last_token_buffer import take_inputs_launches
 from quire.kernels.triton.launching import run_all
 from quire.kernels.triton.step import AddsAdapters, AttentionLibrary, DeviceAttentionMetadata, TileLists, list_tiles
 from quire.kernels.triton.tiles import LONG_CHUNK
-from quire.kv.device_pages import DevicePages
+from quire.kv.device_pages import DevicePages, PageShare
 from quire.kv.device_pool import DeviceKvPool
 from quire.kv.tiers.host_slab import HostSlab
 from quire.model.device_decoder import DeviceDecoder
@@ -206,13 +206,17 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False) -> None:
-        """Make the slab of the host tier, if it has any pages; see HostSlab and DevicePages."""
+    def open_host_tier(self, num_pages: int, is_shared: bool = False, share: PageShare | None = None) -> None:
+        """Make the slab of the host tier, if it has any pages, or map it; see HostSlab and DevicePages.
+
+        share  of each page, where several ranks have one
+        """
         if num_pages > 0:
-            page_bytes = self._pool.spec.bytes_per_block
-            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes)
+            page_bytes, file = (self._pool.spec.bytes_per_block, None) if share is None else (share.page_bytes, share.file)
+            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
             with torch.inference_mode(), self._decoder.on_device():
-                self._pages = DevicePages(self._pool, self.host_slab)
+                first_byte = 0 if share is None else share.first_byte
+                self._pages = DevicePages(self._pool, self.host_slab, first_byte=first_byte)
                 self._pages.warm_up()
 
     def adopt_host_slab(self, slab: HostSlab) -> None:
@@ -253,8 +257,13 @@ class GpuStepExecutor:
         """See StepExecutor. The changes are sent with the step."""
         self._entries, self._block_copies = entries, block_copies
         if self._pages is not None:
-            self._pages.use(block_id for _, _, block_ids in entries for block_id in block_ids)
-            self._pages.use(block_id for copy in block_copies for block_id in copy)
+            used = [block_id for _, _, block_ids in entries for block_id in block_ids]
+            self.use_blocks([*used, *(block_id for copy in block_copies for block_id in copy)])
+
+    def use_blocks(self, block_ids: Sequence[int]) -> None:
+        """Have the next steps wait for pages that are being loaded into these blocks; only with a host tier."""
+        if self._pages is not None:
+            self._pages.use(block_ids)
 
     def move_tokens(self, moves: Moves) -> None:
         """See StepExecutor. The moves are made with the next step that is started, also if one fails before that."""

@@ -15,9 +15,10 @@ import torch
 
 from quire.base.errors import WorkerError
 from quire.contracts.config import EngineConfig
-from quire.contracts.memory import ModelReport
+from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
 from quire.contracts.rank_stats import CollectiveStats
+from quire.kv.device_pages import PageShare
 from quire.model.build import effective_max_model_len
 from quire.model.checkpoint import tie_missing_head
 from quire.model.config_reader import read_model_spec
@@ -34,6 +35,7 @@ from quire.parallel.launch import SpawnedWorkers, WorkerContext
 from quire.parallel.torch_communicator import TorchCommunicator
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import device_weight_bytes, estimate_memory, rank_device
+from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.stages import device_stages, place_of
 from quire.worker.pipeline_stage import StagePlace
 
@@ -56,14 +58,16 @@ class RankConfig:
 
     config       with the folder of the model, and with what the leader has settled, such as the layers of each stage
     is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
+    slots_file   descriptor of the memory of the host tier, which all inherit; -1: there is none
     """
 
     config: EngineConfig
     sizes: StepSizes
     is_on_gpu: bool
+    slots_file: int = -1
 
     @classmethod
-    def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes) -> RankConfig:
+    def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes, slots_file: int = -1) -> RankConfig:
         """Return that of a leader's configuration."""
         settled = replace(
             config,
@@ -74,16 +78,20 @@ class RankConfig:
             speculative_config=None,  # drafts are made by the leader
             pipeline_layers=tuple(stage.num_layers for stage in _stages(config, report)),
         )
-        return cls(settled, sizes, report.device != "interpreter")
+        return cls(settled, sizes, report.device != "interpreter", slots_file)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
-        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes), "is_on_gpu": self.is_on_gpu}
+        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes)} | {
+            "is_on_gpu": self.is_on_gpu,
+            "slots_file": self.slots_file,
+        }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        return cls(EngineConfig(**fields["config"]), StepSizes(*fields["sizes"]), fields["is_on_gpu"])
+        sizes = StepSizes(*fields["sizes"])
+        return cls(EngineConfig(**fields["config"]), sizes, fields["is_on_gpu"], fields["slots_file"])
 
     def device(self, rank: int) -> torch.device:
         """Return the device of a rank."""
@@ -137,6 +145,8 @@ class GpuGroup:
     stage    what the stages exchange, by the communicator `stages`; None: there is one
     host     what all exchange on the host, which no device has to wait for
     barrier  says when the group has ended
+    moves    how many page moves each rank has ended
+    slots_file  see RankConfig
     shares   what each rank has, in parts
     places   of all ranks
     workers  the other ranks' processes; None: this is a worker
@@ -148,6 +158,8 @@ class GpuGroup:
     stages: CountingCommunicator | None
     host: Communicator
     barrier: ProcessBarrier
+    moves: PageMoveCounters
+    slots_file: int
     shares: tuple[float, ...]
     places: dict[int, StagePlace]
     workers: SpawnedWorkers | None = None
@@ -189,7 +201,15 @@ class GpuGroup:
         own = None if stages is None else DeviceStage(stage, told.spec(), told.rank_specs(place), stages)
         shares = told.config.parallel.shares
         parts = tuple(each.stage.num_layers * shares[each.tensor_rank] for each in places.values())
-        return cls(ranks, tensor, own, stages, member.communicator, barrier, parts, places, workers)
+        moves = PageMoveCounters(member.memory, barrier.size)
+        return cls(ranks, tensor, own, stages, member.communicator, barrier, moves, told.slots_file, parts, places, workers)
+
+    def page_share(self, memory: MemoryPlan) -> PageShare | None:
+        """Return what this rank has of the pages of the host tier; None: there is none."""
+        if self.slots_file < 0:
+            return None
+        shares = memory.page_shares
+        return PageShare(self.slots_file, sum(shares), sum(shares[: self.rank]))
 
     @property
     def rank(self) -> int:

@@ -19,7 +19,7 @@ from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
 from quire.worker.device.staged_call import GpuCall, decode_staged
-from quire.worker.parallel_messages import decode_adapter, decode_adapter_key
+from quire.worker.parallel_messages import decode_adapter, decode_adapter_key, decode_page_moves
 
 
 def main(context: WorkerContext) -> None:
@@ -34,12 +34,12 @@ def main(context: WorkerContext) -> None:
     context.startup.stage("loading weights")
     built = build_rank(config, device, report, told.sizes, group)
     context.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
-    follower = Follower(built.executor, built.adapters)
+    follower = Follower(built.executor, group, built.adapters)
     while True:
         message = context.ring.receive()
         if message is None:
             continue
-        if follower.follow_sleep(GpuCall(int(message.header[0]))):
+        if follower.follow_waiting(GpuCall(int(message.header[0]))):
             context.communicator.barrier()  # the leader waits in it
         else:
             follower.follow(message)
@@ -48,18 +48,23 @@ def main(context: WorkerContext) -> None:
 class Follower:
     """Makes the calls of the leader's executor on this rank's. It reads nothing back."""
 
-    def __init__(self, executor: GpuStepExecutor, adapters: DeviceAdapters | None = None) -> None:
-        self._executor, self._adapters = executor, adapters
+    def __init__(self, executor: GpuStepExecutor, group: GpuGroup, adapters: DeviceAdapters | None = None) -> None:
+        self._executor, self._group, self._adapters = executor, group, adapters
         self._hidden: dict[int, Tensor] = {}  # of the last steps that kept them, by Launched.place
         self._num_kept = 0
+        self._num_moved = 0
 
-    def follow_sleep(self, call: GpuCall) -> bool:
-        """Sleep or wake up if the leader has; return whether it was such a call."""
+    def follow_waiting(self, call: GpuCall) -> bool:
+        """Make a call of the leader that it waits for: to sleep, to wake up, or to end all copies of pages; return whether it
+        was such a call."""
         if call is GpuCall.SLEEP:
             self._hidden.clear()
             self._executor.sleep()
         elif call is GpuCall.WAKE_UP:
             self._executor.wake_up()
+        elif call is GpuCall.SETTLE_PAGES:
+            with self._executor.step_scope():
+                self._note_moved(waits=True)
         else:
             return False
         return True
@@ -67,6 +72,7 @@ class Follower:
     def follow(self, message: RingMessage) -> None:
         """Make the call of a message; it returns before the device is done."""
         call = GpuCall(int(message.header[0]))
+        self._note_moved(waits=False)
         with self._executor.step_scope():
             if call is GpuCall.STAGED:
                 staged_call, staged = decode_staged(message)
@@ -80,6 +86,10 @@ class Follower:
                     first, last, place = message.header[1:4].tolist()
                     numbers = next((array.copy().view(np.int32) for array in message.arrays), None)
                     self._executor.logits_of(self._hidden[place][first:last], numbers)
+            elif call is GpuCall.MOVE_PAGES:
+                self._executor.move_pages(0, *decode_page_moves(message))
+            elif call is GpuCall.USE_BLOCKS:
+                self._executor.use_blocks(message.arrays[0].tolist())
             else:
                 self._follow_adapter(call, message)
 
@@ -90,6 +100,13 @@ class Follower:
             self._adapters.load(decode_adapter(message))
         else:
             self._adapters.unload(decode_adapter_key(message))
+
+    def _note_moved(self, waits: bool) -> None:
+        """Tell the leader which page moves have ended; waits: all, when they have."""
+        num_ended = len(self._executor.take_moved(waits))
+        if num_ended:
+            self._num_moved += num_ended
+            self._group.moves.set(self._group.rank, self._num_moved)
 
 
 if __name__ == "__main__":

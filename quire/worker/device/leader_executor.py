@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -31,7 +32,7 @@ from quire.worker.device.host_step import HostStep, Sampling
 from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
 from quire.worker.parallel_executor import check_adapter_size
-from quire.worker.parallel_messages import encode_adapter, encode_adapter_key
+from quire.worker.parallel_messages import encode_adapter, encode_adapter_key, encode_page_moves
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -61,6 +62,8 @@ class LeaderGpuExecutor(GpuStepExecutor):
             raise InvariantError("the leader of a group has workers")
         self._group, self._workers, self._is_leading = group, group.workers, False
         self._num_kept = 0  # steps whose hidden states are kept
+        self._page_moves: deque[tuple[int, bool]] = deque()  # not ended on all ranks: the step, and whether it loads pages
+        self._num_moved = self._num_moved_here = 0
         super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
@@ -132,6 +135,35 @@ class LeaderGpuExecutor(GpuStepExecutor):
         if self._adapters is None:
             raise InvariantError("the decoder takes no adapters")
         return self._adapters
+
+    def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
+        """See PageMover: every rank copies its share of each page."""
+        with self._scope():
+            _, arrays = encode_page_moves(saves, loads)
+            self._workers.ring.send([GpuCall.MOVE_PAGES], arrays)
+            super().move_pages(step_id, saves, loads)
+        self._page_moves.append((step_id, bool(loads)))
+
+    def use_blocks(self, block_ids: Sequence[int]) -> None:
+        """See GpuStepExecutor. Another rank may still load pages that this one has loaded."""
+        with self._scope():
+            if block_ids and any(has_loads for _, has_loads in self._page_moves):
+                self._workers.ring.send([GpuCall.USE_BLOCKS], [np.array(block_ids, np.int64)])
+            super().use_blocks(block_ids)
+
+    def take_moved(self, waits: bool) -> tuple[int, ...]:
+        """See AsyncPageMover: a move is done when it is on all ranks, which say so when they get a message."""
+        with self._scope():
+            has_others = waits and bool(self._page_moves)
+            if has_others:
+                self._workers.ring.send([GpuCall.SETTLE_PAGES])
+            self._num_moved_here += len(super().take_moved(waits))
+            if has_others:
+                self._workers.communicator.barrier()
+        self._group.moves.set(0, self._num_moved_here)
+        count = self._group.moves.least() - self._num_moved
+        self._num_moved += count
+        return tuple(self._page_moves.popleft()[0] for _ in range(count))
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""

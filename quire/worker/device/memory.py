@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -270,9 +270,12 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, own = None, shapes
+    place, own, ranks = None, shapes, list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
-        place = place_of(config, device_stages(config, spec, shapes, folder, num_weight_bytes), rank)
+        stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
+        places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
+        ranks = [(each, _part_of(config, spec, shapes, each)[1]) for each in places]
+        place = places[rank]
         own, spec = _part_of(config, spec, shapes, place)
         num_weight_bytes = num_weight_bytes * _count(own) // _count(shapes)
     check_kv_format(config.kv_cache_dtype, head_dims_of(spec), spec.has_recurrent_state, is_gpu=True)
@@ -302,9 +305,23 @@ def estimate_memory(
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))
-    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv))
+    page_shares = _page_shares(config, ranks, kv)
+    usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv, page_shares))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
-    return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=check_pinned(config, num_offloaded_bytes))
+    pinned_bytes = check_pinned(config, num_offloaded_bytes)
+    return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
+
+
+def _page_shares(config: EngineConfig, ranks: Sequence[tuple[StagePlace, ModelSpec]], kv: KvSpec) -> tuple[int, ...]:
+    """Return the bytes that each rank has of a page of the host tier; empty where there is one rank, or no host tier.
+
+    ranks  the place of each, and the whole model with its part of each layer
+    kv     the cache of one of them
+    """
+    if config.host_tier_bytes == 0:
+        return ()
+    specs = [(place.stage, KvSpec.on_device(spec, kv.block_size, kv.dtype, False)) for place, spec in ranks]
+    return tuple(whole.part(stage.start, stage.stop).bytes_per_block for stage, whole in specs)
 
 
 def _count(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -352,11 +369,14 @@ def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:
     return wanted
 
 
-def tier_staging_bytes(config: EngineConfig, kv: KvSpec) -> int:
-    """Return the bytes of the buffers on a device that pages of the host tier pass through; 0 without a host tier."""
+def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[int] = ()) -> int:
+    """Return the bytes of the buffers on a device that pages of the host tier pass through; 0 without a host tier.
+
+    page_shares  of all ranks, see MemoryPlan
+    """
     if config.host_tier_bytes == 0 or kv.bytes_per_block == 0:
         return 0
-    num_pages = config.host_tier_bytes // kv.bytes_per_block
+    num_pages = config.host_tier_bytes // (sum(page_shares) or kv.bytes_per_block)
     return sum(staged_pages(kv.bytes_per_block, num_pages)) * kv.bytes_per_block
 
 

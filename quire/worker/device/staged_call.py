@@ -73,8 +73,11 @@ class GpuCall(IntEnum):
     LOGITS = 2
     SLEEP = 3
     WAKE_UP = 4
-    LOAD_ADAPTER = 5
-    UNLOAD_ADAPTER = 6
+    MOVE_PAGES = 5
+    USE_BLOCKS = 6
+    SETTLE_PAGES = 7
+    LOAD_ADAPTER = 8
+    UNLOAD_ADAPTER = 9
 
 
 _CHANGES, _DECODE, _PROMPTS, _ONE_BY_ONE = range(4)

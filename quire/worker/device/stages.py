@@ -46,8 +46,6 @@ def check_device_stages(config: EngineConfig, spec: ModelSpec) -> None:
     what: list[str] = []
     if config.enable_lora:
         what.append("LoRA adapters (enable_lora)")
-    if config.cpu_offload_gb > 0:
-        what.append(f"weights in host memory (cpu_offload_gb {config.cpu_offload_gb:g})")
     if spec.has_recurrent_state:
         what.append(f"layers with a recurrent state ({spec.model_type})")
     if spec.per_layer_inputs is not None or spec.altup is not None:

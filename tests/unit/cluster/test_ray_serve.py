@@ -1,16 +1,21 @@
-"""The Ray Serve application: its arguments, and the whole of it on a Ray that runs here, where Ray is installed."""
+"""The Ray Serve application: its arguments. That, and replicas as actors, on a Ray that runs here, where it is installed."""
 
 import importlib
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, UnsupportedError
 from quire.cluster.ray_serve import build_app
 from tests.ports import free_port
@@ -102,7 +107,7 @@ def start_ray(ray, num_tries=4):
     options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
     for number in range(num_tries):
         try:
-            ray.init(address="local", _node_ip_address="127.0.0.1", **options)
+            ray.init(address="local", **options)
         except Exception as error:
             ray.shutdown()
             if "timed out during startup" not in str(error) or number == num_tries - 1:
@@ -111,34 +116,43 @@ def start_ray(ray, num_tries=4):
             return
 
 
-@pytest.fixture
-def ray_port(monkeypatch):
+@pytest.fixture(scope="module")
+def ray_address():
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'quire[ray]'")
-    for name, value in {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_AUTH_MODE": "disabled",
-        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE_S),
-        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE_S),
-        "RAY_worker_register_timeout_seconds": str(int(PATIENCE_S)),
-        "RAY_worker_niceness": "0",
-        "RAY_enable_worker_prestart": "0",
-        "RAY_prestart_worker_first_driver": "0",
-    }.items():
-        monkeypatch.setenv(name, value)
-    import ray
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE_S),
+            "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE_S),
+            "RAY_worker_register_timeout_seconds": str(int(PATIENCE_S)),
+            "RAY_worker_niceness": "0",
+            "RAY_enable_worker_prestart": "0",
+            "RAY_prestart_worker_first_driver": "0",
+        }.items():
+            patch.setenv(name, value)
+        import ray
+
+        start_ray(ray)
+        try:
+            yield ray.get_runtime_context().gcs_address
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+def ray_port(ray_address, monkeypatch):
     from ray import serve
     from ray.serve._private import api
 
     monkeypatch.setattr(api, "HTTP_PROXY_TIMEOUT", PATIENCE_S)
     port = free_port()
-    start_ray(ray)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port, "location": "HeadOnly"})
         yield port
     finally:
         serve.shutdown()
-        ray.shutdown()
 
 
 def engine_states():
@@ -228,3 +242,61 @@ def test_streams_end_whole_when_a_replica_is_removed(ray_port):
         time.sleep(0.05)
     assert engine_states() == {"RUNNING": 1}
     assert client.send("/v1/completions", plain)[1]["choices"] == whole["choices"]
+
+
+def engines_of_actors():
+    """Return the ids of the engines' processes that actors of Ray have started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            is_engine = b"engine_client.process" in (folder / "cmdline").read_bytes()
+            if is_engine and Path(f"/proc/{parent}/cmdline").read_bytes().startswith(b"ray::EngineActor"):
+                found.append(int(folder.name))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def wait_until(condition):
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end_s, "it did not come to pass"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_replica_that_ray_has_started_costs_its_own_requests_when_it_ends(ray_address):
+    client, options = Client(free_port()), ["--data-parallel-size", "2", "--data-parallel-backend", "ray", "--num-threads", "1"]
+    command = [sys.executable, "-m", "quire", "serve", "demo", *options, "--max-model-len", "1024"]
+    environment = {**environment_with_quire(), "RAY_ADDRESS": ray_address}
+    with subprocess.Popen([*command, "--port", client.url.rpartition(":")[2]], env=environment) as server:
+        try:
+            wait_until(lambda: server.poll() is not None or is_ready(client))
+            long = {"model": "demo", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+            streams = [Stream(client, {**long, "prompt": f"{number} friends went to"}) for number in range(STREAMS)]
+            for stream in streams:
+                assert stream.has_begun.wait(PATIENCE_S)
+            first, second = engines_of_actors()
+            os.kill(first, signal.SIGKILL)
+            for stream in streams:
+                stream.join(PATIENCE_S)
+            lost, whole = sorted(streams, key=lambda stream: "error" not in stream.chunks[-1])
+            assert lost.chunks[-1]["error"]["code"] == "engine_error"
+            assert whole.chunks[-1]["usage"]["completion_tokens"] == 900
+            wait_until(lambda: [one["engine"] for one in client.send("/health")[1]["replicas"]] == ["ready", "ready"])
+            assert second in engines_of_actors()
+            assert first not in engines_of_actors()
+            assert client.send("/v1/completions", {"model": "demo", "prompt": "One day", "max_tokens": 8})[0] == 200
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(PATIENCE_S) == 0
+            wait_until(lambda: not engines_of_actors())
+        finally:
+            server.kill()
+
+
+def is_ready(client):
+    try:
+        return client.send("/ready")[0] == 200
+    except OSError:
+        return False

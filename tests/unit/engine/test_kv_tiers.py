@@ -2,18 +2,14 @@
 
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 
 import pytest
 
 from quire import LLM, SamplingParams
 from quire.base.errors import ConfigError
-from quire.contracts.config import EngineConfig
 from quire.engine.disk_tier import DiskTier
 from quire.kernels.native import load_native
 from quire.worker import parallel_launch, pipeline_build
-from quire.worker.inspect import inspect_model
-from quire.worker.tiers import check_tiers
 from tests.thread_workers import ThreadWorkers
 
 needs_native = pytest.mark.skipif(load_native() is None, reason="the native kernels are not built")
@@ -161,12 +157,6 @@ def test_stages_give_the_tokens_of_a_roomy_engine_with_several_steps_in_flight(t
 def test_unsupported_options_are_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         make_llm(**options)
-
-
-def test_host_tier_is_refused_with_ranks_on_gpus():
-    config = EngineConfig(model="demo", kv_host_bytes=64 << 20, device="cpu", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="kv_host_bytes is 67108864 and tensor_parallel_size 2, but the model runs on cuda:0"):
-        check_tiers(config, replace(inspect_model(config), device="cuda:0"))
 
 
 @needs_native

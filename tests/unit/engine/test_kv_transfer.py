@@ -16,7 +16,7 @@ from quire.kernels.native import load_native
 from quire.transfer import page_client, page_server
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
-from quire.worker.tiers import check_tiers, tier_fingerprint, transfer_fingerprint
+from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
 from tests.prefill_thread import PrefillThread
 from tests.thread_workers import ThreadWorkers
 from tests.unit.engine.test_kv_tiers import DRAFTS, OTHERS, PREFIX, make_llm, run
@@ -492,12 +492,6 @@ def test_fingerprints_differ_where_torch_runs_the_model():
 def test_unsupported_options_are_refused(options, match):
     with pytest.raises(ConfigError, match=match):
         LLM(**{"model": "demo", **SIZES, **options})
-
-
-def test_ranks_on_gpus_are_refused():
-    config = EngineConfig(model="demo", role="decode", prefill_urls=("unix:/x",), **SIZES, tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="role is 'decode' and tensor_parallel_size 2, but the model runs on cuda:0"):
-        check_tiers(config, replace(inspect_model(config), device="cuda:0"))
 
 
 def test_secret_of_a_file_is_shared_and_must_be_private(tmp_path):

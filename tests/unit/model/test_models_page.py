@@ -31,11 +31,13 @@ one of these values of `model_type`; every other one is refused with the nearest
 
 - **CPU**: "native" means the native kernels run it. Otherwise torch runs it, more slowly; the log says why.
 - **GPU**: "yes" means it runs with `device="cuda"`.
-- **GGUF**: values of `general.architecture` that it is loaded from; "-": from safetensors only. Weights of every model may be
-  [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
+- **GGUF**: values of `general.architecture` that it is loaded from, read as llama.cpp's converter writes them; "-": from
+  safetensors only, as that converter does not know the type (Bamba's files, with a rope, are refused). Weights of every model
+  may be [quantised](guides/quantisation.md) as they are loaded, or be stored in any of the formats of that page.
 - **Drafts**: "all" means [every method](guides/speculative-decoding.md), as far as heads for the model exist; models with a
   recurrent state verify chains only.
-- **Tested**: small random models of different configurations, whose logits and tokens tests compare with transformers.
+- **Tested**: small random models of different configurations, whose logits and greedy tokens tests compare with transformers:
+  64 tokens in one configuration of each type at least, batched, alone, in chunks, cached, preempted, and with drafts.
 - **Wrappers** are models of text and images whose language model is served. Their vision tensors are skipped; images in a
   request are refused.
 
@@ -76,7 +78,7 @@ def _module(name):
 
 
 def _gguf(model_type):
-    names = [name for name, found in ARCHITECTURES.items() if found.model_type == model_type]
+    names = [name for name, found in ARCHITECTURES.items() if model_type in (found.model_type, *found.also)]
     if find_architecture("llama", 8).model_type == model_type:
         names.append("llama")  # with experts
     return ", ".join(f"`{name}`" for name in sorted(names))

@@ -3,7 +3,7 @@
 import pytest
 
 from quire.bench.serving.workload import Dataset
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.planner.hardware import find_hardware
 from quire.planner.memory import Limits, divide_memory
 from quire.planner.step_time import RooflineTime

@@ -7,7 +7,7 @@ import pytest
 
 from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.workload import Dataset
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.planner.delivery import Delivery
 from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import FittedTime, MachineRates

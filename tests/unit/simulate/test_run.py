@@ -11,7 +11,7 @@ from quire.base.errors import ConfigError
 from quire.bench.serving.arrivals import Arrivals
 from quire.bench.serving.metrics import Goals, metric_values
 from quire.bench.serving.workload import Dataset
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.engine.scheduling import Scheduler
 from quire.planner.delivery import Delivery
 from quire.planner.step_time import StepWork

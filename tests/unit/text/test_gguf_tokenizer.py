@@ -146,6 +146,21 @@ def small_spm(**changes):
     return {key: item for key, item in metadata.items() if item is not None}
 
 
+def test_gemma4_merges_as_the_file_says_and_marks_spaces(tmp_path):
+    metadata = small_spm(
+        general__architecture=("string", "gemma4"),
+        tokenizer__ggml__model=("string", "gemma4"),
+        tokenizer__ggml__bos_token_id=("u32", 1),
+        tokenizer__ggml__scores=None,
+        tokenizer__ggml__merges=("string[]", ["a b", "\u2581 a", "\u2581a b"]),
+    )
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "m.gguf", metadata))
+    first = 4 + 256  # the mark of spaces, a, b, ab, and both a and ab behind a mark follow
+    assert tokenizer.encode("ab a b") == [1, first + 3, first + 4, first, first + 2]
+    assert tokenizer.encode("a\n\u00e9", add_special_tokens=False) == [first + 1, 4 + 10, 4 + 0xC3, 4 + 0xA9]
+    assert tokenizer.decode([first + 3, first, first + 2, 4 + 0xC3, 4 + 0xA9]) == "ab b\u00e9"
+
+
 def small_bpe(**changes):
     metadata = {
         "general.architecture": ("string", "llama"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 
 import pytest
 
@@ -46,6 +45,7 @@ def thread_workers(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(pipeline_build, "spawn_workers", spawn)
+    monkeypatch.setattr(pipeline_build, "start_ray_workers", spawn)
     return made
 
 
@@ -211,6 +211,9 @@ def test_stages_whose_ranks_hold_whole_experts_give_the_tokens_of_one_process(op
     stages = _engine(2, 2, model="demo-moe", enable_expert_parallel=True, **options)
     params = {**KINDS["log-probabilities"], "max_tokens": 6}
     assert _outputs(stages, **params) == _outputs(one, **params)
+    alone, placed = (llm.llm_engine.stats.experts for llm in (one, stages))
+    assert [(each.layer, each.tokens) for each in placed] == [(each.layer, each.tokens) for each in alone]
+    assert all(sum(each.rank_tokens) == pytest.approx(sum(each.tokens)) for each in placed)
     memories = stage_memories(stages.llm_engine.config, stages.llm_engine.report)
     assert sum(each.weight_bytes for each in memories) == pytest.approx(stages.llm_engine.report.packed_weight_bytes, rel=0.1)
     one.close()
@@ -240,12 +243,12 @@ def test_one_step_is_in_flight_without_async_scheduling():
     stages.close()
 
 
-def test_stages_may_have_different_numbers_of_layers():
+def test_stages_may_have_different_numbers_of_layers_whoever_starts_them():
     one = _engine()
     expected = _outputs(one, temperature=0.9)
     one.close()
-    for layers in ((1, 7), (5, 2, 1)):
-        stages = _engine(len(layers), pipeline_layers=layers)
+    for layers, starter in ((1, 7), "spawn"), ((5, 2, 1), "ray"):
+        stages = _engine(len(layers), pipeline_layers=layers, distributed_executor_backend=starter)
         assert _outputs(stages, temperature=0.9) == expected
         stages.close()
 
@@ -359,8 +362,8 @@ def test_the_idle_share_of_each_stage_is_measured():
             "decode_context_parallel_size is 2 and pipeline_parallel_size 2: both together are not supported",
         ),
         (
-            {"pipeline_parallel_size": 2, "model": "demo-moe", "save_expert_load": "load.json"},
-            "save_expert_load and pipeline_parallel_size 2: both together are not supported",
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
+            "enable_eplb and pipeline_parallel_size 2: both together are not supported",
         ),
         ({"pipeline_parallel_size": 2, "tensor_parallel_size": 5}, "tensor_parallel_size must be at most 4 for a model of 4"),
         ({"pipeline_parallel_size": 2, "block_size": 4}, "it needs the native kernels, which do not run a block_size of 4"),
@@ -370,13 +373,6 @@ def test_the_idle_share_of_each_stage_is_measured():
 def test_stages_that_cannot_be_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         LLM(**{"model": "demo", **options})
-
-
-def test_a_gpu_is_refused():
-    config = EngineConfig(model="demo", device="cpu", pipeline_parallel_size=2)
-    report = replace(inspect_model(config), device="cuda:0")
-    with pytest.raises(ConfigError, match="but the model runs on cuda:0: pipeline stages run on CPUs only"):
-        check_pipeline(config, report)
 
 
 def test_more_processes_than_a_group_has_are_refused():

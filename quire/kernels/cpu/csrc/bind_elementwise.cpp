@@ -90,6 +90,11 @@ void activate(i32 kind, uintptr_t y, uintptr_t up, i64 rows, i64 size, int num_t
     });
 }
 
+void gate(uintptr_t y, uintptr_t gates, i64 rows, i64 size, int num_threads, const std::string& isa) {
+    const ElementwiseTable& table = table_of(isa);
+    each_row(rows, num_threads, [&](i64 row) { table.gate(at<float>(y) + row * size, at<const float>(gates) + row * size, size); });
+}
+
 void route(uintptr_t logits, i64 rows, i32 num_experts, i32 top_k, bool is_renormalized, uintptr_t chosen, uintptr_t weights,
            int num_threads, const std::string& isa, const Routing* routing) {
     const ElementwiseTable& table = table_of(isa);
@@ -135,6 +140,7 @@ void bind_elementwise(nb::module_& m) {
           "y *= factor, then, where cap > 0, y = cap * tanh(y / cap); [rows, size] f32.");
     m.def("activate", activate, "kind"_a, "y"_a, "up"_a, "rows"_a, "size"_a, "num_threads"_a = 1, "isa"_a = "", Released(),
           "y = activation(y), times up unless that is 0; [rows, size] f32. kind: 0 silu, 1 gelu, 2 gelu_tanh, 3 relu.");
+    m.def("gate", gate, "y"_a, "gates"_a, "rows"_a, "size"_a, "num_threads"_a = 1, "isa"_a = "", Released(), "y *= sigmoid(gates); [rows, size] f32.");
     m.def("route", route, "logits"_a, "rows"_a, "num_experts"_a, "top_k"_a, "is_renormalized"_a, "chosen"_a, "weights"_a,
           "num_threads"_a = 1, "isa"_a = "", "routing"_a.none() = nb::none(), Released(),
           "chosen i32, weights f32 [rows, top_k] of logits [rows, num_experts] f32, which may be overwritten; routing None: softmax over all.");

@@ -89,6 +89,21 @@ void recur(const std::array<uintptr_t, 7>& tensors, const std::array<i32, 4>& sh
         &call);
 }
 
+// x, weight, bias and out; channels and taps.
+void convolve(const std::array<uintptr_t, 4>& tensors, const std::array<i32, 2>& shape, bool is_bf16, const std::vector<i64>& starts,
+              const std::vector<uintptr_t>& sources, const Saves& saves, const std::string& isa) {
+    const auto [channels, taps] = shape;
+    if (taps < 2 || taps > MAX_CONV_TAPS) throw std::invalid_argument("taps: got " + std::to_string(taps) + ", allowed are 2 to " + std::to_string(MAX_CONV_TAPS));
+    check_saves(starts, sources, saves);
+    const ConvJob job = {channels, taps, is_bf16, at<const float>(tensors[0]), at<const float>(tensors[1]), at<const float>(tensors[2]), at<float>(tensors[3]), channels, channels};
+    for (size_t s = 0; s < saves.size(); ++s) {
+        std::vector<ConvSave> kept;
+        for (const auto& [count, to] : saves[s]) kept.push_back({count, at<u8>(to)});
+        const ConvRun run = {starts[s], starts[s + 1] - starts[s], at<const u8>(sources[s]), kept.data(), static_cast<i32>(kept.size())};
+        kernels_for(isa).recurrence->convolve(job, run, 0, channels);
+    }
+}
+
 }  // namespace
 
 void bind_recurrence(nb::module_& m) {
@@ -98,4 +113,7 @@ void bind_recurrence(nb::module_& m) {
           "Take states [v_heads, k_dim, v_dim] f32 through runs of tokens, see recurrence.h. tensors: q, k, v, decay, rates, beta, out; "
           "shape: k_heads, v_heads, k_dim, v_dim; kind: of the decay, 0 head, 1 row, 2 channel; sources: a state per run, 0 is zeros; "
           "saves: per run (number of tokens, state).");
+    m.def("convolve", convolve, "tensors"_a, "shape"_a, "is_bf16"_a, "starts"_a, "sources"_a, "saves"_a, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+          "Convolve channels over runs of tokens, see ConvJob. tensors: x [T, channels], weight [taps, channels], bias or 0, out; shape: channels, taps; states: "
+          "[taps - 1, channels], see recur.");
 }

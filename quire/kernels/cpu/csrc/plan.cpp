@@ -265,7 +265,7 @@ static Norm length_norm(i32 dim, float divisor) {
 
 void Plan::finish_mixer(PlanLayer& l) {
     Mixer& m = *l.mixer;
-    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel)
+    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel || (l.is_mixed() && l.attn_out.is_present) || (!m.part_scales.empty() && m.part_scales.size() != m.in.size()))
         throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
     const i32 inputs[] = {6, 3, 5, 2};  // of each kind
     if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
@@ -275,12 +275,12 @@ void Plan::finish_mixer(PlanLayer& l) {
     if (m.total_values == 0) m.total_values = m.values();
     i32 offset = 0;
     for (const auto& part : m.in) {
-        m.in_forms.push_back(l.attn_site.add(part->weight));
+        m.in_forms.push_back(l.mixer_site().add(part->weight));
         m.offsets.push_back(offset);
         offset += part->weight.n;
     }
     m.offsets.push_back(offset);
-    l.o_form = l.o_site.add(l.o->weight);
+    m.out_site.add(m.out->weight);
     if (m.low_z) m.low_z_site.add(m.low_z->weight);
     if (m.low_a) m.low_a_site.add(m.low_a->weight);
     if (m.kind == MixerKind::mamba1) {
@@ -289,7 +289,7 @@ void Plan::finish_mixer(PlanLayer& l) {
         mix_low_size_ = std::max(mix_low_size_, m.read->weight.n);
     }
     if (m.low_z) mix_low_size_ = std::max(mix_low_size_, m.values() + m.num_decays());
-    for (const Site* site : {&l.attn_site, &l.o_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
+    for (const Site* site : {&l.mixer_site(), &m.out_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
     if (m.kind == MixerKind::delta) {
         m.k_norm = length_norm(m.k_dim, 1.0f);
         m.q_norm = length_norm(m.k_dim, std::sqrt(static_cast<float>(m.k_dim)));
@@ -316,8 +316,8 @@ void Plan::finish_mixture(PlanLayer& l) {
     for (size_t i = 0; i < l.experts.size(); ++i) {
         const Expert& e = l.experts[i];
         if (!l.expert_copies.empty() && l.own_copies[i] < 0) continue;
-        if (!e.gate || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
-        l.expert_site.add(e.gate->weight);
+        if ((!e.gate && l.is_expert_gated) || !e.up || !e.down) throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
+        if (e.gate) l.expert_site.add(e.gate->weight);
         l.expert_site.add(e.up->weight);
         l.down_site.add(e.down->weight);
     }
@@ -488,8 +488,8 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
             for (float** values : {&mix_v_, &mix_out_}) take(*values, rows * mix_values_);
             take(mix_decay_, rows * mix_decays_);
             take(mix_beta_, rows * mix_heads_);
-            take(gate_rows_, rows * row_stride(gate_size_));
         }
+        take(gate_rows_, gate_size_ == 0 ? 0 : rows * row_stride(gate_size_));
         if (!shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -658,10 +658,10 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
         throw std::invalid_argument("the placement of experts has " + std::to_string(copies.size()) + " experts, the layer " + std::to_string(l.experts.size()));
     std::vector<Expert> experts = l.experts;
     for (const auto& [index, expert] : added) {
-        if (index < 0 || index >= static_cast<i32>(experts.size()) || !expert.gate || !expert.up || !expert.down)
+        if (index < 0 || index >= static_cast<i32>(experts.size()) || (!expert.gate && l.is_expert_gated) || !expert.up || !expert.down)
             throw std::invalid_argument("expert " + std::to_string(index) + " does not exist or has no weights");
         Site up = l.expert_site, down = l.down_site;
-        up.add(expert.gate->weight);
+        if (expert.gate) up.add(expert.gate->weight);
         up.add(expert.up->weight);
         down.add(expert.down->weight);
         if (up.forms.size() != 1 || down.forms.size() != 1) throw std::invalid_argument("expert " + std::to_string(index) + " has another format than the others of its layer");
@@ -670,7 +670,7 @@ void Plan::place_experts(i32 layer, const std::vector<std::pair<i32, Expert>>& a
     for (size_t i = 0; i < experts.size(); ++i) {
         if (own_copies[i] < 0)
             experts[i] = {};
-        else if (!experts[i].gate)
+        else if (!experts[i].up)
             throw std::invalid_argument("expert " + std::to_string(i) + " has no weights");
     }
     l.experts = std::move(experts);

@@ -96,6 +96,8 @@ struct Mixer {
     // What the input is projected to, part after part. delta: q, k, v, z, b, a, or, with low_z and low_a, what these read in the place of z
     // and a. short_conv: b, c, x. mamba2: x, B, C, z, steps. mamba1: x, z.
     std::vector<std::shared_ptr<NativeWeight>> in;
+    std::vector<float> part_scales;                          // of each of these parts, or none
+    std::shared_ptr<NativeWeight> out;
     std::shared_ptr<NativeWeight> low_z, low_a;              // of delta, or null
     std::shared_ptr<NativeWeight> read, step_up;             // of mamba1: x to steps, B and C; steps to channels
     std::vector<float> conv_weight, conv_bias;               // [taps][channels], and [channels] or none
@@ -109,7 +111,7 @@ struct Mixer {
     float* states = nullptr;
     bool is_bf16 = false;
     // Derived.
-    Site low_z_site, low_a_site, read_site, step_site;
+    Site low_z_site, low_a_site, read_site, step_site, out_site;
     std::vector<i32> in_forms, offsets;  // of each part of `in`, and of its outputs in a row; one more: the size of the row
     Norm q_norm, k_norm;
 
@@ -128,7 +130,9 @@ struct PlanLayer {
     Norm attn_in, attn_out, mlp_in, mlp_out, q_norm, k_norm, v_norm;
     std::shared_ptr<NativeWeight> q, k, v, o, gate, up, down, router;  // k and v null: the cache is that of an earlier layer
     std::shared_ptr<NativeWeight> attn_gate;                            // whose sigmoid multiplies the results of attention, or null
-    std::shared_ptr<Mixer> mixer;                                       // in the place of attention, with o as its last projection; or null
+    // In the place of attention, or next to it: then it reads the residual under a norm of its own. Null: there is none.
+    std::shared_ptr<Mixer> mixer;
+    Norm mixer_in;
     std::vector<Expert> experts;
     // The shared expert, which every token gets in addition to the chosen ones, times the sigmoid of shared_scale's output if there
     // is one.
@@ -142,6 +146,7 @@ struct PlanLayer {
     Latent latent;  // k is then the projection to rank + rope values, v is null
     i32 num_heads = 1, num_kv_heads = 1, head_dim = 2, window = 0, rope = -1, rope_dim = 0;
     float scale = 1.0f, softcap = 0.0f, residual_scale = 1.0f;
+    float attention_out_scale = 1.0f, mixer_out_scale = 1.0f, gate_scale = 1.0f, down_scale = 1.0f;  // see LayerSpec and MlpSpec
     bool is_qk_norm_whole = false, is_qk_norm_each = false, is_qk_norm_last = false;  // see AttentionSpec
     bool is_parallel = false;      // both blocks read the same residual
     float clip = 0.0f;             // of q, k and v; 0: none
@@ -154,6 +159,7 @@ struct PlanLayer {
     Activation activation = Activation::silu;
     float gate_limit = 0.0f, gate_slope = 1.0f;  // of a clamped gate, see LinearJob
     std::vector<float> sinks;                    // [num_heads], or none
+    bool is_expert_gated = true;
     i32 top_k = 0;
     bool is_renormalized = true;
     Routing routing;
@@ -177,13 +183,20 @@ struct PlanLayer {
     // The heads whose attention is computed with `kv`.
     i32 attended_heads() const { return num_context_heads > 0 ? num_context_heads : num_heads; }
     bool has_attention() const { return q != nullptr; }
+    bool is_mixed() const { return q != nullptr && mixer != nullptr; }
+    // What multiplies a block's result as it joins the residual.
+    float attention_scale() const { return residual_scale * attention_out_scale; }
+    float mixer_scale() const { return residual_scale * mixer_out_scale; }
+    float last_scale() const { return has_mlp() ? residual_scale * down_scale : mixer ? mixer_scale() : attention_scale(); }
+    Site& mixer_site() { return is_mixed() ? beside_site : attn_site; }
+    const Site& mixer_site() const { return is_mixed() ? beside_site : attn_site; }
     bool is_mlp_only() const { return q == nullptr && mixer == nullptr; }
     bool has_mlp() const { return down != nullptr || router != nullptr; }
     bool has_streams() const { return streams.router != nullptr; }
     bool has_branch() const { return branch.shared_out.is_present; }
     i32 cached_heads() const { return num_context_heads > 0 ? num_context_kv_heads : num_kv_heads; }
     // Derived when the plan is finished: the form of each weight at its site.
-    Site attn_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
+    Site attn_site, beside_site, o_site, mlp_site, router_site, expert_site, down_site, shared_site, q_site, key_up_site, value_up_site, per_layer_site, per_layer_up_site;
     i32 q_form = 0, k_form = 0, v_form = 0, o_form = 0, gate_form = 0, up_form = 0, down_form = 0, router_form = 0;
     i32 attn_gate_form = 0, q_a_form = 0, shared_gate_form = 0, shared_up_form = 0, shared_scale_form = 0;
 };

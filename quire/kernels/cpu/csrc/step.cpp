@@ -280,7 +280,7 @@ struct Stepper : StepMixer {
         if (num_rows == 0) return;
         pack_all(l.o_site, heads.values, heads.stride, {l.index, {LoraModule::o}});
         const LoraSums sums(lora, {l.index, {LoraModule::o}});
-        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l), sums[0]);
+        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l), sums[0], l.attention_scale());
     }
 
     // Attention of the rows of this rank's sequences up to its last linear layer. Of a Stepper of plan.home_input_, as the next one.
@@ -340,8 +340,9 @@ struct Stepper : StepMixer {
         const i64 inner = row_stride(l.total_inner);
         float* const own = plan.inner_ + l.first_inner;
         const Packed up_input = packed(l.mlp_site, l.up_form, num_rows), gate_input = packed(l.mlp_site, l.gate_form, num_rows);
-        const bool is_joint = l.gate && !l.is_sparse && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
-        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : l.is_sparse ? Finish::store : Finish::activate, own, inner);
+        const bool is_stored = l.is_sparse || l.gate_scale != 1.0f;  // the gate, before its activation
+        const bool is_joint = l.gate && !is_stored && l.gate_form == l.up_form && are_alike(l.gate->weight, l.up->weight);
+        LinearJob first = job(l.gate ? *l.gate : *l.up, l.gate ? gate_input : up_input, is_joint ? Finish::gate : is_stored ? Finish::store : Finish::activate, own, inner);
         const LoraSums sums(lora, mlp_modules(l));
         first.low_rank = sums[l.gate ? 0 : 1];
         first.second = is_joint ? &l.up->weight : nullptr;
@@ -360,9 +361,10 @@ struct Stepper : StepMixer {
             return result;
         }
         run(&first, 1);
-        if (l.is_sparse) {
+        if (is_stored) {
             each(num_rows, [&](i64 row) {
-                cut_gate(own + row * inner, l.gate->weight.n, l.sparse_quantile);
+                if (l.gate_scale != 1.0f) kernels.elementwise->scale_and_cap(own + row * inner, l.gate->weight.n, l.gate_scale, 0.0f);
+                if (l.is_sparse) cut_gate(own + row * inner, l.gate->weight.n, l.sparse_quantile);
                 kernels.elementwise->activate(l.activation, own + row * inner, nullptr, l.gate->weight.n);
             });
         }
@@ -389,7 +391,7 @@ struct Stepper : StepMixer {
         }
         const Packed input = activate(l);
         const LoraSums sums(lora, {l.index, {LoraModule::down}});
-        run_to_residual(l, *l.down, input, waiting_mlp(l), sums[0]);
+        run_to_residual(l, *l.down, input, waiting_mlp(l), sums[0], l.last_scale());
     }
 
     void layers() {
@@ -401,7 +403,7 @@ struct Stepper : StepMixer {
             if (worker.rank == 0) plan.set_layer(static_cast<u32>(plan.first_layer_) + static_cast<u32>(i) + 1);
             const bool has_wanted = i + 1 == count && !in.keeps_all;
             if (l.has_streams()) begin_streams(l);
-            const Waiting earlier = before ? Waiting{waiting_last(*before), before->residual_scale, before->output_scale} : Waiting{};
+            const Waiting earlier = before ? Waiting{waiting_last(*before), before->last_scale(), before->output_scale} : Waiting{};
             if (i == 0 && plan.entry_ == Entry::beside)
                 pack_beside(l);
             else if (!plan.has_homes() && !l.is_mlp_only())
@@ -410,12 +412,12 @@ struct Stepper : StepMixer {
             if (plan.has_homes())
                 attention_of_homes(l, before, i + 1 == count);
             else if (l.has_attention())
-                attention(l, i + 1 == count);
-            else if (l.mixer)
-                mix(l, i + 1 == count);
+                attention(l, i + 1 == count && !l.mixer);
+            if (l.is_mixed()) norm_and_pack_beside(l.beside_site, l.mixer_in, l.attn_out, l.attention_scale(), {});
+            if (l.mixer) mix(l, i + 1 == count);
             if (num_rows == 0) return;
             if (l.has_streams()) add_laurel(l, has_wanted);
-            if (l.has_mlp()) feed_forward(l, l.is_mlp_only() ? earlier : Waiting{l.has_streams() ? nullptr : waiting_attention(l), l.residual_scale, 1.0f});
+            if (l.has_mlp()) feed_forward(l, l.is_mlp_only() ? earlier : Waiting{l.has_streams() ? nullptr : waiting_mixing(l), l.mixer ? l.mixer_scale() : l.attention_scale(), 1.0f});
             if (l.has_streams())
                 end_streams(l, has_wanted);
             else if (l.per_layer_gate)
@@ -424,8 +426,8 @@ struct Stepper : StepMixer {
         }
         const PlanLayer& last = layer(count - 1);
         if (last.has_streams()) join_streams(!in.keeps_all);
-        if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.residual_scale, row, last.output_scale); });
-        if (!in.keeps_all && !last.has_attention()) keep_wanted_rows(nullptr, nullptr, nullptr, 0);
+        if (const Norm* waiting = waiting_last(last)) each(num_rows, [&](i64 row) { add_result(*waiting, last.last_scale(), row, last.output_scale); });
+        if (!in.keeps_all && (last.mixer || last.is_mlp_only())) keep_wanted_rows(nullptr, nullptr, nullptr, 0);
     }
 
     // All layers over the rows of the step; a rank that divides rows with others may have none.

@@ -121,7 +121,7 @@ struct StepEntry : StepLatent {
             kernels.elementwise->activate(l.activation, plan.gated_ + row * row_stride(size), plan.per_layer_ + token * stride + l.index * size, size);
         });
         pack_all(l.per_layer_up_site, plan.gated_, row_stride(size));
-        run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm, nullptr);
+        run_to_residual(l, *l.per_layer_up, packed(l.per_layer_up_site, 0, num_rows), &l.per_layer_norm, nullptr, l.residual_scale);
     }
 
     // The input of the first attention of an EAGLE-3 head: the normed embedding, concatenated with the normed features.

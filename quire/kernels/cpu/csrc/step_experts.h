@@ -133,13 +133,14 @@ struct StepExperts : StepContext {
             run(&scale, 1);
         }
         const Packed up_input = packed(l.mlp_site, l.shared_up_form, num_rows), gate_input = packed(l.mlp_site, l.shared_gate_form, num_rows);
-        const bool is_joint = l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
-        LinearJob gate = adapted(job(*l.shared_gate, gate_input, is_joint ? Finish::gate : Finish::activate, own, inner), sums[1]);
+        const bool is_joint = l.shared_gate && l.shared_gate_form == l.shared_up_form && are_alike(l.shared_gate->weight, l.shared_up->weight);
+        LinearJob gate = adapted(job(l.shared_gate ? *l.shared_gate : *l.shared_up, l.shared_gate ? gate_input : up_input, is_joint ? Finish::gate : Finish::activate, own, inner),
+                                 sums[l.shared_gate ? 1 : 2]);
         gate.second = is_joint ? &l.shared_up->weight : nullptr;
         gate.second_low_rank = is_joint ? sums[2] : nullptr;
         gate.activation = l.activation;
         run(&gate, 1);
-        if (!is_joint) {
+        if (l.shared_gate && !is_joint) {
             const LinearJob up = adapted(job(*l.shared_up, up_input, Finish::multiply, own, inner), sums[2]);
             run(&up, 1);
         }
@@ -189,10 +190,10 @@ struct StepExperts : StepContext {
         }
         barrier(worker);
         run_experts(
-            l, l.expert_site.forms[0], ExpertModule::gate, 2, [&](i64 place) { return expert_row(l, place); },
+            l, l.expert_site.forms[0], l.is_expert_gated ? ExpertModule::gate : ExpertModule::up, l.is_expert_gated ? 2 : 1, [&](i64 place) { return expert_row(l, place); },
             [&](const Expert& expert, const Packed& input, i64 first) {
-                LinearJob j = job(*expert.gate, input, Finish::gate, plan.inner_ + first * inner + l.first_inner, inner);
-                j.second = &expert.up->weight;
+                LinearJob j = job(expert.gate ? *expert.gate : *expert.up, input, expert.gate ? Finish::gate : Finish::activate, plan.inner_ + first * inner + l.first_inner, inner);
+                j.second = expert.gate ? &expert.up->weight : nullptr;
                 j.activation = l.activation;
                 j.limit = l.gate_limit;
                 j.slope = l.gate_slope;

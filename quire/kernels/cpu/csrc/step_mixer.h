@@ -47,8 +47,8 @@ struct StepMixer : StepStreams {
         const bool is_normed = m.has_group_norm();
         if (is_normed) each(num_rows, [&](i64 row) { norm_groups(m, row); });
         const i64 stride = row_stride(plan.mix_shared_size_);
-        pack_all(l.o_site, is_normed ? plan.mix_normed_ : plan.mix_shared_, stride);
-        run_to_residual(l, *l.o, packed(l.o_site, l.o_form, num_rows), waiting_attention(l), nullptr);
+        pack_all(m.out_site, is_normed ? plan.mix_normed_ : plan.mix_shared_, stride);
+        run_to_residual(l, *m.out, packed(m.out_site, 0, num_rows), waiting_mixer(l), nullptr, l.mixer_scale());
     }
 
 private:
@@ -75,10 +75,15 @@ private:
         Packed inputs[MAX_PARTS];
         LinearJob jobs[MAX_PARTS];
         for (size_t part = 0; part < m.in.size(); ++part) {
-            inputs[part] = packed(l.attn_site, m.in_forms[part], num_rows);
+            inputs[part] = packed(l.mixer_site(), m.in_forms[part], num_rows);
             jobs[part] = job(*m.in[part], inputs[part], Finish::store, mix_in(m, 0, part), row_stride(plan.mix_in_size_));
         }
         run(jobs, static_cast<i32>(m.in.size()));
+        if (!m.part_scales.empty()) {
+            each(num_rows, [&](i64 row) {
+                for (size_t part = 0; part < m.in.size(); ++part) kernels.elementwise->scale_and_cap(mix_in(m, row, part), m.in[part]->weight.n, m.part_scales[part], 0.0f);
+            });
+        }
         if (m.low_z) project_low(m, m.low_z_site, *m.low_z, 3, 0);
         if (m.low_a) project_low(m, m.low_a_site, *m.low_a, 5, m.values());
     }

@@ -185,11 +185,16 @@ struct StepRows {
 
     // The norm of a result that waits in extra_, where a norm comes between or other ranks have parts of it; null where the result
     // has joined the residual already.
-    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present || l.is_parallel ? &l.attn_out : nullptr; }
+    const Norm* waiting_attention(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present || l.is_parallel || l.is_mixed() ? &l.attn_out : nullptr; }
     const Norm* waiting_mlp(const PlanLayer& l) const { return !l.router && (plan.is_sharded() || l.mlp_out.is_present) ? &l.mlp_out : nullptr; }
 
+    const Norm* waiting_mixer(const PlanLayer& l) const { return plan.is_sharded() || l.attn_out.is_present ? &l.attn_out : nullptr; }
+
+    // The same of attention and the mixer together.
+    const Norm* waiting_mixing(const PlanLayer& l) const { return l.mixer ? waiting_mixer(l) : waiting_attention(l); }
+
     // The same of the last result of a layer; several residual streams have taken it up.
-    const Norm* waiting_last(const PlanLayer& l) const { return l.has_streams() ? nullptr : !l.has_mlp() ? waiting_attention(l) : l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
+    const Norm* waiting_last(const PlanLayer& l) const { return l.has_streams() ? nullptr : !l.has_mlp() ? waiting_mixing(l) : l.per_layer_gate ? &l.per_layer_norm : waiting_mlp(l); }
 
     // A block's result joins the residual. extra_ is not changed: other ranks read it.
     void add_result(const Norm& norm, float scale, i64 row, float output_scale = 1.0f) const {
@@ -205,10 +210,10 @@ struct StepRows {
             memcpy(to, x(row), sizeof(float) * plan.hidden_);
     }
 
-    // A linear layer whose result is added to the residual, or goes to extra_ where it waits. sum: what adapters add.
-    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting, const LowRankSum* sum) {
+    // A linear layer whose result times a factor is added to the residual, or goes to extra_ where it waits. sum: what adapters add.
+    void run_to_residual(const PlanLayer& l, const NativeWeight& weight, const Packed& input, const Norm* waiting, const LowRankSum* sum, float factor) {
         LinearJob j = waiting != nullptr ? job(weight, input, Finish::store, plan.extra_ + l.first_output, hidden_stride())
-                                               : job(weight, input, Finish::add, plan.x_, hidden_stride(), l.residual_scale);
+                                               : job(weight, input, Finish::add, plan.x_, hidden_stride(), factor);
         j.low_rank = sum;
         run(&j, 1);
         if (waiting != nullptr) wrote(plan.extra_ + l.first_output, num_rows, hidden_stride(), weight.weight.n);

@@ -13,7 +13,7 @@ from quire.bench.serving.html_report import render_sweep
 from quire.bench.serving.metrics import Goals
 from quire.bench.serving.sweep import Sweep, run_sweep
 from quire.bench.serving.workload import Dataset
-from quire.contracts.config import SchedulerConfig
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.simulate.run import SimulateOptions, simulate
 
 

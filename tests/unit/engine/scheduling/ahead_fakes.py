@@ -10,8 +10,8 @@ from random_lives import fail_some
 from scheduling_fakes import Driver, LatePages
 
 from quire.base.ids import SequenceId
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.request import Request
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.step import StepPlan, StepResult
 from quire.engine.scheduling import Scheduler, check_invariants
 from quire.engine.scheduling.step_loop import StepLoop

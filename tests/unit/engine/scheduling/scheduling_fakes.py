@@ -14,10 +14,10 @@ from zlib import crc32
 
 from quire.base.ids import BlockId, RequestId, SequenceId
 from quire.base.seeds import mix_seed
-from quire.contracts.config import SchedulerConfig
 from quire.contracts.pooling_params import PoolingParams
 from quire.contracts.request import Request
 from quire.contracts.sampling_params import SamplingParams
+from quire.contracts.scheduler_config import SchedulerConfig
 from quire.contracts.step import StepPlan, StepResult, TokenLogprobs
 from quire.engine.scheduling import Scheduler, SequenceUpdate, check_invariants
 from quire.engine.scheduling.admission import check_servable, max_total_tokens

@@ -117,11 +117,16 @@ class PipelinedDriver(Driver):
         raise AssertionError(f"not finished after {max_steps} steps")
 
 
-def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False, has_tier=False):
-    """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted."""
+def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False, has_tier=False, states=None):
+    """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted.
+
+    states  checkpoints of recurrent states; None: the model has none
+    """
     rng = random.Random(seed)
     config = replace(random_config(rng), num_pipeline_stages=num_stages)
     config = with_window(config, rng) if has_window else config
+    if states is not None:
+        config = replace(config, num_state_checkpoints=states, max_num_drafts=4)
     if has_tier:
         num_pages, num_saves, kv_save = rng.choice([1, 2, 5, 20]), rng.choice([1, 3, 100]), rng.choice(["all", "write_through"])
         config = replace(
@@ -180,6 +185,13 @@ def test_every_output_is_that_of_an_isolated_run_with_a_window_group(seed, num_s
 @pytest.mark.parametrize("seed", seeds(1300, 60, 8))
 def test_every_output_is_that_of_an_isolated_run_with_a_host_tier(seed, num_stages):
     live(seed, 120, num_stages, max_drafts=(0, 4)[seed % 2], has_tier=True)
+
+
+@pytest.mark.covering
+@pytest.mark.parametrize("states", [0, 2, 30])
+@pytest.mark.parametrize("seed", seeds(1700, 12, 3))
+def test_sequences_start_from_their_own_states_when_events_are_random(seed, states):
+    live(seed, 100, (2, 3)[seed % 2], max_drafts=(0, 4)[seed // 2 % 2], states=states)
 
 
 def flush(driver):

@@ -3,8 +3,6 @@
 import pytest
 from scheduling_fakes import Driver, make_config, make_request
 
-from quire.base.errors import ConfigError
-
 
 def driver_of(**options):
     return Driver(make_config(**{"num_state_checkpoints": 8, "max_num_drafts": 0, **options}))
@@ -92,7 +90,3 @@ def test_preempted_sequence_goes_on_from_its_last_checkpoint():
     assert resumed
     assert all(num_computed > 0 for num_computed, _ in resumed)
 
-
-def test_stages_are_refused():
-    with pytest.raises(ConfigError, match="num_pipeline_stages"):
-        make_config(num_state_checkpoints=1, num_pipeline_stages=2)

@@ -217,6 +217,16 @@ def test_scale_and_cap_keeps_infinity_within_the_cap_when_a_logit_is_masked(isa:
     torch.testing.assert_close(x, torch.tensor([[-30.0, 30.0, float("nan"), 0.0]]), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("size", [1, 16, 37])
+def test_gate_multiplies_by_the_sigmoid(isa, size):
+    generator = torch.Generator().manual_seed(size)
+    y, gates = (10 * torch.randn(3, size, generator=generator) for _ in range(2))
+    gates[0, 0] = -200.0
+    want = y.double() * gates.double().sigmoid()
+    native.gate(y.data_ptr(), gates.data_ptr(), 3, size, 1, isa)
+    torch.testing.assert_close(y.double(), want, rtol=2e-6, atol=1e-6)
+
+
 def run_activate(kind: str, x: Tensor, up: Tensor | None, isa: str, threads: int = 1) -> Tensor:
     out, memory = guarded(x)
     address = 0 if up is None else up.data_ptr()

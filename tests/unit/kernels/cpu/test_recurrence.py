@@ -65,6 +65,33 @@ def cut(inputs: Recurrence, tokens: list[int]) -> Recurrence:
 ROWS = StateRows([0, 1, 4, -1], [[(0, 5), (4, 1), (9, 6)], [(1, 0)], [(14, 4)], [(2, 7), (3, 2)]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("channels", "taps", "has_bias"), [(1, 2, False), (35, 4, True), (64, 3, True)])
+def test_convolution_is_that_of_torch(isa, channels, taps, has_bias, dtype):
+    generator = torch.Generator().manual_seed(channels)
+    x = torch.randn(STARTS[-1], channels, generator=generator).to(dtype).float()
+    weight, pool = torch.randn(channels, taps, generator=generator), torch.randn(8, channels, taps - 1, generator=generator)
+    bias = torch.randn(channels, generator=generator) if has_bias else None
+    saves = [[(0, 5), (4, 1), (9, 6)], [(1, 0)], [(14, 4)], [(2, 7), (3, 2)]]
+    rows = StateRows([0, 3, 4, -1], saves)
+    want_pool = pool.to(dtype)
+    own = want_pool.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    want = reference.causal_conv(x.to(dtype), weight, bias, want_pool, STARTS, rows).float()
+    out, taps_first = torch.empty_like(x), weight.T.contiguous()
+    size = own.stride(0) * own.element_size()
+    native.convolve(
+        (x.data_ptr(), taps_first.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr()),
+        (channels, taps),
+        dtype == torch.bfloat16,
+        STARTS,
+        [0 if row < 0 else own.data_ptr() + row * size for row in rows.sources],
+        [[(count, own.data_ptr() + row * size) for count, row in saved] for saved in saves],
+        isa,
+    )
+    torch.testing.assert_close(out.to(dtype).float(), want, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(own.transpose(1, 2), want_pool)
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

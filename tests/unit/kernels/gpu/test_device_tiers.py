@@ -1,22 +1,41 @@
 """KV tiers on a GPU: an engine with them gives the tokens of one without, and loads what the pool has lost."""
 
+import threading
+from dataclasses import replace
+
 import pytest
-import torch
 
 from quire import LLM
 from quire.base.errors import ConfigError, UnsupportedError
+from quire.contracts.config import EngineConfig
 from quire.engine import remote_prefill
+from quire.kernels.native import load_native
+from quire.kv import device_pages
+from quire.kv.device_pages import HostCopyStream
+from quire.worker.device import build
+from quire.worker.device.gpu_executor import GpuStepExecutor
+from quire.worker.device.leader_executor import LeaderGpuExecutor
+from quire.worker.inspect import inspect_model
+from quire.worker.tiers import tier_fingerprint, transfer_fingerprint
 from tests.device_ranks import one_launch_at_a_time
 from tests.golden.make_checkpoints import make_checkpoint
 from tests.prefill_thread import PrefillThread
+from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
+from tests.unit.kernels.gpu.conftest import HAS_GPU
 from tests.unit.kernels.gpu.test_device_engine import DEVICE, greedy, tokens
+from tests.unit.kernels.gpu.test_device_pages import LateStream
+
+needs_ranks = pytest.mark.skipif(
+    HAS_GPU or load_native() is None, reason="several ranks on one machine are interpreted, over gloo and the native extension"
+)
 
 pytestmark = pytest.mark.usefixtures("few_programs")
 SIZES = {"block_size": 4, "num_kv_blocks": 4, "max_model_len": 16, "max_num_seqs": 2, "max_num_batched_tokens": 16}
 OPTIONS = {"dtype": "float32", "skip_tokenizer_init": True, "device": DEVICE, **SIZES}
 PROMPTS = [[(7 * n + 31 * k) % 290 for n in range(13)] for k in range(2)]
 TIER = {"kv_host_bytes": 1 << 20, "kv_save": "all"}
+RANKS, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "adaptive": False}
 SETTINGS = {
     "float32": {},
@@ -85,17 +104,6 @@ def test_tokens_are_those_of_an_engine_without_tiers_when_sequences_run_together
     llm.close()
 
 
-def test_pages_are_found_on_disk_after_a_restart(folder, tmp_path):
-    disk = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
-    found = []
-    for _ in range(2):
-        llm = LLM(str(folder), **OPTIONS, **disk)
-        found.append(run(llm, PROMPTS[:1]))
-        llm.close()
-    assert found[0][0] == found[1][0]
-    assert (found[0][1], found[1][1]) == ([0], [12])
-
-
 @pytest.mark.slow
 def test_pages_outlive_a_sleep_of_level_1(folder):
     llm = LLM(str(folder), **OPTIONS | TIER)
@@ -108,17 +116,17 @@ def test_pages_outlive_a_sleep_of_level_1(folder):
     llm.close()
 
 
-def test_prompts_are_computed_by_a_prefill_engine(folder, tmp_path, monkeypatch):
+def check_prefill_engine(folder, tmp_path, monkeypatch, **options):
     monkeypatch.setattr(remote_prefill, "_MAX_SLOWDOWN", 1e9)
     monkeypatch.setattr(remote_prefill, "_MIN_WAIT_S", 60.0)
     one_launch_at_a_time(monkeypatch)
     llm = LLM(str(folder), **OPTIONS)
     expected, _ = run(llm, PROMPTS)
     llm.close()
-    peer = PrefillThread(model=str(folder), prefill_listen=f"unix:{tmp_path}/pages", kv_host_bytes=1 << 20, **OPTIONS)
-    with peer:
-        decode = {"role": "decode", "prefill_urls": (peer.address,), "prefill_min_tokens": 8, "kv_host_bytes": 1 << 20}
-        llm = LLM(str(folder), **OPTIONS, **decode)
+    options = {**OPTIONS, "kv_host_bytes": 1 << 20, **options}
+    with PrefillThread(model=str(folder), prefill_listen=f"unix:{tmp_path}/pages", **options) as peer:
+        decode = {"role": "decode", "prefill_urls": (peer.address,), "prefill_min_tokens": 8}
+        llm = LLM(str(folder), **options, **decode)
         found, cached = run(llm, PROMPTS)
         outcomes = llm.llm_engine.stats.tiers[-1].outcomes
         llm.close()
@@ -127,14 +135,13 @@ def test_prompts_are_computed_by_a_prefill_engine(folder, tmp_path, monkeypatch)
     assert outcomes == {"complete": 2}
 
 
+def test_prompts_are_computed_by_a_prefill_engine(folder, tmp_path, monkeypatch):
+    check_prefill_engine(folder, tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        pytest.param(
-            {"tensor_parallel_size": 2},
-            "kv_host_bytes is 1048576 and tensor_parallel_size 2.*one GPU",
-            marks=pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two devices before anything else"),
-        ),
         ({"kv_host_bytes": 100}, "kv_host_bytes is 100, but a page"),
         ({"kv_host_bytes": 1 << 60}, "kv_host_bytes.*are available"),
     ],
@@ -142,3 +149,52 @@ def test_prompts_are_computed_by_a_prefill_engine(folder, tmp_path, monkeypatch)
 def test_unsupported_options_are_refused(folder, options, match):
     with pytest.raises(ConfigError, match=match):
         LLM(str(folder), **OPTIONS | TIER | options)
+
+
+@pytest.fixture
+def rank_threads(monkeypatch):
+    """Let the ranks of an engine be threads. Copies are late where there is one rank, and on all ranks but the leader."""
+    one_launch_at_a_time(monkeypatch)
+    monkeypatch.setattr(build, "spawn_workers", ThreadWorkers)
+    lock, open_host_tier = threading.Lock(), GpuStepExecutor.open_host_tier
+
+    def open_with_streams(executor, *arguments):
+        with lock, monkeypatch.context() as patch:
+            patch.setattr(
+                device_pages, "HostCopyStream", HostCopyStream if isinstance(executor, LeaderGpuExecutor) else LateStream
+            )
+            open_host_tier(executor, *arguments)
+
+    monkeypatch.setattr(GpuStepExecutor, "open_host_tier", open_with_streams)
+
+
+@needs_ranks
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({}, marks=pytest.mark.slow), RANKS, pytest.param(STAGES, marks=pytest.mark.slow)]
+)
+def test_pages_are_found_on_disk_after_a_restart_where_each_rank_has_a_share_of_them(folder, tmp_path, rank_threads, sizes):
+    disk = {"kv_disk_dir": str(tmp_path / "tier"), "kv_disk_bytes": 64 << 20, "kv_save": "all"}
+    params, found = replace(greedy(1), logprobs=1), []
+    for _ in range(2):
+        llm = LLM(str(folder), **OPTIONS, **disk, **sizes)
+        (output,) = llm.generate([PROMPTS[0][:5]], params, use_tqdm=False)
+        found.append((output.metrics.num_cached_tokens, output.outputs[0].cumulative_logprob))
+        llm.close()
+    assert found == [(0, found[0][1]), (4, pytest.approx(found[0][1], abs=1e-4))]
+
+
+@pytest.mark.slow
+@needs_ranks
+@pytest.mark.parametrize("sizes", [RANKS, STAGES])
+def test_ranks_of_prefill_and_decode_engines_give_the_tokens_of_one_rank(folder, tmp_path, monkeypatch, rank_threads, sizes):
+    """Their copies are late, so that one rank loads and saves after the other has."""
+    check_prefill_engine(folder, tmp_path, monkeypatch, num_kv_blocks=7, kv_save="all", **sizes)
+
+
+def test_pages_of_another_number_of_ranks_are_never_read(folder):
+    prints = []
+    for options in ({}, RANKS, {**RANKS, "tensor_parallel_shares": (3, 1)}, STAGES):
+        config = EngineConfig(model=str(folder), **OPTIONS, kv_host_bytes=1 << 20, **options)
+        report = inspect_model(config)
+        prints.append((tier_fingerprint(config, report)["page"], transfer_fingerprint(config, report)["page"]))
+    assert len(set(prints)) == 4

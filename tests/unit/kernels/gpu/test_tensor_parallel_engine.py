@@ -1,4 +1,5 @@
-"""The engine on two tensor-parallel ranks, interpreted, over gloo: workers are threads, in some tests processes."""
+"""The engine on tensor-parallel ranks and pipeline stages, interpreted, over gloo: workers are threads, in some tests
+processes."""
 
 import os
 import signal
@@ -112,6 +113,23 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 
 
 @pytest.mark.slow
+def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(tmp_path, threads):
+    folder = write_checkpoint(tmp_path / "three", "qwen3", num_hidden_layers=3)
+    params = [
+        SamplingParams(temperature=0.9, top_k=7, logprobs=2, prompt_logprobs=1, max_tokens=2, **COMMON),
+        SamplingParams(temperature=1.2, repetition_penalty=1.3, logprobs=1, max_tokens=2, **COMMON),
+    ]
+    found = []
+    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)}):
+        llm = engine(folder, deterministic=True, **more)
+        found.append(outputs_of(llm, PROMPTS[1:], params))
+        ranks = llm.llm_engine.stats.ranks
+        llm.close()
+    assert found[0] == found[1]
+    assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
+    assert ranks[0].collectives["recv"].num_calls > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bytes_of_all_rows", [0, 1 << 20], ids=["sent", "all-rows"])
 def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_experts(
@@ -170,12 +188,16 @@ def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family,
     assert found[0] == found[1]
 
 
-def test_tokens_are_those_of_the_cpu_when_blocks_are_copied_and_sequences_preempted(qwen, threads):
+STAGES = {"size": 1, "pipeline_parallel_size": 2}
+
+
+@pytest.mark.parametrize("ranks", [{"size": 2}, pytest.param(STAGES, marks=pytest.mark.slow)], ids=["ranks", "stages"])
+def test_tokens_are_those_of_the_cpu_when_blocks_are_copied_and_sequences_preempted(qwen, threads, ranks):
     options = {"block_size": 4, "num_kv_blocks": 8, "max_model_len": 24}
     shared = SamplingParams(temperature=1.3, n=2, max_tokens=3, **COMMON)
     found = []
-    for size, device in ((1, "cpu"), (2, "interpreter")):
-        llm = engine(qwen, size, device=device, **options)
+    for more in ({"device": "cpu"}, ranks):
+        llm = engine(qwen, **options, **more)
         found.append([tokens_of(llm, PROMPTS[:1], shared), tokens_of(llm, PROMPTS, greedy(6))])
         assert llm.llm_engine.scheduler.num_preemptions > 0
         llm.close()
@@ -208,12 +230,16 @@ def test_worker_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwe
         os.kill(pid, 0)
 
 
-def test_requests_end_with_the_reason_when_a_worker_is_killed(qwen):
-    ranks = engine(qwen, 2)
+def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen):
+    one = engine(qwen, device="cpu")
+    expected = tokens_of(one, PROMPTS[:1], greedy(2))
+    one.close()
+    ranks = engine(qwen, **STAGES)
+    assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
     (pid,) = executor_of(ranks).worker_pids.values()
     os.kill(pid, signal.SIGKILL)
     began_s = time.monotonic()
-    with pytest.raises(DeviceLostError, match=rf"rank 1 .*{pid}.*SIGKILL"):
+    with pytest.raises(DeviceLostError, match=rf"pipeline stage 0 \(layers 0 to 0\): rank 1 .*{pid}.*SIGKILL"):
         ranks.generate(PROMPTS[:1], greedy(20), use_tqdm=False)
     assert time.monotonic() - began_s < 10
     ranks.close()

@@ -50,6 +50,11 @@ def test_a_small_vocabulary_is_listed_as_a_whole(device):
     assert found[0, 1:5].tolist() == [3, 1, 0, 2]
 
 
+def test_tokens_of_the_vocabulary_are_listed_where_no_logit_is_a_number(device):
+    logits = torch.full((1, 3), -1, dtype=torch.int32).view(torch.float32)
+    assert sorted(logprobs_of(logits, [2], [3], device)[0, 2:5].tolist()) == [0, 1, 2]
+
+
 PARAMS = [
     SamplingParams(repetition_penalty=1.3),
     SamplingParams(frequency_penalty=0.4, presence_penalty=-0.3),

@@ -2,8 +2,10 @@
 
 import asyncio
 import bisect
+import dataclasses
 import math
 import random
+import time
 from collections import Counter as Counting
 
 import msgspec
@@ -11,10 +13,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.base.errors import ConfigError, InvariantError
+from quire.contracts.lora import LoRARequest
 from quire.contracts.outputs import RequestMetrics
 from quire.contracts.pooling_params import PoolingParams
 from quire.serving.config import ServerConfig
-from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, RequestDelta, StepOutputs, StepReport
+from quire.serving.engine_client.messages import AttentionKind, ChoiceDelta, RequestDelta, StepOutputs, StepPart, StepReport
 from quire.serving.errors import ApiError, engine_unavailable, overloaded, rate_limited, shutting_down
 from quire.serving.http.lifecycle import watch_loop
 from quire.serving.metrics.definitions import LENGTH_BUCKETS
@@ -417,6 +420,34 @@ def test_metrics_names_choose_the_prefix_and_the_labels_of_the_cache():
     assert (shape["block_size"], shape["num_gpu_blocks"]) == ("16", "100")
     with pytest.raises(ConfigError, match="metrics_names must be 'quire', 'vllm' or 'both', got 'x'"):
         make_metrics(metrics_names="x")
+
+
+def test_adapters_of_requests_are_labels_of_one_sample_of_now():
+    metrics, _ = make_metrics(metrics_names="vllm")
+
+    def adapters():
+        found = [(dict(key[1:]), value) for key, value in samples(metrics, "vllm").items() if "lora_requests" in key[0]]
+        assert all(time.time() - 5 < value <= time.time() for _, value in found)
+        return [(one["max_lora"], one["running_lora_adapters"], one["waiting_lora_adapters"]) for one, _ in found]
+
+    metrics.engine_ready(make_info())
+    assert adapters() == []
+    metrics.engine_ready(make_info(enable_lora=True, max_loras=4))
+    assert adapters() == [("4", "", "")]
+    records = {}
+    for name, adapter in (("a", "cats"), ("b", "dogs"), ("c", "cats"), ("d", None)):
+        job = make_job(name)
+        lora = None if adapter is None else LoRARequest(adapter, 1, "/nowhere")
+        records[name] = metrics.opened(dataclasses.replace(job, request=dataclasses.replace(job.request, lora=lora)))
+    assert adapters() == [("4", "", "cats,dogs")]
+    for record in records.values():
+        metrics.dispatched(record)
+    assert adapters() == [("4", "", "cats,dogs")]  # the engine has not begun them
+    metrics.step(StepOutputs([], report(parts=[StepPart(name, 0, 10, True) for name in ("b", "a", "d")])))
+    assert adapters() == [("4", "cats,dogs", "cats")]
+    for record in records.values():
+        metrics.ended(record, "stop")
+    assert adapters() == [("4", "", "")]
 
 
 def test_occupancy_is_that_of_the_gauges():

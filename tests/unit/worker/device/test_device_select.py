@@ -9,7 +9,11 @@ import torch
 
 from quire.base.errors import ConfigError
 from quire.contracts.config import EngineConfig
+from quire.model.pipeline_stages import PipelineStage
 from quire.worker.device.device_select import check_rank_devices, choose_device
+from quire.worker.device.memory import device_weight_bytes
+from quire.worker.device.stages import check_device_stages, device_stages, place_of
+from quire.worker.inspect import inspect_model
 
 real_find_spec = importlib.util.find_spec
 
@@ -231,14 +235,17 @@ def test_attention_by_a_library_is_refused_on_the_cpu_and_in_deterministic_mode(
     [
         ("cuda:0", {"num_devices": 1}, "tensor_parallel_size is 4, but there is 1 CUDA device here.*lower .* to 1"),
         ("cuda:0", {"num_devices": 3}, "there are 3 CUDA devices here, and each rank needs one"),
+        ("cuda:0", {"num_devices": 3, "stages": 2}, "tensor_parallel_size \\* pipeline_parallel_size is 4, but there are 3"),
         ("cuda:2", {"num_devices": 8}, "rank r runs on cuda:r: leave device out"),
-        ("cuda:0", {"num_devices": 4, "capability": (7, 5)}, "rank 0 .* cannot run on cuda:0: .*capability 7.5"),
+        ("cuda:0", {"num_devices": 4, "capability": (7, 5)}, "rank 0 cannot run on cuda:0: .*capability 7.5"),
     ],
 )
 def test_ranks_need_a_gpu_each(machine, device, there, words):
+    stages = there.pop("stages", 1)
     machine(**there)
+    config = EngineConfig(model="demo", tensor_parallel_size=4 // stages, pipeline_parallel_size=stages)
     with pytest.raises(ConfigError, match=words):
-        check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), device)
+        check_rank_devices(config, device)
 
 
 def test_ranks_have_gpus_where_there_are_enough_and_share_the_interpreters_cpu(machine):
@@ -246,6 +253,37 @@ def test_ranks_have_gpus_where_there_are_enough_and_share_the_interpreters_cpu(m
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "cuda:0")
     machine(0)
     check_rank_devices(EngineConfig(model="demo", tensor_parallel_size=4), "interpreter")
+
+
+def test_the_first_ranks_have_the_last_stage():
+    config = EngineConfig(model="demo", tensor_parallel_size=2, pipeline_parallel_size=3, pipeline_layers=(4, 2, 2))
+    places = [place_of(config, PipelineStage.all_of((4, 2, 2)), rank) for rank in range(6)]
+    assert [(each.stage.index, each.tensor_rank) for each in places] == [(2, 0), (2, 1), (0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"enable_lora": True}, "LoRA adapters"),
+        ({"speculative_config": {"method": "mtp"}}, "method mtp, which reads hidden states .choose ngram, suffix"),
+    ],
+)
+def test_what_stages_on_gpus_do_not_support_is_refused(options, words):
+    config = EngineConfig(model="demo", pipeline_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match=f"stages on GPUs do not support .*{words}"):
+        check_device_stages(config, inspect_model(EngineConfig(model="demo", device="cpu")).spec)
+
+
+def test_stages_on_gpus_are_divided_by_what_a_step_reads_of_their_weights():
+    report = inspect_model(EngineConfig(model="demo", device="cpu"))
+    model = report.spec, report.parameters, report.folder
+    counts = {}
+    for quantization in (None, "int4"):
+        config = EngineConfig(model="demo", pipeline_parallel_size=2, quantization=quantization)
+        stages = device_stages(config, *model, device_weight_bytes(config, *model))
+        counts[quantization] = tuple(stage.num_layers for stage in stages)
+    assert all(sum(layers) == 8 and layers[0] >= layers[1] for layers in counts.values())  # the last one has the head, too
+    assert counts["int4"][1] <= counts[None][1]  # which stays in 8 bits
 
 
 def test_nvtx_ranges_are_refused_where_there_is_no_gpu():
