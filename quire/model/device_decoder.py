@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
 from quire.model.device_refusal import check_on_device
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
-from quire.model.device_weights import DeviceWeights, load_on_device
+from quire.model.device_weights import DeviceWeights, load_on_device, under
 from quire.model.mixers import mix
 from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
@@ -300,16 +300,16 @@ class DeviceLayer:
         is_in_order: bool,
         ranks: LayerRanks | None = None,
     ) -> None:
-        own = _under(weights.tensors, prefix)
+        own = under(weights.tensors, prefix)
         self._spec, self._prefix, self._is_in_order, self._ranks = spec, prefix, is_in_order, ranks
-        whole_rows = _under(weights.whole_rows, prefix)
+        whole_rows = under(weights.whole_rows, prefix)
         self._linears = {
             name.removesuffix(".weight"): DeviceLinear(
                 parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order, whole_rows[name]
             )
-            for name, parts in _under(weights.linears, prefix).items()
+            for name, parts in under(weights.linears, prefix).items()
         }
-        self._experts = _under(weights.experts, prefix)
+        self._experts = under(weights.experts, prefix)
         self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
         biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
         self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
@@ -418,8 +418,8 @@ class DeviceLayer:
         y = self._attention(
             normalize(torch.cat((x, embeddings), 1), self.attn_in), positions, step, cache, self._spec.attention
         )
-        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x))
-        mixed = mix(read, self._spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x), partial(self._adapted, step))
+        mixed = mix(read, self._spec.mixer, self._mixer_inputs(states, step))
         return add_and_normalize(x, mixed, following)
 
     def forward_streams(
@@ -465,13 +465,16 @@ class DeviceLayer:
         """Return whether the feed-forward block of divided rows reads this rank's only."""
         return self._exchange is not None and self._exchange.takes_own_rows(y)
 
+    def _mixer_inputs(self, states: Sequence[Tensor], step: DeviceAttentionMetadata) -> DeviceMixerInputs:
+        return DeviceMixerInputs(self._own, self._mixer_linears, states, step, self._prefix)
+
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
     ) -> Tensor:
         """Return the output of attention, of the mixer, or of both together."""
         spec, mixed = self._spec, None
         if spec.mixer is not None:
-            mixed = mix(y, spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+            mixed = mix(y, spec.mixer, self._mixer_inputs(states, step))
             if spec.attention == NO_ATTENTION:
                 return mixed
         read = y if spec.attention_in_scale == 1.0 else y * spec.attention_in_scale
@@ -502,9 +505,7 @@ class DeviceLayer:
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
-            gate = self._attention_gate(y)
-            if step.lora is not None:
-                gate = step.lora.add_to(gate, y, f"{self._prefix}attn_gate")
+            gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
             attended = attended * torch.sigmoid(gate)
         return self._close("o", attended, step)
 
@@ -519,8 +520,12 @@ class DeviceLayer:
         """Return the output of a linear layer, with what the adapters of the step add."""
         out = self._linears[name](x)
         if self._shared is not None:
-            self._shared.adapt(out, x, name)
-        return out if step.lora is None else step.lora.add_to(out, x, self._prefix + name)
+            self._shared.adapt(out, x, name, partial(self._adapted, step))
+        return self._adapted(step, out, x, name)
+
+    def _adapted(self, step: DeviceAttentionMetadata, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return the output y of a linear layer with what LoRA adapters add for its input x; may change y."""
+        return y if step.lora is None else step.lora.add_to(y, x, self._prefix + name)
 
     def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
@@ -534,8 +539,7 @@ class DeviceLayer:
         if isinstance(spec, MoeSpec) and self._router is not None:
             routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
             routed = routed.float() if spec.is_router_f32 else routed
-            logits, lora = self._router(routed), step.lora
-            logits = logits if lora is None else lora.add_to(logits, routed, f"{self._prefix}router")
+            logits, lora = self._adapted(step, self._router(routed), routed, "router"), step.lora
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
@@ -594,14 +598,4 @@ class DeviceLayer:
         out = self._product("shared.down", inner, step)
         if self._shared_scale is None:
             return out
-        scale = self._shared_scale(y)
-        scale = scale if step.lora is None else step.lora.add_to(scale, y, f"{self._prefix}shared_scale")
-        return torch.sigmoid(scale) * out
-
-
-T = TypeVar("T")
-
-
-def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Return the entries whose names begin with a prefix, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+        return torch.sigmoid(self._adapted(step, self._shared_scale(y), y, "shared_scale")) * out

@@ -119,8 +119,3 @@ def check_lora(config: EngineConfig, spec: ModelSpec) -> None:
         raise ConfigError(
             f"enable_lora_experts is True, but the model ({spec.model_type!r}) has no experts: leave --enable-lora-experts out"
         )
-    if spec.has_recurrent_state:
-        raise UnsupportedError(
-            f"enable_lora: LoRA adapters of models with a recurrent state ({spec.model_type!r}) are not supported; merge the "
-            "adapter into the weights, or take a model with attention in all layers"
-        )
