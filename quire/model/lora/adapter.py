@@ -196,8 +196,8 @@ class AdapterReader:
         raise ModelFormatError(
             f"{file}{made_for} adapts {len(names)} modules that are no linear layers of {self._folder} or cannot be adapted "
             f"({listing([_module(name) for name in names])}); supported: the linear layers of attention, of recurrent mixers "
-            "and of MLPs, routers, lm_head, and experts by the names of the checkpoint's matrices or as target_parameters of PEFT "
-            "(experts.gate_up_proj, experts.down_proj)"
+            "and of MLPs, routers, lm_head, and experts by the names of the checkpoint's matrices or as target_parameters of "
+            "PEFT (experts.gate_up_proj, experts.down_proj)"
         )
 
 

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.base.errors import InvariantError, UnsupportedError
+from quire.contracts.model_spec import MoeSpec
 from quire.kernels.triton.launching import Launch
 from quire.model.config_reader import read_model_spec
 from quire.model.lora.adapter import Adapter, AdapterReader
@@ -213,13 +214,13 @@ def test_layers_of_a_family_are_adapted_as_on_the_cpu(tmp_path, case, options):
     from tests.golden.test_lora_recurrent import linear_layers
 
     model = make_checkpoint(case, tmp_path / "model")
-    has_experts = case in MIXTURES
-    write_adapter(tmp_path / "one", (expert_shapes if has_experts else linear_layers)(model), rank=3, seed=1)
+    has_experts = any(isinstance(layer.mlp, MoeSpec) for layer in read_model_spec(model).layers)
+    write_adapter(tmp_path / "one", (expert_shapes if case in MIXTURES else linear_layers)(model), rank=3, seed=1)
     loras = [LoRARequest("one", 1, str(tmp_path / "one")), None, LoRARequest("one", 1, str(tmp_path / "one"))]
     prompts, params = [[5, 9, 31, 7], [120, 3], list(range(11, 29))], greedy(3, logprobs=1)
     found = []
     for device, more in ((DEVICE, options), ("cpu", {})):
-        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 8}
+        sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 8, "max_loras": 2, "max_lora_rank": 9}
         llm = LLM(str(model), device=device, enable_lora=True, enable_lora_experts=has_experts, **OPTIONS, **sizes, **more)
         found.append(llm.generate(prompts, params, use_tqdm=False, lora_request=loras))
         llm.close()
