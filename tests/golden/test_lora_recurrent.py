@@ -13,12 +13,14 @@ from quire.model.lora.adapter import AdapterReader
 from tests.golden.make_checkpoints import reference_model
 from tests.golden.test_lora import F32_TOLERANCE, KINDS, PROMPTS, engine, generate, is_equal
 from tests.golden.test_lora_experts import check
-from tests.golden.test_recurrent_models import OWN_TOLERANCES
 from tests.lora_adapter import write_adapter, write_merged
 
 pytestmark = pytest.mark.golden
 
 NOT_LINEAR = re.compile(r".*(embed|embeddings|norm)\w*\.weight")
+TOLERANCES = {"zamba2": 1e-3}
+"""Whose blocks without residual connections amplify rounding: with the merged adapter transformers in f32 differs from f64 by
+1e-4 of the largest logit."""
 CASES = ("kimi-linear", "falcon-h1")
 MORE = (
     "lfm2",
@@ -50,7 +52,7 @@ def test_every_linear_layer_of_a_recurrent_model_is_adapted(checkpoint, tmp_path
     deltas = write_adapter(tmp_path / "a", linear_layers(folder), rank=3)
     merged = write_merged(folder, tmp_path / "merged", deltas)
     adapter = AdapterReader(folder, read_model_spec(folder), 16).read(str(tmp_path / "a"))
-    check(folder, reference_model(merged), adapter, kind, OWN_TOLERANCES.get(case, F32_TOLERANCE))
+    check(folder, reference_model(merged), adapter, kind, TOLERANCES.get(case, F32_TOLERANCE))
 
 
 def test_chunks_states_and_cached_prefixes_keep_adapters_apart(checkpoint, tmp_path):
