@@ -134,15 +134,16 @@ def compare(name: str, planned: float, measured: float) -> bool:
     return abs(ratio - 1) <= LIMIT
 
 
-def random_checkpoint(folder: Path) -> str:
-    """Write a checkpoint with the shapes of Qwen3-0.6B and random weights; return its folder."""
+def random_checkpoint(folder: Path, num_layers: int = 28, vocab_size: int = 151936) -> str:
+    """Write a checkpoint with the shapes of Qwen3-0.6B, perhaps with fewer layers, and random weights; return its folder."""
     import torch
     from safetensors.torch import save_file
 
-    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    config = {**QWEN3_06B, "num_hidden_layers": num_layers, "vocab_size": vocab_size}
+    (folder / "config.json").write_text(json.dumps(config))
     hidden, inner, heads, kv_heads, dim = 1024, 3072, 16, 8, 128
-    shapes = {"model.embed_tokens.weight": (151936, hidden), "model.norm.weight": (hidden,)}
-    for layer in range(28):
+    shapes = {"model.embed_tokens.weight": (vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(num_layers):
         at = f"model.layers.{layer}."
         shapes |= {
             f"{at}self_attn.q_proj.weight": (heads * dim, hidden),

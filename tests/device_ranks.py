@@ -43,15 +43,18 @@ class DeviceRankThreads:
     """The ranks of a model.
 
     parameters  returns the model's parameters anew: each rank empties its own
+    placements  of whole experts; hosts: of the ranks
     """
 
-    def __init__(self, spec, parameters, shares, max_model_len, device, is_in_order=False, policy=None, has_experts=False):
+    def __init__(
+        self, spec, parameters, shares, max_model_len, device, is_in_order=False, policy=None, placements=None, hosts=None
+    ):
         self.size = len(shares)
         self.communicators = [CountingCommunicator(each) for each in gloo_communicators(self.size)]
 
         def build(rank):
-            shard = DeviceShard.of(spec, rank, shares, is_in_order, has_experts)
-            ranks = DeviceRanks(self.communicators[rank], shard)
+            shard = DeviceShard.of(spec, rank, shares, is_in_order, placements)
+            ranks = DeviceRanks(self.communicators[rank], shard, hosts)
             return DeviceDecoder(spec, parameters(), max_model_len, device, policy, is_in_order, ranks)
 
         self.decoders = run_threads(self.size, build)

@@ -34,7 +34,7 @@ class ThreadWorkers:
     """Stands in for SpawnedWorkers."""
 
     def __init__(self, module, size, config, options):
-        self.exchange = self.num_on_host = None
+        self.exchange = self.num_on_host = self.address = None
         self._main = import_module(module).main
         areas = {**ProcessBarrier.areas(size), **ShmCommunicator.areas(size), **ring_areas(size), **StartupBoard.areas(size)}
         areas |= {**subgroup_areas(options.subgroups), **options.areas}

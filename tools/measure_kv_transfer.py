@@ -2,22 +2,32 @@
 
     python tools/measure_kv_transfer.py MODEL --length 4000 --link-bits 1e9
 
-A prefill engine (one thread) computes prompts for a decode engine (one thread) of this process, through a relay that passes on
-so many bits a second. Then one engine with one thread computes prompts of the same length: an ideal transfer takes no time.
+A prefill engine (one thread) computes prompts for a decode engine (one thread) of this process, over a link of so many bits a
+second. Then one engine with one thread computes prompts of the same length: an ideal transfer takes no time.
+
+The link is that to a network namespace, in which the prefill engine runs (root, with `ip` and `tc`); elsewhere it is a relay of
+this process that delays.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
+import functools
+import os
 import random
 import select
+import shutil
 import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from quire import LLM, LLMEngine, SamplingParams
 from quire.bench.provenance import find_provenance
@@ -34,12 +44,32 @@ def main() -> None:
     parser.add_argument("--link-bits", type=float, default=1e9, help="bits per second from the prefill server")
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens in one step of either engine")
     parser.add_argument("--host-bytes", type=int, default=1 << 30, help="host memory for pages on either side")
+    parser.add_argument("--serve", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    with _prefill_engine(args) as port:
-        relay = _Relay(port, args.link_bits / 8)
-        urls = (f"tcp://127.0.0.1:{relay.port}",)
-        apart, num_pulled, num_bytes = _first_token_s(args, role="decode", prefill_urls=urls, kv_host_bytes=args.host_bytes)
+    if args.serve is None:
+        _measure(args)
+    else:
+        _serve_pages(args)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    has_namespace = os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        secret = str(Path(folder) / "secret")
+        namespace = stack.enter_context(_namespace(args.link_bits)) if has_namespace else None
+        host = "127.0.0.1" if namespace is None else namespace.host
+        port = stack.enter_context(_prefill_engine(args, secret, host, namespace))
+        if namespace is None:
+            port = _Relay(port, args.link_bits / 8).port
+        apart, num_pulled, num_bytes = _first_token_s(
+            args,
+            role="decode",
+            prefill_urls=(f"tcp://{host}:{port}",),
+            transfer_secret_file=secret,
+            kv_host_bytes=args.host_bytes,
+        )
     alone, _, _ = _first_token_s(args)
+    print(f"link of {args.link_bits / 1e6:g} Mbit/s: {'a relay' if namespace is None else 'to a network namespace'}")
     print(f"{num_pulled} of {args.num_prompts + 1} prompts transferred, {num_bytes / 1e6 / max(1, num_pulled):.1f} MB each")
     print(f"first token: one engine {alone:.3f} s, with the transfer {apart:.3f} s, {apart / alone - 1:+.1%}")
     print(find_provenance())
@@ -62,31 +92,67 @@ def _first_token_s(args: argparse.Namespace, **options: object) -> tuple[float, 
     return statistics.median(times), num_pulled, num_bytes
 
 
+class _Namespace(NamedTuple):
+    """A network namespace: its name, and the address that it has on its link to this one."""
+
+    name: str
+    host: str
+
+
 @contextlib.contextmanager
-def _prefill_engine(args: argparse.Namespace) -> Iterator[int]:
+def _namespace(bits_per_s: float) -> Iterator[_Namespace]:
+    """Yield a network namespace with a link on which both ends send so many bits a second."""
+    name, ends = f"quire-{os.getpid()}", [f"q{os.getpid()}{side}" for side in "ab"]
+    inside = f"ip netns exec {name} "
+    shape = f"root tbf rate {int(bits_per_s)}bit burst 128kb latency 100ms"
+    run = functools.partial(subprocess.run, check=True)
+    run(["ip", "netns", "add", name])
+    try:
+        for command in (
+            f"ip link add {ends[0]} type veth peer name {ends[1]}",
+            f"ip link set {ends[1]} netns {name}",
+            f"ip addr add 169.254.77.1/30 dev {ends[0]}",
+            f"ip link set {ends[0]} up",
+            f"{inside}ip addr add 169.254.77.2/30 dev {ends[1]}",
+            f"{inside}ip link set {ends[1]} up",
+            f"tc qdisc add dev {ends[0]} {shape}",
+            f"{inside}tc qdisc add dev {ends[1]} {shape}",
+        ):
+            run(command.split())
+        yield _Namespace(name, "169.254.77.2")
+    finally:
+        run(["ip", "netns", "del", name])
+
+
+@contextlib.contextmanager
+def _prefill_engine(args: argparse.Namespace, secret: str, host: str, namespace: _Namespace | None) -> Iterator[int]:
     """Yield the port of a prefill engine in a process of its own. Raises RuntimeError if it ends."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = multiprocessing.get_context("spawn").Process(target=_serve_pages, args=(args, port), daemon=True)
-    process.start()
+    command = [] if namespace is None else ["ip", "netns", "exec", namespace.name]
+    address = f"tcp://{host}:{port}"
+    sizes = ["--length", args.length, "--chunk", args.chunk, "--host-bytes", args.host_bytes, "--serve", address, secret]
+    process = subprocess.Popen([*command, sys.executable, __file__, args.model, *map(str, sizes)])
     try:
-        while process.is_alive():
+        while process.poll() is None:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port)).close()
+                socket.create_connection((host, port), timeout=1).close()
                 yield port
                 return
             time.sleep(0.1)
-        raise RuntimeError(f"the prefill engine ended with status {process.exitcode}")
+        raise RuntimeError(f"the prefill engine ended with status {process.returncode}")
     finally:
         process.kill()
-        process.join()
+        process.wait()
 
 
-def _serve_pages(args: argparse.Namespace, port: int) -> None:
+def _serve_pages(args: argparse.Namespace) -> None:
+    address, secret = args.serve
     engine = LLMEngine(
         args.model,
         role="prefill",
-        prefill_listen=f"tcp://127.0.0.1:{port}",
+        prefill_listen=address,
+        transfer_secret_file=secret,
         kv_host_bytes=args.host_bytes,
         max_num_batched_tokens=args.chunk,
         max_model_len=args.length + 16,

@@ -1,4 +1,4 @@
-"""Benchmark cases: recurrent states of gated delta nets and Mamba 2, taken through tokens."""
+"""Benchmark cases: recurrent states of gated delta nets and Mamba 2, taken through tokens, and the convolutions before them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,6 @@ class _Shape:
 
 def recurrence_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
     """Yield steps of one token of 1 and 16 sequences, and prompts of one."""
-    if not hasattr(setup.native, "recur"):
-        return
     for mixer in shapes.mixers or _OF_OTHER_MODELS:
         if isinstance(mixer, Mamba2Spec):
             shape = _Shape("mamba 2", mixer.num_groups, mixer.num_heads, mixer.state_size, mixer.head_dim, 5)
@@ -50,8 +48,10 @@ def recurrence_cases(setup: Setup, shapes: ModelShapes) -> Iterator[KernelCase]:
             continue
         for num_sequences in (1, 16):
             yield _case(setup, shape, f"decode S={num_sequences}", num_sequences, 1)
+            yield _convolution(setup, mixer.conv_channels, mixer.conv_size, f"decode S={num_sequences}", num_sequences, 1)
         for length in setup.lengths:
             yield _case(setup, shape, f"prefill {length}", 1, length)
+            yield _convolution(setup, mixer.conv_channels, mixer.conv_size, f"prefill {length}", 1, length)
 
 
 def _case(setup: Setup, shape: _Shape, name: str, num_sequences: int, num_tokens: int) -> KernelCase:
@@ -74,3 +74,24 @@ def _case(setup: Setup, shape: _Shape, name: str, num_sequences: int, num_tokens
     operations = total * shape.v_heads * shape.k_dim * shape.v_dim * shape.num_operations
     title = f"{shape.name} {name} {shape.v_heads}x[{shape.k_dim}, {shape.v_dim}]"
     return KernelCase("recurrence", "f32", title, num_bytes, operations, "f32", copies, run)
+
+
+def _convolution(setup: Setup, channels: int, taps: int, name: str, num_sequences: int, num_tokens: int) -> KernelCase:
+    """Return the case of a causal convolution, whose states are in bfloat16."""
+    total, width = num_sequences * num_tokens, taps - 1
+    num_bytes = 2 * num_sequences * width * channels * 2 + 8 * total * channels + 4 * taps * channels
+    copies = setup.copies_for(num_bytes)
+    pool = noise(copies * num_sequences, width, channels, dtype=torch.bfloat16).contiguous()
+    x, weight = noise(copies, total, channels).contiguous(), noise(taps, channels).contiguous()
+    out, starts, size = torch.empty(total, channels), list(range(0, total + 1, num_tokens)), 2 * width * channels
+
+    def run(copy: int) -> None:
+        rows = [pool.data_ptr() + row * size for row in range(copy * num_sequences, (copy + 1) * num_sequences)]
+        tensors = (x[copy].data_ptr(), weight.data_ptr(), 0, out.data_ptr())
+        saves = [[(num_tokens, row)] for row in rows]
+        setup.native.convolve(tensors, (channels, taps), True, starts, rows, saves, setup.num_threads, setup.isa)
+
+    operations = 2 * total * taps * channels
+    return KernelCase(
+        "recurrence", "bf16", f"convolution {name} [{channels}, {taps}]", num_bytes, operations, "f32", copies, run
+    )

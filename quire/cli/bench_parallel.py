@@ -54,6 +54,15 @@ def _add_simulation(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-size", type=int, default=16, help="sequences that decode, on all devices together")
     group.add_argument("--context-len", type=int, default=1024, help="tokens of each sequence; not of --compare")
     group.add_argument("--imbalance", type=float, default=1.0, help="max/mean of the ranks' experts")
+    group.add_argument("--hosts", type=int, default=1, help="hosts that the ranks of a layout are divided among")
+    group.add_argument("--network-gb-per-s", type=float, default=50.0, help="between hosts, of each device; an assumption")
+    group.add_argument("--expert-payload", default="model", help="form of the rows that experts get: model, int8 or fp8")
+    group.add_argument(
+        "--expert-stages", type=int, choices=(1, 2), default=2, help="1: a row goes to each rank; 2: once to a host"
+    )
+    group.add_argument(
+        "--expert-halves", choices=("auto", "on", "off"), default="auto", help="exchange rows while experts compute others"
+    )
     group.add_argument("--quantization", default="auto", help="of the weights: auto (the checkpoint's), int8, int4, fp8")
     group.add_argument(
         "--deterministic", action="store_true", help="results are gathered, not added: the collectives of deterministic"
@@ -79,7 +88,8 @@ def _check_given(args: argparse.Namespace) -> None:
     if args.simulate is not None and args.compare:
         raise ConfigError("--simulate and --compare: give one of them")
     if args.simulate is None:
-        of_simulate = ("layout", "context_len", "imbalance", "deterministic")
+        links = ("hosts", "network_gb_per_s", "expert_payload", "expert_stages", "expert_halves")
+        of_simulate = ("layout", "context_len", "imbalance", "deterministic", *links)
         refuse_given(args, _add_simulation, of_simulate, "needs --simulate DEVICExN")
     if args.simulate is None and not args.compare:
         refuse_given(args, _add_simulation, ("model", "batch_size", "quantization"), "needs --simulate or --compare")
@@ -91,6 +101,7 @@ def _check_given(args: argparse.Namespace) -> None:
 
 def _simulate(args: argparse.Namespace) -> int:
     from quire.engine.inspect import inspect_model, weight_bytes_by_precision
+    from quire.planner.expert_exchange import ExpertLinks
     from quire.planner.model_shape import ModelShape
     from quire.planner.parallel_time import Layout, Load, ParallelSimulation, describe_times, parse_cluster, usual_layouts
 
@@ -106,12 +117,13 @@ def _simulate(args: argparse.Namespace) -> int:
         if layout.num_devices > num_devices:
             raise ConfigError(f"layout {layout.name} has {layout.num_devices} devices, but --simulate has {num_devices}")
     is_cpu = hardware.kind == "cpu"
-    simulation = ParallelSimulation(
-        found.spec, shape, hardware, precision, shape.dtype, args.deterministic or is_cpu, 4 if is_cpu else 2
-    )
+    halves = None if args.expert_halves == "auto" else args.expert_halves == "on"
+    links = ExpertLinks(args.expert_payload, args.hosts, args.expert_stages == 2, halves, args.network_gb_per_s * 1e9)
+    is_gathered, value_bytes = args.deterministic or is_cpu, 4 if is_cpu else 2
+    simulation = ParallelSimulation(found.spec, shape, hardware, precision, shape.dtype, is_gathered, value_bytes, links=links)
     load = Load(args.batch_size, args.context_len, args.imbalance)
     if args.layout is None:
-        layouts = [layout for layout in layouts if layout.num_replicas <= load.num_sequences]
+        layouts = [each for each in layouts if each.num_replicas <= load.num_sequences and each.num_tensor % args.hosts == 0]
     times = [simulation.step(layout, load) for layout in layouts]
     title = (
         f"SIMULATED: {args.model} ({precision}) on {num_devices} x {hardware.label}, {load.num_sequences} sequences of "

@@ -76,9 +76,9 @@ def _rank_lines(ranks: list[RankMemory]) -> list[str]:
     lines = [""]
     for rank, memory in enumerate(ranks):
         heads, kv = memory.heads, memory.kv_heads
+        has = f"heads {heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}" if heads.size else "no attention"
         lines.append(
-            f"rank {rank:<6} weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}; heads "
-            f"{heads.start} to {heads.stop - 1}, kv heads {kv.start} to {kv.stop - 1}"
+            f"rank {rank:<6} weights {format_bytes(memory.weight_bytes)}, KV cache {format_bytes(memory.kv_bytes)}; {has}"
             + ("" if memory.num_experts is None else f", {memory.num_experts} experts")
             + ("" if memory.tokens is None else f"; {memory.tokens}")
         )
@@ -95,7 +95,8 @@ def _stage_lines(stages: list[StageMemory]) -> list[str]:
         if memory.shard is None:
             lines.append(f"stage {stage.index:<5} {sizes}; {has}")
         else:
-            own = memory.shard.layers[stage.start].heads.describe()
+            own_heads = (layer.heads for layer in memory.shard.layers[stage.start : stage.stop] if layer.heads.heads.size > 0)
+            own = next((heads.describe() for heads in own_heads), "no attention")
             lines.append(f"stage {stage.index}, rank {memory.shard.rank:<2} {sizes}; {has}; {own}")
     return lines
 

@@ -120,14 +120,14 @@ class EngineConfig:
                             processes have even loads, given expert_load; or a file with a placement
     expert_load             with "balanced": a file with the tokens of each expert, written by save_expert_load
     num_redundant_experts   copies of experts in each layer, in other processes; with "balanced" of the busiest ones
-    save_expert_load        write the tokens of each expert to this file when the engine is closed. On a CPU, without
+    save_expert_load        write the tokens of each expert to this file when the engine is closed. Without pipeline stages and
                             prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
-                            tokens
+                            tokens. On a CPU
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
     save_expert_placement   write the placement to this file when experts have moved, and when the engine is closed
     expert_capacity_factor  lossy, changes outputs: an expert takes at most this many times the mean of a step (1 to 8; usual:
-                            1.2 to 1.5), the rest goes to the next best experts; None: no limit. On a CPU, as the next two
+                            1.2 to 1.5), the rest goes to the next best experts; None: no limit
     expert_bias_rate        lossy, changes outputs: busy experts are chosen less, by a bias that changes by this much in a step
                             (1e-6 to 0.05) and is at most 0.05; None: off
     expert_min_share        lossy, changes outputs: experts with less than this share (0.001 to 1) of the weight of a token's

@@ -73,6 +73,11 @@ class LossyRouting:
         return bool(self.capacity_factor or self.bias_rate or self.min_share)
 
 
+def counts_experts(config: EngineConfig) -> bool:
+    """Return whether statistics have the tokens of experts on every device; on a CPU they always have."""
+    return config.enable_expert_parallel or config.save_expert_load is not None or bool(config.lossy_routing)
+
+
 def take_redundant(config: EngineConfig) -> None:
     """Read eplb_config, and take its num_redundant_experts. Called while the configuration is made."""
     if config.eplb_config is None:

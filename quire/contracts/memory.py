@@ -209,9 +209,10 @@ class MemoryPlan:
     def _describe_states(self) -> tuple[str, ...]:
         if self.num_states == 0:
             return ()
+        bytes_per_state = (self.kv if self.host is None else self.host).bytes_per_state
         return (
             f"states      {format_bytes(self.state_bytes)}: {self.num_states:,} recurrent states of "
-            f"{format_bytes((self.kv if self.host is None else self.host).bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
+            f"{format_bytes(bytes_per_state)}, {self.num_state_checkpoints:,} of them checkpoints of prefixes",
         )
 
 

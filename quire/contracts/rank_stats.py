@@ -24,6 +24,7 @@ class RankStats:
     host          where ranks are on several hosts
     memory_bytes  what its process has resident now, shared memory included; 0: not known
     share         its part of the weights, from 0 to 1
+    part          which layers these are of, with pipeline stages
     num_barriers  of native steps and of the start; num_waits: those at which another rank was missing when this one came;
                   wait_s: the seconds of these
     num_bytes     of rows that it has written for the other ranks
@@ -40,4 +41,5 @@ class RankStats:
     num_waits: int = 0
     wait_s: float = 0.0
     num_bytes: int = 0
+    part: str = ""
     collectives: dict[str, CollectiveStats] = field(default_factory=dict[str, CollectiveStats])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.expert_options import LossyRouting
 from quire.contracts.model_spec import (
     NO_ATTENTION,
     NO_MLP,
@@ -51,6 +52,7 @@ from quire.model.device_mixers import DeviceMixerInputs, mixer_linears
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks, LayerRanks, PartKind
 from quire.model.device_refusal import check_on_device
+from quire.model.device_routing import DeviceRouting, RealRows, RoutingCounts, read_counts
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
 from quire.model.device_weights import DeviceWeights, load_on_device, under
@@ -132,6 +134,7 @@ class DeviceDecoder:
         self.is_fused = True
         self._tapped: dict[int, int] = {}
         self._features: Tensor | None = None
+        self._real_rows: RealRows | None = None
         most_kv_heads = max((layer.attention.num_kv_heads for layer in self.spec.layers), default=1)
         arrived = torch.zeros(FEW_TOKENS, most_kv_heads, dtype=torch.int32, device=device)
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
@@ -155,6 +158,17 @@ class DeviceDecoder:
     def offloaded_bytes(self) -> int:
         """Bytes of the weights that are in host memory."""
         return 0 if self._offload is None else self._offload.num_bytes
+
+    def watch_experts(self, lossy: LossyRouting) -> None:
+        """Count the tokens of the experts of each layer from now on, and change choices as `lossy` says. Before the first step,
+        on all ranks alike."""
+        self._real_rows = RealRows()
+        for layer in self._layers:
+            layer.watch_experts(lossy, self._real_rows)
+
+    def expert_counts(self) -> list[RoutingCounts | None]:
+        """Return the counts of each layer; None: it has no experts, or they are not watched. Waits for launched steps."""
+        return read_counts([layer.routing for layer in self._layers])
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
@@ -192,6 +206,8 @@ class DeviceDecoder:
         inputs = LayerInputs(None if self._embed is None else self._embed.per_layer_inputs(token_ids, x), embeddings)
         if self._offload is not None:
             self._offload.begin()
+        if self._real_rows is not None:
+            self._real_rows.begin(step.slots)
         if self.ranks is not None and self._divides_norms(x):
             norm = self._layers[0].first_norm
             y = x if norm is None else normalize(x, norm)
@@ -338,11 +354,20 @@ class DeviceLayer:
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
         self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
+        self.routing: DeviceRouting | None = None
         self._own = own
         self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
         gate, bias = own.get("attn_gate.weight"), own.get("attn_gate.bias")
         self._attention_gate = None if gate is None else DeviceLinear((gate,), bias, is_in_order)
         self._mixer_linears = mixer_linears(own, is_in_order) if spec.mixer is not None else {}
+
+    def watch_experts(self, lossy: LossyRouting, rows: RealRows) -> None:
+        """See DeviceDecoder."""
+        if isinstance(self._spec.mlp, MoeSpec):
+            router = self._own["router.weight"]
+            self.routing = DeviceRouting(self._spec.mlp, lossy, rows, self._correction, router.device)
+        if self._exchange is not None:
+            self._exchange.needs_all_rows = bool(lossy)
 
     @property
     def first_norm(self) -> Norm | None:
@@ -457,13 +482,13 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
+        y = y if self._ranks is None or self._takes_own_rows(y, step) else self._ranks.gather_rows(y)
         y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         return y if self._ranks is None else self._ranks.gather_rows(y)
 
-    def _takes_own_rows(self, y: Tensor) -> bool:
+    def _takes_own_rows(self, y: Tensor, step: DeviceAttentionMetadata) -> bool:
         """Return whether the feed-forward block of divided rows reads this rank's only."""
-        return self._exchange is not None and self._exchange.takes_own_rows(y)
+        return step.lora is None and self._exchange is not None and self._exchange.takes_own_rows(y)
 
     def _mixer_inputs(self, states: Sequence[Tensor], step: DeviceAttentionMetadata) -> DeviceMixerInputs:
         return DeviceMixerInputs(self._own, self._mixer_linears, states, step, self._prefix)
@@ -543,9 +568,12 @@ class DeviceLayer:
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
+            if self.routing is not None:
+                extra = self.routing.watched(extra, logits, is_noted=self._exchange is not None)
             out, kind = self._run_experts(read, logits, spec, extra, lora)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
+            ranks = self._ranks
+            read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
             shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
             if ranks is None:
                 branches = self._branches
@@ -586,7 +614,8 @@ class DeviceLayer:
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts", numbers)
             return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters))
 
-        out, is_part = self._exchange.run(x, routes, multiply, None if lora is None else lora.numbers)
+        note = None if self.routing is None else self.routing.note
+        out, is_part = self._exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

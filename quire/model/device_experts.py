@@ -41,13 +41,15 @@ class ExpertExchange:
 
     placement  where the experts are; the copies of one divide its rows by turns
     top_k      choices of a row
+
+    needs_all_rows  routes depend on other rows, so that each rank makes those of all; False at first
     """
 
     def __init__(
         self, ranks: DeviceRanks, placement: ExpertPlacement, top_k: int, is_in_order: bool, device: torch.device
     ) -> None:
         self._ranks, self._top_k, self._is_in_order = ranks, top_k, is_in_order
-        self._rank = ranks.shard.rank
+        self._rank, self.needs_all_rows = ranks.shard.rank, False
         self.num_own = len(placement.ranks[self._rank])
         holders = [
             [rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)
@@ -70,21 +72,31 @@ class ExpertExchange:
 
     def takes_own_rows(self, x: Tensor) -> bool:
         """Return whether `run` takes this rank's rows only, of a residual stream whose rows are divided."""
-        return self._ranks.has_divided_rows and self._exchanges(x)
+        return self._ranks.has_divided_rows and self._exchanges(x) and not self.needs_all_rows
 
-    def run(self, x: Tensor, routes: Routes, multiply: MultiplyPairs, adapters: Tensor | None = None) -> tuple[Tensor, bool]:
+    def run(
+        self,
+        x: Tensor,
+        routes: Routes,
+        multiply: MultiplyPairs,
+        note: Callable[[Tensor], None] | None = None,
+        adapters: Tensor | None = None,
+    ) -> tuple[Tensor, bool]:
         """Return what the experts give [T, N], and whether that is this rank's part of a sum. While rows are divided: complete
         rows of this rank only, unless it is a part of a sum.
 
         x         [T, N] what the experts read, of all rows; of this rank's only, where takes_own_rows says so
         routes    of the same rows
+        note      takes the experts of all pairs of all rows
         adapters  [T] i32 the number of each row's LoRA adapter, -1: none; x has all rows then. None: no row has one
         """
         has_own_rows = adapters is None and self.takes_own_rows(x)
-        if not has_own_rows and not self._exchanges(x):
-            return self._run_all(x, routes, multiply, adapters)
         if has_own_rows:
             routes = self._gather_routes(routes)
+        if note is not None:
+            note(routes.experts)
+        if not self._exchanges(x):
+            return self._run_all(x, routes, multiply, adapters)
         num_rows = len(routes.experts) // self._top_k
         found = self._exchange(x, routes, num_rows, multiply, has_own_rows, adapters)
         return (found if self._ranks.has_divided_rows else self._ranks.gather_rows_of(found, num_rows)), False

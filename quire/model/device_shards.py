@@ -10,7 +10,7 @@ column- then row-parallel with a sum
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,7 +20,7 @@ from quire.base.errors import InvariantError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
 from quire.model.parameters import Shape, parameter_shapes
 from quire.model.tensor_shards import LayerShard, ModelShard
-from quire.parallel.expert_placement import linear_placement, slot_counts
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.shards import ShardRange, shard_range
 from quire.quant.float8 import Float8Weight, concatenate_float8
 from quire.quant.weight import QuantizedWeight, concatenate_rows
@@ -47,19 +47,19 @@ class DeviceShard:
 
     @classmethod
     def of(
-        cls, spec: ModelSpec, rank: int, shares: Sequence[float], is_in_order: bool, has_expert_ranks: bool = False
+        cls,
+        spec: ModelSpec,
+        rank: int,
+        shares: Sequence[float],
+        is_in_order: bool,
+        placements: Mapping[int, ExpertPlacement] | None = None,
     ) -> DeviceShard:
         """Return the part of a rank, where rank r has shares[r] of the sum of `shares`.
 
-        has_expert_ranks  with expert parallelism: each rank has consecutive whole experts
+        placements  with expert parallelism: where the whole experts of each layer are, by its index; None: without
 
         Raises ConfigError if a rank would have no part of a weight.
         """
-        placements = {
-            index: linear_placement(layer.mlp.num_experts, slot_counts(layer.mlp.num_experts, 0, shares))
-            for index, layer in enumerate(spec.layers)
-            if has_expert_ranks and isinstance(layer.mlp, MoeSpec)
-        }
         ranks = [ModelShard.of(spec, each, shares, placements) for each in range(len(shares))]
         if not is_in_order:
             ranks = [_with_whole_groups(spec, shard, shares) for shard in ranks]

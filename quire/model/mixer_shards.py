@@ -13,8 +13,9 @@ from quire.parallel.shards import OUTPUT_MULTIPLE, HeadRange, ShardRange, head_r
 def mixer_heads(spec: MixerSpec, rank: int, shares: Sequence[float]) -> HeadRange:
     """Return the value heads of a rank, and the key heads, or groups of B and C, that they read: see head_range.
 
-    Of a short convolution and of Mamba 1 they are channels, and one group that all ranks read. Raises ConfigError for more ranks
-    than heads.
+    Of a short convolution and of Mamba 1 they are channels, and one group that all ranks read.
+
+    Raises ConfigError for more ranks than heads.
     """
     num_heads, num_groups = _counts(spec)
     if len(shares) > num_heads:

@@ -279,7 +279,8 @@ class NativeDecoder:
         return logits
 
     def _state_rows(self, rows: StateRows | None, num_sequences: int) -> dict[str, Any]:
-        """Return the arguments of a step that say which recurrent states it reads and writes; without any, all sequences start."""
+        """Return the arguments of a step that say which recurrent states it reads and writes; without rows all sequences
+        start."""
         if not self.spec.has_recurrent_state:
             return {}
         rows = StateRows.none(num_sequences) if rows is None else rows

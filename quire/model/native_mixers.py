@@ -49,7 +49,8 @@ def mixer_ranges(spec: MixerSpec, own: HeadRange | None) -> dict[str, list[Shard
     """
     own = mixer_heads(spec, 0, (1.0,)) if own is None else own
     if isinstance(spec, GatedDeltaSpec):
-        keys, values, num_keys = _scaled(own.kv_heads, spec.k_dim), _scaled(own.heads, spec.v_dim), spec.num_k_heads * spec.k_dim
+        keys, values = _scaled(own.kv_heads, spec.k_dim), _scaled(own.heads, spec.v_dim)
+        num_keys = spec.num_k_heads * spec.k_dim
         decays = _scaled(own.heads, 1 if spec.gate_rank is None else spec.k_dim)
         channels = [keys, _moved(keys, num_keys), _moved(values, 2 * num_keys)]
         return {"delta.qkv": channels, "delta.z": [values], "delta.b": [own.heads], "delta.a": [decays]}
@@ -89,7 +90,10 @@ class NativeMixerBuilder:
     set_norm: SetsNorm
 
     def build(self, spec: MixerSpec, prefix: str, heads: HeadRange | None) -> Any:
-        """Return a native mixer, without its last projection, and without the factor on its input; heads: see LayerShard.mixer_heads, None: all."""
+        """Return a native mixer, without its last projection, and without the factor on its input.
+
+        heads  see LayerShard.mixer_heads; None: all
+        """
         mixer = self.native.Mixer(_KINDS[type(spec)])
         own = mixer_heads(spec, 0, (1.0,)) if heads is None else heads
         mixer.taps = spec.conv_size

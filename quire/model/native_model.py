@@ -31,8 +31,8 @@ from quire.contracts.model_spec import (
     RopeSpec,
 )
 from quire.kernels.reference.activation import XIELU_BETA, normal_quantile
-from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_experts import ExpertPacker, ExpertStack, WeightForms, is_finite, weight_rows
+from quire.model.native_mixers import NativeMixerBuilder, mixer_refusal
 from quire.model.native_weights import NativeWeight, WeightPacker
 from quire.model.parameters import parameter_shapes
 from quire.model.pipeline_stages import PipelineStage
@@ -305,7 +305,9 @@ class NativeModelBuilder:
         bias = self._vector(f"{name}.bias")
         weight = self._packer.fitting(self._forms.of(f"{name}.weight", weight))
         packed = [
-            self._packer.pack(weight_rows(weight, part.start, part.stop), None if bias is None else bias[part.start : part.stop])
+            self._packer.pack(
+                weight_rows(weight, part.start, part.stop), None if bias is None else bias[part.start : part.stop]
+            )
             for part in ranges
         ]
         if isinstance(parameter, StoredParameter):
@@ -332,7 +334,8 @@ class NativeModelBuilder:
             factor = mixed
         self._set_norm(layer.attn_in, spec.attn_in, name, hidden, factor=factor)
 
-    def _set_norm(self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1, factor: float = 1.0
+    def _set_norm(
+        self, norm: Any, spec: NormSpec | None, name: str, size: int, num_heads: int = 1, factor: float = 1.0
     ) -> None:
         """Set a native norm of rows of `size` values, times a factor; num_heads: number of heads, each with its own weight."""
         if spec is None:
@@ -397,7 +400,7 @@ class NativeModelBuilder:
     def _build_mixer(self, layer: Any, mixer: MixerSpec, prefix: str, shard: LayerShard | None) -> None:
         builder = NativeMixerBuilder(self._native, self._pack, self._pack_parts, self._vector, self._set_norm)
         layer.mixer = builder.build(mixer, prefix, None if shard is None else shard.mixer_heads)
-        names = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
+        names: dict[type, str] = {GatedDeltaSpec: "delta.o", ShortConvSpec: "conv.out"}
         name = f"{prefix}{names.get(type(mixer), 'mamba.out')}"
         layer.mixer.out = self._pack(name, rows=None if shard is None else shard.outputs)
 

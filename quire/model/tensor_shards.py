@@ -256,7 +256,11 @@ class ModelShard:
         if module.startswith("experts.") and layer.experts is not None:
             return (len(layer.experts.experts), *shape[1:])
         if module.startswith("experts."):
-            return (shape[0], layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size, *shape[2:])
+            return (
+                shape[0],
+                layer.num_up_parts * layer.inner.size if module == "experts.gate_up" else layer.outputs.size,
+                *shape[2:],
+            )
         return shape
 
     def _mixer_shape(self, layer: LayerShard, name: str, own: Shape, shape: Shape) -> Shape:
@@ -276,9 +280,7 @@ class ModelShard:
         layer = self.layers[int(index)]
         if module in ("q", "kv_b", "attn_gate", "k", "v"):
             is_kv = module in ("k", "v")
-            heads, total = (
-                (layer.heads.kv_heads, layer.total_kv_heads) if is_kv else (layer.heads.heads, layer.total_heads)
-            )
+            heads, total = (layer.heads.kv_heads, layer.total_kv_heads) if is_kv else (layer.heads.heads, layer.total_heads)
             return ShardRange(heads.start * num_rows // total, heads.stop * num_rows // total)
         if module.startswith("experts."):
             if layer.experts is not None:

@@ -104,7 +104,7 @@ def join_group(rendezvous: Rendezvous, main: Callable[[WorkerContext], None], ow
         return run_remote(main, RemoteStart(**invitation["start"]), store, rendezvous, own)
     start = WorkerStart(**{**invitation["start"], "rank": rendezvous.rank})
     memory = SharedMemoryFile(open_descriptor_of(start.parent_pid, start.descriptor))
-    return run_attached(main, start, memory, start.parent_pid, own)
+    return run_attached(main, start, memory, start.parent_pid, own, store, rendezvous.local_rank)
 
 
 def _open_store(rendezvous: Rendezvous, timeout_s: float, store: Store | None) -> Store:

@@ -148,9 +148,11 @@ class WorkerContext:
     ring     messages of the leader
     leader_pid  of the leader's process if it is not this one's parent but on the same host
     own      what this process's starter has given to it, not the leader
+    store    where the ranks of a launcher have met; None: the leader's, see connect_store
+    local_rank  of this process on its host, as the launcher counts; None: all are on one host
     subgroups  the barriers of those of LaunchOptions.subgroups that this rank is in
     exchange if the ranks are on several hosts and share no memory: exchanges rows; `memory` and `barrier` are then this rank's
-             own; num_on_host: number of ranks on this host
+             own; num_on_host: number of ranks on this host; address: of this host, for the others
     """
 
     rank: int
@@ -167,16 +169,21 @@ class WorkerContext:
     own: Any = None
     exchange: RowExchange | None = None
     num_on_host: int | None = None
+    address: str | None = None
     subgroups: Mapping[str, ProcessBarrier] = field(default_factory=dict)
+    store: Store | None = None
+    local_rank: int | None = None
 
     def open_descriptor(self, number: int) -> int:
         """Return a descriptor of this process for the leader's descriptor `number` (LaunchOptions.pass_fds)."""
         return number if self.leader_pid is None else open_descriptor_of(self.leader_pid, number)
 
     def connect_store(self) -> Store:
-        """Connect to the leader's store (LaunchOptions.with_store)."""
+        """Return the store of a launcher's ranks, or connect to the leader's (LaunchOptions.with_store)."""
         from torch.distributed import TCPStore
 
+        if self.store is not None:
+            return self.store
         if self.store_port is None:
             raise ConfigError("the leader has made no store: LaunchOptions(with_store=True)")
         return TCPStore("127.0.0.1", self.store_port, is_master=False)
@@ -224,9 +231,11 @@ def run_attached(
     memory: SharedMemoryFile,
     leader_pid: int | None = None,
     own: Any = None,
+    store: Store | None = None,
+    local_rank: int | None = None,
 ) -> int:
-    """Run a worker of a group on this host whose memory is mapped; return the exit status. leader_pid, own: see
-    WorkerContext."""
+    """Run a worker of a group on this host whose memory is mapped; return the exit status. leader_pid, own, store, local_rank:
+    see WorkerContext."""
     barrier = ProcessBarrier(memory, start.rank, start.size)
     startup = StartupReporter(StartupBoard(memory), start.rank)
     subgroups = attach_subgroups(memory, start.rank, start.subgroups)
@@ -246,6 +255,8 @@ def run_attached(
         leader_pid=leader_pid,
         own=own,
         subgroups=subgroups,
+        store=store,
+        local_rank=local_rank,
     )
     return run_main(main, context)
 

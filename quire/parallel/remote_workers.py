@@ -82,7 +82,7 @@ class RemoteWorkers(StartingWorkers):
         self._hosts, self._pids = hosts, pids
         self.num_on_host = num_on_host[0]
         session = os.urandom(SESSION_BYTES)
-        address = socket.gethostbyname(rendezvous.address)
+        self.address = address = socket.gethostbyname(rendezvous.address)
         listener = MessageListener(address, session)
         logger.info("rank 0 listens for messages at %s:%d", address, listener.port)
         start = RemoteStart(
@@ -221,6 +221,9 @@ def run_remote(
         own=own,
         exchange=RowExchange(communicator, barrier),
         num_on_host=start.num_on_host[rank],
+        address=address,
+        store=store,
+        local_rank=rendezvous.local_rank,
     )
     status = run_main(main, context)
     monitor.close()

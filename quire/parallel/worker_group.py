@@ -114,12 +114,13 @@ class StartingWorkers:
 
     memory, barrier  of the group; only the leader's own if ranks share no memory
     exchange         exchanges rows between ranks that share no memory
-    num_on_host      ranks on the leader's host, if there are several hosts
+    num_on_host      ranks on the leader's host, if there are several hosts; address: of that host
     on_end           called once when everything has been released
     """
 
     exchange: RowExchange | None = None
     num_on_host: int | None = None
+    address: str | None = None
     on_end: Callable[[], None] | None = None
 
     def __init__(

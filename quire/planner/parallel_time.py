@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from quire.base.errors import ConfigError
 from quire.contracts.model_spec import LayerSpec, ModelSpec, MoeSpec
+from quire.planner.expert_exchange import (
+    EXCHANGED_BYTES,
+    HALVES_ROWS,
+    ExpertLinks,
+    Traffic,
+    dispatch_and_combine,
+    seconds_in_halves,
+)
 from quire.planner.hardware import HARDWARE, Hardware, find_hardware
 from quire.planner.model_shape import ModelShape
 from quire.planner.step_time import StepWork, step_bytes, step_flops
@@ -106,6 +114,23 @@ def layer_exchange(layer: LayerSpec, hidden_size: int, layout: Layout, is_gather
     return Exchange(2, 2 * 2 * hidden_size * others)
 
 
+def around_experts(layer: LayerSpec, hidden_size: int, layout: Layout, is_gathered: bool, value_bytes: int) -> Exchange:
+    """Return what a layer exchanges in addition to the rows of its experts.
+
+    Its ranks add up attention for their rows (reduce-scatter), gather the routes, and gather the rows of the next layer. With
+    is_gathered all have all rows: attention and its output are gathered, and the results of the experts.
+    """
+    assert isinstance(layer.mlp, MoeSpec)
+    others = (layout.num_tensor - 1) / layout.num_tensor
+    shared = layer.mlp.shared
+    if is_gathered:
+        widths = [*gathered_widths(layer, hidden_size, True)[:-1], hidden_size]
+        return Exchange(len(widths), sum(widths) * others * value_bytes)
+    routes = Exchange(1, 8 * layer.mlp.top_k * others)
+    num_rows = 2 if shared is None else 4  # a shared expert reads all rows, and its output is added up
+    return routes + Exchange(num_rows, num_rows * hidden_size * others * value_bytes)
+
+
 def step_exchange(spec: ModelSpec, layout: Layout, is_gathered: bool, value_bytes: int) -> Exchange:
     """Return what all layers of a step exchange, with the rows of the embedding and the logits of every token."""
     total = Exchange(0, 0.0)
@@ -140,8 +165,10 @@ class LayoutTime:
     step_s            from a token to the next one of the same sequence: with stages, through all of them
     read_bytes        of weights, by the device that reads the most, in a step
     exchange_bytes    that a rank receives for a token in a step; num_collectives: of a step
-    compute_s, exchange_s, fixed_s   the parts of step_s
+    compute_s, exchange_s, fixed_s   the parts of step_s; exchange_s: what computing does not hide
     held_bytes        of weights on a device; fits: they and the cache of its sequences are within its memory
+    network_bytes     of exchange_bytes, those from other hosts
+    hidden_s          of exchanges while the experts compute
     """
 
     layout: Layout
@@ -155,6 +182,19 @@ class LayoutTime:
     fixed_s: float
     held_bytes: float
     fits: bool
+    network_bytes: float = 0.0
+    hidden_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Exchanged:
+    """What a step exchanges: seconds that computing does not hide, and does; and seconds that experts compute in addition, as
+    each half reads their weights."""
+
+    traffic: Traffic
+    exposed_s: float
+    hidden_s: float = 0.0
+    added_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +205,7 @@ class ParallelSimulation:
     product_bytes_per_s  bytes of weights per second that a device's products reach at the rows of the step, where that was
                      measured; None: the larger of the times for the bytes and for the operations, at the device's rates
     attention_s      of all layers of a step, where that was measured; None: from bytes and operations, too
+    links            how ranks on GPUs with whole experts exchange rows
     """
 
     spec: ModelSpec
@@ -176,6 +217,7 @@ class ParallelSimulation:
     value_bytes: int = 2
     product_bytes_per_s: float | None = None
     attention_s: float | None = None
+    links: ExpertLinks = field(default_factory=ExpertLinks)
 
     def step(self, layout: Layout, load: Load) -> LayoutTime:
         """Return the time of a layout. Raises ConfigError for one that has more ranks or stages than there is to divide."""
@@ -199,14 +241,12 @@ class ParallelSimulation:
         attention_s = self.attention_s
         if attention_s is None:
             attention_s = max(cached / bandwidth, attention_flops * share / (device.flops_per_s * peak))
-        exchange = step_exchange(self.spec, layout, self.is_gathered, self.value_bytes)
-        rate = device.link_bytes_per_s or device.bytes_per_s / 2
-        exchange_s = exchange.num_calls * reached.collective_s + exchange.num_bytes * batch / rate
-        rows = batch * self.shape.hidden_size * self.value_bytes
-        exchange_s += (layout.num_stages - 1) * (reached.collective_s + rows / rate)
+        exchange = self._exchange(layout, batch, busiest)
+        rows = Traffic(1, self.shape.hidden_size * self.value_bytes)
+        exchange_s = exchange.exposed_s + (layout.num_stages - 1) * self._seconds(rows, batch)
         layer_s = reached.fused_layer_s if batch <= reached.few_tokens else reached.layer_s
         fixed_s = reached.step_s + layer_s * self.shape.num_layers + reached.sequence_s * batch
-        compute_s = linear_s + attention_s
+        compute_s = linear_s + attention_s + exchange.added_s
         step_s = compute_s + exchange_s + fixed_s
         held = self.shape.weight_bytes[self.precision] / (layout.num_tensor * layout.num_stages)
         kv = group * self.shape.kv_bytes_of(load.context_len, self.kv_format) / (layout.num_tensor * layout.num_stages)
@@ -215,14 +255,72 @@ class ParallelSimulation:
             step_s,
             load.num_sequences / step_s,
             read / layout.num_stages,
-            exchange.num_bytes,
-            exchange.num_calls,
+            exchange.traffic.local_bytes + exchange.traffic.network_bytes,
+            exchange.traffic.num_calls,
             compute_s,
             exchange_s,
             fixed_s,
             held,
             held + kv <= device.memory_bytes,
+            exchange.traffic.network_bytes,
+            exchange.hidden_s,
         )
+
+    def _seconds(self, traffic: Traffic, num_tokens: int) -> float:
+        """Return how long an exchange of so many tokens takes; what comes from other hosts arrives next to the rest."""
+        rate = self.hardware.link_bytes_per_s or self.hardware.bytes_per_s / 2
+        network_s = traffic.network_bytes / self.links.network_bytes_per_s
+        received_s = num_tokens * max(traffic.local_bytes / rate, network_s)
+        return traffic.num_calls * self.hardware.efficiency.collective_s + received_s
+
+    def exchanges_rows(self, layout: Layout, batch: int) -> bool:
+        """Return whether ranks with whole experts exchange rows in steps of so many tokens, as GPUs do in large ones."""
+        is_large = batch * self.spec.hidden_size * self.value_bytes > EXCHANGED_BYTES
+        return layout.has_whole_experts and layout.num_tensor > 1 and self.hardware.kind == "gpu" and is_large
+
+    def _exchange(self, layout: Layout, batch: int, busiest: float) -> _Exchanged:
+        """Return what a step of so many tokens exchanges; busiest: the part of the experts' work that the busiest rank has."""
+        if not self.exchanges_rows(layout, batch):
+            exchange = step_exchange(self.spec, layout, self.is_gathered, self.value_bytes)
+            traffic = self._placed(exchange)
+            return _Exchanged(traffic, self._seconds(traffic, batch))
+        ends = self._placed(step_exchange(replace(self.spec, layers=()), layout, self.is_gathered, self.value_bytes))
+        total = _Exchanged(ends, self._seconds(ends, batch))
+        mixtures = [layer for layer in self.spec.layers if isinstance(layer.mlp, MoeSpec)]
+        for layer in self.spec.layers:
+            total = _joined(total, self._layer_exchange(layer, layout, batch, busiest, len(mixtures)))
+        return total
+
+    def _layer_exchange(self, layer: LayerSpec, layout: Layout, batch: int, busiest: float, num_mixtures: int) -> _Exchanged:
+        if not isinstance(layer.mlp, MoeSpec):
+            traffic = self._placed(layer_exchange(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
+            return _Exchanged(traffic, self._seconds(traffic, batch))
+        around = self._placed(around_experts(layer, self.spec.hidden_size, layout, self.is_gathered, self.value_bytes))
+        sizes = self.spec.hidden_size, layout.num_tensor, self.links, self.value_bytes, self.is_gathered
+        dispatch, combine = dispatch_and_combine(layer.mlp, *sizes)
+        around_s, whole_s = self._seconds(around, batch), self._seconds(dispatch, batch) + self._seconds(combine, batch)
+        halves = self.links.halves
+        if not (batch // layout.num_tensor >= HALVES_ROWS if halves is None else halves):
+            return _Exchanged(around + dispatch + combine, around_s + whole_s)
+        half = -(-batch // 2)
+        experts_s, half_s = (self._experts_s(count, busiest) / num_mixtures for count in (batch, half))
+        there_s, back_s = self._seconds(dispatch, half), self._seconds(combine, half)
+        exposed_s = seconds_in_halves(there_s, half_s, back_s) - 2 * half_s
+        traffic = around + dispatch + combine + Traffic(dispatch.num_calls + combine.num_calls)
+        hidden_s = 2 * (there_s + back_s) - exposed_s
+        return _Exchanged(traffic, around_s + exposed_s, hidden_s, 2 * half_s - experts_s)
+
+    def _placed(self, exchange: Exchange) -> Traffic:
+        """Return the traffic of collectives of all ranks: with several hosts the network bounds them."""
+        is_far = self.links.num_hosts > 1
+        local, far = (0.0, exchange.num_bytes) if is_far else (exchange.num_bytes, 0.0)
+        return Traffic(exchange.num_calls, local, far)
+
+    def _experts_s(self, num_tokens: int, busiest: float) -> float:
+        """Return the seconds in which the experts of all layers compute a step."""
+        read, flops = self._weights_read(num_tokens)[1] * busiest, self._expert_flops(num_tokens) * busiest
+        device, reached = self.hardware, self.hardware.efficiency
+        return max(read / (device.bytes_per_s * reached.bandwidth), flops / (device.flops_of(self.precision) * reached.compute))
 
     def _check(self, layout: Layout, load: Load) -> None:
         for name, count, most, what in (
@@ -232,6 +330,11 @@ class ParallelSimulation:
         ):
             if count > most:
                 raise ConfigError(f"layout {layout.name} has {count} {name}, but there are {most} {what}")
+        if layout.num_tensor % self.links.num_hosts:
+            raise ConfigError(
+                f"layout {layout.name} has {layout.num_tensor} ranks in a group, which cannot be divided among "
+                f"{self.links.num_hosts} hosts"
+            )
         if layout.has_whole_experts:
             counts = [layer.mlp.num_experts for layer in self.spec.layers if isinstance(layer.mlp, MoeSpec)]
             if not counts:
@@ -247,6 +350,15 @@ class ParallelSimulation:
 
     def _expert_flops(self, num_tokens: int) -> float:
         return 2.0 * num_tokens * sum(group.num_parameters * group.top_k / group.num_experts for group in self.shape.experts)
+
+
+def _joined(one: _Exchanged, other: _Exchanged) -> _Exchanged:
+    return _Exchanged(
+        one.traffic + other.traffic,
+        one.exposed_s + other.exposed_s,
+        one.hidden_s + other.hidden_s,
+        one.added_s + other.added_s,
+    )
 
 
 def usual_layouts(num_devices: int, is_mixture: bool) -> list[Layout]:
@@ -266,16 +378,16 @@ def describe_times(times: Sequence[LayoutTime], title: str) -> str:
     """Return a table."""
     lines = [
         title,
-        f"{'layout':<12}{'step ms':>9}{'tokens/s':>10}{'compute':>9}{'exchange':>9}{'fixed':>8}{'read MB':>10}"
-        f"{'KB/token':>10}{'collectives':>12}{'held GB':>9}",
+        f"{'layout':<12}{'step ms':>9}{'tokens/s':>10}{'compute':>9}{'exchange':>9}{'hidden':>8}{'fixed':>8}{'read MB':>10}"
+        f"{'KB/token':>10}{'network':>9}{'collectives':>12}{'held GB':>9}",
     ]
     for one in times:
-        parts = "".join(
-            f"{value * 1e3:{width}.3f}" for value, width in ((one.compute_s, 9), (one.exchange_s, 9), (one.fixed_s, 8))
-        )
+        seconds = ((one.compute_s, 9), (one.exchange_s, 9), (one.hidden_s, 8), (one.fixed_s, 8))
+        parts = "".join(f"{value * 1e3:{width}.3f}" for value, width in seconds)
+        received = f"{one.exchange_bytes / 1e3:10.1f}{one.network_bytes / 1e3:9.1f}"
         note = "" if one.fits else "  DOES NOT FIT"
         lines.append(
-            f"{one.layout.name:<12}{one.step_s * 1e3:9.3f}{one.tokens_per_s:10.0f}{parts}{one.read_bytes / 1e6:10.1f}"
-            f"{one.exchange_bytes / 1e3:10.1f}{one.num_collectives:12d}{one.held_bytes / 1e9:9.2f}{note}"
+            f"{one.layout.name:<12}{one.step_s * 1e3:9.3f}{one.tokens_per_s:10.0f}{parts}{one.read_bytes / 1e6:10.1f}{received}"
+            f"{one.num_collectives:12d}{one.held_bytes / 1e9:9.2f}{note}"
         )
     return "\n".join(lines)

@@ -133,6 +133,7 @@ def describe(backend: Backend) -> dict[str, Any]:
         "num_others": backend.num_others,
         "num_queued_tokens": backend.num_queued_tokens,
         "num_prefix_chunks": len(backend.prefixes),
+        "prompt_tokens": {name: getattr(backend.prompt_counts, name) for name in ("sent", "predicted", "served", "cached")},
         "ms_per_prompt": None if backend.cost is None else round(backend.cost.s_per_prompt * 1000, 4),
         "ms_per_prompt_token": None if backend.cost is None else round(backend.cost.s_per_token * 1000, 4),
         "kv_events": [_describe_events(subscriber) for subscriber in backend.kv_subscribers],

@@ -40,6 +40,7 @@ class LoadReport(msgspec.Struct, frozen=True):
     role                   both, prefill or decode
     prefill_listen         of a prefill server: where decode servers connect
     prefill_urls           of a decode server that takes them from a router: those in use; None while they are not known
+    prompt_tokens_total    of requests that it has answered since its start; cached_tokens_total: of these, from its cache
     """
 
     running: int | None = None
@@ -53,6 +54,8 @@ class LoadReport(msgspec.Struct, frozen=True):
     role: str = "both"
     prefill_listen: str | None = None
     prefill_urls: list[str] | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_tokens_total: int | None = None
+    cached_tokens_total: int | None = None
 
     @property
     def kv_usage(self) -> float:
@@ -76,6 +79,31 @@ class Flight:
     started_s: float
     is_streaming: bool
     has_answered: bool = False
+
+
+@dataclass(slots=True)
+class PromptCounts:
+    """Prompt tokens at one backend since it was added.
+
+    sent, predicted    by this router, about; of these, predicted to be cached
+    served, cached     by its reports: of all its requests; of these, taken from its cache
+    """
+
+    sent: int = 0
+    predicted: int = 0
+    served: int = 0
+    cached: int = 0
+    _totals: tuple[int, int] | None = None
+
+    def take(self, load: LoadReport) -> None:
+        """Take in a report. What a backend served before the first one is not counted; one that started again begins at 0."""
+        if load.prompt_tokens_total is None or load.cached_tokens_total is None:
+            return
+        last, self._totals = self._totals, (load.prompt_tokens_total, load.cached_tokens_total)
+        if last is not None:
+            before = last if last[0] <= self._totals[0] else (0, 0)
+            self.served += self._totals[0] - before[0]
+            self.cached += self._totals[1] - before[1]
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +149,7 @@ class Backend:
     _estimate: CostEstimate = field(default_factory=CostEstimate, repr=False)
     role: str = "both"
     prefill_url: str | None = None
+    prompt_counts: PromptCounts = field(default_factory=PromptCounts)
 
     @property
     def name(self) -> str:
@@ -253,6 +282,7 @@ class Backend:
         if load is None:  # perhaps another server, which reports nothing
             self.num_others, self.role, self.prefill_url = 0, "both", None
             return
+        self.prompt_counts.take(load)
         self.role, self.prefill_url = load.role, reachable_url(load.prefill_listen, self.address)
         self.num_others = max((load.running or 0) + (load.waiting or 0) - self.num_in_flight, 0)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from quire.router.backend import STATES, Backend, BackendTable
+from quire.router.backend import STATES, Backend, BackendTable, PromptCounts
 from quire.router.kv_subscriber import SOURCE_STATES
 from quire.serving.metrics.instruments import Counter, Gauge, Histogram, InstrumentCollector
 
@@ -46,8 +48,21 @@ class RouterMetrics:
         self.overhead = Histogram(
             PREFIX + "choice_seconds", "From the whole body to the request being sent: the router's own part.", none, _SECONDS
         )
-        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens sent, about.", none)
-        self.cached_tokens = Counter(PREFIX + "predicted_cached_tokens", "Of these, predicted to be cached.", none)
+        of_backend = ("backend",)
+        self.prompt_tokens = Counter(PREFIX + "prompt_tokens", "Prompt tokens sent, about.", none, of_backend)
+        self.predicted_cached = Counter(
+            PREFIX + "predicted_cached_tokens", "Of these, predicted to be cached.", none, of_backend
+        )
+        self.served_tokens = Counter(
+            PREFIX + "served_prompt_tokens",
+            "Prompt tokens of all requests that a backend has answered, by its reports: quire's only.",
+            none,
+            of_backend,
+        )
+        self.cached_tokens = Counter(
+            PREFIX + "served_cached_tokens", "Of these, taken from the backend's prefix cache.", none, of_backend
+        )
+        self._shown: dict[str, PromptCounts] = {}
         self.tokenized = Counter(
             PREFIX + "tokenized_prompts",
             "Prompts that backends tokenised: done, timeout, failed.",
@@ -88,7 +103,20 @@ class RouterMetrics:
             self.queued.labels(backend.name).set(backend.num_queued_tokens)
             self.chunks.labels(backend.name).set(len(backend.prefixes))
             self._show_events(backend)
+            self._show_prompts(backend)
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def _show_prompts(self, backend: Backend) -> None:
+        """Add what a backend has counted since the last time; one that was added again begins at 0."""
+        name, now = backend.name, backend.prompt_counts
+        before = self._shown.get(name)
+        if before is None or before.sent > now.sent or before.served > now.served:
+            before = PromptCounts()
+        self.prompt_tokens.labels(name).add(now.sent - before.sent)
+        self.predicted_cached.labels(name).add(now.predicted - before.predicted)
+        self.served_tokens.labels(name).add(now.served - before.served)
+        self.cached_tokens.labels(name).add(now.cached - before.cached)
+        self._shown[name] = replace(now)
 
     def _show_events(self, backend: Backend) -> None:
         subscribers, name = backend.kv_subscribers, backend.name

@@ -191,8 +191,8 @@ class Proxy:
         metrics = self._metrics
         metrics.chosen.labels(choice.reason).add()
         if prompt is not None:
-            metrics.prompt_tokens.labels().add(prompt.num_tokens)
-            metrics.cached_tokens.labels().add(choice.num_cached_tokens)
+            choice.backend.prompt_counts.sent += prompt.num_tokens
+            choice.backend.prompt_counts.predicted += choice.num_cached_tokens
             choice.backend.prefixes.add(prompt.keys)
         if choice.predicted_s is not None:
             metrics.predicted.labels().observe(choice.predicted_s)

@@ -51,13 +51,19 @@ def find_placements(config: EngineConfig, spec: ModelSpec) -> Placements | None:
             f"enable_expert_parallel is for mixture models, but the model ({spec.model_type}) has no experts: leave it out; "
             "tensor_parallel_size does without"
         )
-    counts = {layer: slot_counts(count, config.num_redundant_experts, shares) for layer, count in num_experts.items()}
     if config.expert_load is not None:
+        counts = {layer: slot_counts(count, config.num_redundant_experts, shares) for layer, count in num_experts.items()}
         tokens = read_loads(config.expert_load, num_experts)
         return {layer: place(tokens[layer], counts[layer], shares) for layer in num_experts}
     if config.expert_placement == "linear":
-        return {layer: linear_placement(num_experts[layer], counts[layer]) for layer in num_experts}
+        return linear_placements(spec, config.num_redundant_experts, shares)
     return read_placements(config.expert_placement, num_experts, len(shares))
+
+
+def linear_placements(spec: ModelSpec, num_redundant: int, shares: Sequence[float]) -> Placements:
+    """Return consecutive experts for each rank, with so many copies in each layer. Raises ConfigError."""
+    counts = count_experts(spec)
+    return {layer: linear_placement(count, slot_counts(count, num_redundant, shares)) for layer, count in counts.items()}
 
 
 def placement_lists(placements: Placements | None) -> tuple[list[list[int]], ...] | None:
@@ -73,18 +79,28 @@ def placements_of(lists: Sequence[list[list[int]]] | None, spec: ModelSpec) -> P
     return {layer: ExpertPlacement(count, tuple(map(tuple, ranks))) for (layer, count), ranks in layers}
 
 
+def placements_in(placements: Placements | None, first: int, last: int) -> Placements | None:
+    """Return where the experts of layers [first, last) are, by their indices among these."""
+    if placements is None:
+        return None
+    return {layer - first: placement for layer, placement in placements.items() if first <= layer < last}
+
+
 def check_experts(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the options of experts do not fit the model or the device."""
     names = [name for name in _EXPERT_OPTIONS if getattr(config, name) not in (None, False)]
     if not names:
         return
-    if report.device != "cpu":
-        _check_on_device(config, report, names)
-        return
     name = names[0]
-    refusal = native_refusal(report.spec, cpu_block_size(config))
+    refusal = native_refusal(report.spec, cpu_block_size(config)) if report.device == "cpu" else None
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
+    for other in ("enable_eplb", "save_expert_placement") if report.device != "cpu" else ():
+        if getattr(config, other):
+            raise ConfigError(
+                f"{other} is for ranks on CPUs, but device is {report.device!r}, where placements do not change while the "
+                "engine runs: leave it out, and place experts at the start by expert_placement"
+            )
     if not count_experts(report.spec):
         raise ConfigError(
             f"{name} is for mixture models, but the model ({report.spec.model_type}) has no experts: leave it out"
@@ -98,20 +114,6 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
         raise ConfigError(
             f"{names[-1]} does not fit the model ({report.spec.model_type}), which chooses experts by a threshold: leave it out"
         )
-
-
-def _check_on_device(config: EngineConfig, report: ModelReport, names: Sequence[str]) -> None:
-    """Check for GPUs, whose ranks have consecutive whole experts; names: of the options of experts that are set."""
-    options = (*_LOSSY, "save_expert_load", "expert_load", "num_redundant_experts", "enable_eplb", "save_expert_placement")
-    wrong = [name for name in options if getattr(config, name) not in (None, False, 0)]
-    if config.expert_placement != "linear":
-        wrong.append("expert_placement")
-    if wrong:
-        raise ConfigError(
-            f"{wrong[0]} is for ranks on CPUs, but device is {report.device!r}: choose device='cpu', or leave it out"
-        )
-    if "enable_expert_parallel" in names:
-        find_placements(config, report.spec)
 
 
 def warn_lossy(config: EngineConfig) -> None:

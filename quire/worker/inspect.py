@@ -40,7 +40,7 @@ from quire.worker.lora import check_lora
 from quire.worker.memory import leave_room, max_num_batched_tokens, plan_memory, uses_native_kernels, weight_bytes
 from quire.worker.parallel_build import check_tensor_parallel
 from quire.worker.parallel_launch import check_backend
-from quire.worker.pipeline_plan import StageMemory, check_pipeline, check_stage_options, draft_bytes, stages_part
+from quire.worker.pipeline_plan import StageMemory, check_pipeline, draft_bytes, stages_part
 from quire.worker.pipeline_plan import stage_memories as cpu_stage_memories
 from quire.worker.tiers import check_tiers
 
@@ -86,7 +86,6 @@ def inspect_model(config: EngineConfig) -> ModelReport:
         check_lora(config, spec)
     check_backend(config)
     check_context_parallel(config, spec, name)
-    check_stage_options(config)
     has_device_stages = config.pipeline_parallel_size > 1 and device is not None
     if has_device_stages:
         check_device_stages(config, spec)

@@ -49,7 +49,7 @@ from quire.worker.expert_parallel import (
     placement_lists,
     placements_of,
 )
-from quire.worker.host_part import held_parameters, shard_of, shard_parameters
+from quire.worker.host_part import held_parameters, ranks_on_host, shard_of, shard_parameters
 from quire.worker.memory import available_memory_bytes, cpu_block_size
 from quire.worker.parallel_executor import LeaderExecutor
 from quire.worker.parallel_launch import config_fields, fingerprint, launch_options, launched_group, start_workers
@@ -148,7 +148,7 @@ class RankConfig:
 def check_tensor_parallel(config: EngineConfig, spec: ModelSpec, device: str) -> None:
     """Raise ConfigError where the model cannot run on tensor_parallel_size ranks here; device: ModelReport.device."""
     if device != "cpu":
-        check_rank_devices(config, device)
+        check_rank_devices(config, device, len(ranks_on_host(config)))
         native_extension()  # raises UnsupportedError
         return
     native_extension()  # raises UnsupportedError
@@ -437,7 +437,7 @@ def _build_rank_0(
     config: EngineConfig, report: ModelReport, rank_config: RankConfig, workers: WorkerGroup | RemoteWorkers
 ) -> tuple[LeaderExecutor, ModelReport]:
     if workers.exchange is not None:
-        _check_hosts(config)
+        check_hosts(config)
     if workers.num_on_host is None:
         bind_rank_to_numa_node(0, rank_config.num_threads)
     torch.set_num_threads(num_threads_of(rank_config, 0, workers.num_on_host, config))
@@ -473,7 +473,7 @@ def _build_rank_0(
     return executor, report
 
 
-def _check_hosts(config: EngineConfig) -> None:
+def check_hosts(config: EngineConfig) -> None:
     """Raise ConfigError for what ranks on several hosts do not support: no process has whole pages."""
     for name, value, allowed in (
         ("kv_disk_dir", config.kv_disk_dir, None),

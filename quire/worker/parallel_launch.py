@@ -82,7 +82,7 @@ def _check_launchable(config: EngineConfig, reason: str) -> None:
     device = choose_device(config)
     for what, is_there in (
         (f"the ranks of several replicas (data_parallel_size {config.data_parallel_size})", config.data_parallel_size > 1),
-        (f"ranks on GPUs (device {device})", device is not None),
+        (f"ranks on GPUs (device {device})", device is not None and config.distributed_executor_backend is not None),
         (
             f"groups that divide prompts (prefill_context_parallel_size {config.prefill_context_parallel_size})",
             config.prefill_context_parallel_size > 1 and config.tensor_parallel_size > 1,
@@ -105,7 +105,9 @@ def serve_as_worker(config: EngineConfig, health_address: tuple[str, int] | None
     if rendezvous is None or rendezvous.rank == 0:
         return None
     # They import this module's neighbours.
-    if config.pipeline_parallel_size > 1:
+    if choose_device(config) is not None:
+        from quire.worker.device.gpu_worker import main
+    elif config.pipeline_parallel_size > 1:
         from quire.worker.pipeline_worker import main
     else:
         from quire.worker.parallel_worker import main
@@ -122,16 +124,21 @@ def launch_options(config: EngineConfig, **more: Any) -> LaunchOptions:
     )
 
 
-def start_workers(config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions) -> WorkerGroup | RemoteWorkers:
-    """Start the workers of the configuration's group, or wait for those that a launcher has started; this process is rank 0."""
+def start_workers(
+    config: EngineConfig, rank_config: dict[str, Any], options: LaunchOptions, module: str = WORKER_MODULE
+) -> WorkerGroup | RemoteWorkers:
+    """Start the workers of the configuration's group, or wait for those that a launcher has started; this process is rank 0.
+
+    module  run by those that are started, see spawn_workers
+    """
     rendezvous = launched_group(config)
     if rendezvous is not None:
         if rendezvous.rank != 0:
             raise WorkerError(f"this process is rank {rendezvous.rank}: the engine runs on rank 0", rendezvous.rank)
         return lead_group(rendezvous, rank_config, options)
     if config.distributed_executor_backend == "ray":
-        return start_ray_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
-    return spawn_workers(WORKER_MODULE, config.parallel.world_size, rank_config, options)
+        return start_ray_workers(module, config.parallel.world_size, rank_config, options)
+    return spawn_workers(module, config.parallel.world_size, rank_config, options)
 
 
 # What all ranks must have alike

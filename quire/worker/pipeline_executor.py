@@ -126,7 +126,9 @@ class PipelineExecutor:
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor. Rank 0 has no layers; the times of stages are counted apart, see StageTimes."""
-        return [replace(stats, share=share) for stats, share in zip(self._workers.stats(), self._shares, strict=True)]
+        parts = {rank: place.describe() for rank, place in self._places.items()}
+        found = zip(self._workers.stats(), self._shares, strict=True)
+        return [replace(stats, share=share, part=parts.get(stats.rank, "no layers")) for stats, share in found]
 
     @property
     def stage_times(self) -> StageTimes:
@@ -169,10 +171,6 @@ class PipelineExecutor:
         """See PageMover: every stage copies its part, in the order of the steps."""
         self._send(encode_page_moves(saves, loads))
         self._is_moving = True
-
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See PageMover: refused."""
-        raise InvariantError("the stages have mapped the pages that they were started with")
 
     def flush(self) -> None:
         """See StepExecutor: changes are sent at once, and every stage has moved its pages before this returns."""

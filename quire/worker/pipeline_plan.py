@@ -36,20 +36,9 @@ _SEQUENCES_OF_A_STEP = 8
 """For the share of the experts that a step reads."""
 
 
-def check_stage_options(config: EngineConfig) -> None:
-    """Raise ConfigError where pipeline stages are to run with context-parallel ranks."""
-    stages, places = config.pipeline_parallel_size, config.decode_context_parallel_size
-    if stages > 1 and places > 1:
-        raise ConfigError(
-            f"decode_context_parallel_size is {places} and pipeline_parallel_size {stages}: both together are not supported; "
-            "set one of them to 1"
-        )
-
-
 def check_pipeline(config: EngineConfig, report: ModelReport) -> None:
     """Raise ConfigError where the model cannot run on pipeline_parallel_size stages here."""
     size, num_ranks = config.pipeline_parallel_size, config.parallel.world_size
-    check_stage_options(config)
     if num_ranks >= MAX_RANKS:
         raise ConfigError(
             f"pipeline_parallel_size * tensor_parallel_size must be at most {MAX_RANKS - 1}, as the leader is a process of its "
@@ -252,5 +241,5 @@ def _worker_memory(
     own = sum(stage.select(sizes, "lm_head.weight" not in sizes).values()) + head_copy * stage.is_last
     own += planned_adapter_bytes(config, stage.spec(report.spec), stage.select(shapes, False))
     kv = _worker_kv(report, stage, shard)
-    num_kv_bytes = kv.pool_bytes(memory.num_kv_blocks, memory.num_window_blocks) + memory.num_states * kv.bytes_per_state
+    num_kv_bytes = kv.pool_bytes(memory.num_local_blocks, memory.num_window_blocks) + memory.num_states * kv.bytes_per_state
     return StageMemory(stage, int(own), num_kv_bytes, shard)

@@ -16,7 +16,7 @@ from quire.model.checkpoint import open_parameters, tie_missing_head
 from quire.model.config_reader import read_model_spec
 from quire.model.pipeline_stages import PipelineStage
 from quire.model.stage_decoder import StageDecoder
-from quire.model.tensor_shards import ModelShard, RankGroup
+from quire.model.tensor_shards import ContextPlace, ModelShard, RankGroup
 from quire.parallel.barrier import ProcessBarrier, native_extension
 from quire.parallel.mesh import DeviceMesh
 from quire.quant.policy import POLICIES, parameter_quantizer
@@ -62,6 +62,7 @@ class StageConfig:
     kept_layers      whose inputs a draft head in the leader reads, low to high
     num_host_pages   pages of the host tier
     slots_file       descriptor of the memory of these pages, which all processes share; -1: there are none
+    context_size     tensor-parallel ranks that share the tokens of a sequence; each holds num_local_blocks blocks
     expert_ranks     with expert parallelism: for each layer that has experts, in order, those of each tensor-parallel rank
     first_rank       of the first stage; 0: it is in the leader's process, as a launcher or Ray starts a process for each stage
     link             address of the leader, and the session of StageLinks, where the stages are on several hosts
@@ -89,6 +90,8 @@ class StageConfig:
     kept_layers: tuple[int, ...] = ()
     num_host_pages: int = 0
     slots_file: int = -1
+    context_size: int = 1
+    num_local_blocks: int = 0
     expert_ranks: tuple[list[list[int]], ...] | None = None
     first_rank: int = 1
     link: tuple[str, str] | None = None
@@ -172,10 +175,13 @@ def build_stage(
     group, shard, kv = None, None, KvSpec.of(spec, config.block_size, config.kv_dtype, is_windowed)
     whole = kv
     if place.num_tensor_ranks > 1:
-        shard = ModelShard.of(spec, place.tensor_rank, config.shares, placements_of(config.expert_ranks, spec))
+        rank, size = place.tensor_rank, config.context_size
+        shard = ModelShard.of(spec, rank, config.shares, placements_of(config.expert_ranks, spec), size)
+        context = None if size == 1 else ContextPlace(rank % size, size, config.num_local_blocks)
         kv = shard.kv_spec(spec, config.block_size, config.kv_dtype, is_windowed)
         assert rows_file is not None
-        group = RankGroup(shard.part(stage.start, stage.stop), subgroups[place.barrier_name].address, rows_file)
+        own_shard = shard.part(stage.start, stage.stop)
+        group = RankGroup(own_shard, subgroups[place.barrier_name].address, rows_file, context=context)
     decoder = StageDecoder(native_extension(), stage, spec, parameters, config.max_model_len, quantize, group)
     kept = config.kept_part(stage)
     if kept and place.is_first_rank:
@@ -186,7 +192,7 @@ def build_stage(
         decoder.weight_bytes,
         0,
         own,
-        config.num_kv_blocks,
+        config.num_local_blocks,
         config.max_model_len,
         config.num_states,
         config.num_state_checkpoints,

@@ -38,6 +38,7 @@ from quire.speculate.proposer import DraftInput
 from quire.worker.parallel_build import check_rank_memory, threads_of_host
 from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import (
+    Changes,
     StepCall,
     decode_adapter,
     decode_adapter_key,
@@ -70,6 +71,7 @@ def main(context: WorkerContext) -> None:
         check_fingerprints(context.communicator, own_fingerprint(context.own, Path(config.folder), config.options))
         check_stage_memory(config, index)
     if is_remote:
+        config = replace(config, slots_file=-1)  # of the leader's host
         means = meet_stages(config, context.rank, context.barrier, context.communicator)
         if isinstance(context.monitor, ConnectionMonitor):
             context.monitor.watch_barriers(means.barriers.values())
@@ -81,8 +83,7 @@ def main(context: WorkerContext) -> None:
     context.startup.stage(f"loading weights of {place.describe()}")
     decoder, plan, part = build_stage(config, place, means.barriers, means.rows_file)
     executor = StageExecutor(decoder, plan, config, place, means, context.barrier)
-    if part is not None:
-        executor.open_host_tier(config.num_host_pages, part)
+    executor.open_host_tier(config.num_host_pages, part)
     context.startup.ready({"packed_weight_bytes": decoder.weight_bytes, "spared_weight_bytes": executor.spared_bytes})
     try:
         while True:
@@ -142,9 +143,10 @@ class StageExecutor:
         """See NativeDecoder.spared_bytes; of the last stage."""
         return self._decoder.spared_bytes if self._stage.is_last else 0
 
-    def open_host_tier(self, num_pages: int, part: PagePart) -> None:
-        """Map the pages of the host tier."""
-        self._slab = HostSlab(self._kv, num_pages, part=part)
+    def open_host_tier(self, num_pages: int, part: PagePart | None) -> None:
+        """Map the pages of the host tier, if it has any; part: None: pages of these layers alone."""
+        if num_pages > 0:
+            self._slab = HostSlab(self._kv, num_pages, part=part)
 
     def follow(self, call: StageCall) -> bool:
         """Make a call that the leader waits for; return whether it was such a call."""
@@ -165,12 +167,7 @@ class StageExecutor:
             if call is StageCall.STEP:
                 self._run(step_number(message), decode_step(message), step_reads(message))
             elif call is StageCall.CHANGES:
-                changes = decode_changes(message)
-                for batch_slot, index, block_ids in changes.entries:
-                    self._block_tables[batch_slot, index : index + len(block_ids)] = block_ids
-                    self._pages.use(block_ids)
-                if changes.block_copies:
-                    self._kv.copy_blocks(tuple(changes.block_copies))
+                self._change(decode_changes(message))
             elif call is StageCall.MOVE_TOKENS:
                 sources, targets = (torch.from_numpy(array.astype(np.int64)) for array in message.arrays)
                 self._decoder.move_tokens(self._kv, sources, targets)
@@ -185,6 +182,18 @@ class StageExecutor:
                     self._answer(call, request_slot(message), message.arrays[0].tolist())
             else:
                 raise InvariantError(f"the leader has sent call {call!r}, which no stage knows")
+
+    def _change(self, changes: Changes) -> None:
+        """Change block tables, and copy blocks."""
+        context, copies = self._decoder.context, changes.block_copies
+        for batch_slot, index, block_ids in changes.entries:
+            self._block_tables[batch_slot, index : index + len(block_ids)] = block_ids
+            self._pages.use(block_ids if context is None else context.local(block_ids))
+        if context is not None:
+            # Both blocks of a copy have the same index in their tables, and so are on the same rank.
+            copies = list(zip(*(context.local(ids) for ids in zip(*copies, strict=True)), strict=True))
+        if copies:
+            self._kv.copy_blocks(tuple(copies))
 
     def _run(self, number: int, step: StepCall, reads: Sequence[DraftInput]) -> None:
         """Compute a step, after the stage before has."""

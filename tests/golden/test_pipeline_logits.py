@@ -182,7 +182,9 @@ def test_logits_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case, "v5"), "float32")
 
 
-@pytest.mark.parametrize("case", ["nemotron-h", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-next", "falcon-h1-norm"))])
+@pytest.mark.parametrize(
+    "case", ["nemotron-h", *(pytest.param(case, marks=pytest.mark.slow) for case in ("qwen3-next", "falcon-h1-norm"))]
+)
 def test_logits_of_recurrent_layers_are_the_same_bits_on_any_division_into_stages(checkpoint, case):
     _compare(checkpoint(case), "bfloat16")
 

@@ -159,7 +159,8 @@ def test_ranks_and_stages_give_the_same_tokens(monkeypatch, checkpoint, expected
         wanted = [output[:count] for output in outputs[-len(prompts) :]]
         assert [choices[0] for choices in generate(llm, prompts, count)] == wanted
     scheduler, stats = llm.llm_engine.scheduler, llm.llm_engine.stats
-    assert scheduler.num_preemptions > 0 and scheduler.prefix_cache_hits > 0
+    assert scheduler.num_preemptions > 0
+    assert scheduler.prefix_cache_hits > 0
     assert stats.num_draft_tokens > stats.num_accepted_tokens
     assert generate(llm, PROMPTS[1:2], 8, n=3, temperature=1.0, top_k=1) == [[outputs[1][:8]] * 3]
     llm.close()

@@ -20,6 +20,7 @@ from quire.contracts.constraint import StructuredOutputsParams
 from quire.contracts.kv_spec import KvSpec
 from quire.kv.pool import KvPool
 from quire.model.build import whole_prompt_logits
+from quire.model.families import find_family
 from quire.model.transformers_backend.decoder import load_transformers_model
 from quire.model.transformers_backend.probe import read_transformers_model
 from quire.worker.inspect import inspect_model
@@ -204,7 +205,7 @@ REFUSED = {
         "a mask of its attention is not causal",
     ),
     "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "a convolution over tokens"),
-    "bert": ({}, "a mask of its attention is not causal"),
+    "bert": ({}, "is an encoder"),
     "bloom": ({}, "does not send its attention through the attention interface"),
     "dory": ({}, "runs its layers more than once"),
 }
@@ -294,6 +295,27 @@ def test_unknown_implementation_is_refused():
 def test_type_that_quire_does_not_have_is_refused_with_a_hint(made):
     with pytest.raises(UnsupportedError, match="nearest supported type is .*--model-impl transformers"):
         start(made("persimmon")[0], model_impl="auto", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("deepseek_v4", "DeepseekV4ForCausalLM keeps a recurrent state"),
+        ("mpt", "does not send its attention through the attention interface"),
+        ("lfm3", "keeps a recurrent state"),
+        ("roberta", "is an encoder"),
+        ("mistral_large5", "is not known to transformers"),
+    ],
+)
+def test_type_that_the_library_does_not_run_either_has_no_hint_at_it(model_type, reason):
+    with pytest.raises(UnsupportedError, match=f"nor does --model-impl transformers run it, as it .*{reason}"):
+        find_family({"model_type": model_type})
+
+
+def test_configuration_on_which_the_library_fails_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "dbrx", "architectures": ["DbrxForCausalLM"]}))
+    with pytest.raises(UnsupportedError, match="cannot run model_type 'dbrx': the library fails on this config.json"):
+        read_transformers_model(tmp_path, "float32")
 
 
 def test_missing_library_is_an_error_that_says_what_to_install(monkeypatch):

@@ -54,12 +54,14 @@ class ExpertExtras:
     correction  [E] f32, added to the scores for selection
     scale       [E], multiplies the weights of the experts in the end
     adapters    experts of the pairs, i32 [P] -> what LoRA adapters add to their products
+    change      returns other routes for all tokens; a negative expert leaves a pair out. None: they stay
     """
 
     biases: ExpertBiases | None = None
     correction: Tensor | None = None
     scale: Tensor | None = None
     adapters: Callable[[Tensor], AddedProducts] | None = None
+    change: Callable[[Routes], Routes] | None = None
 
 
 def mixture_of_experts(
@@ -120,14 +122,13 @@ class Routes(NamedTuple):
 def route_pairs(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> Routes:
     """Return the routes of tokens, given the router's logits [T, E]; dtype: of the tokens."""
     routed = _routed(logits, spec, dtype, extra)
-    if routed is not None:
-        return routed
-    num_pairs = len(logits) * spec.top_k
-    shares = torch.empty(num_pairs, dtype=torch.float32, device=logits.device)
-    experts = torch.empty(num_pairs, dtype=torch.int32, device=logits.device)
-    if num_pairs:
-        _route_launch(logits, spec, shares, experts, dtype).run()
-    return Routes(shares, experts)
+    if routed is None:
+        num_pairs = len(logits) * spec.top_k
+        shares = torch.empty(num_pairs, dtype=torch.float32, device=logits.device)
+        routed = Routes(shares, torch.empty(num_pairs, dtype=torch.int32, device=logits.device))
+        if num_pairs:
+            _route_launch(logits, spec, *routed, dtype).run()
+    return routed if extra.change is None else extra.change(routed)
 
 
 def multiply_pairs(
@@ -198,13 +199,16 @@ def _begin_launches(call: _ExpertCall) -> tuple[list[Launch], Tensor, Callable[[
         shares = torch.empty(num_pairs, dtype=torch.float32, device=x.device)
         routed = Routes(shares, torch.empty(num_pairs, dtype=torch.int32, device=x.device))
         routes.append(_route_launch(logits, spec, *routed, x.dtype))
-    if call.extra.adapters is not None:  # they read the routes at once
+    change = call.extra.change
+    if call.extra.adapters is not None or change is not None:  # they read the routes at once
         run_all(routes)
         routes = []
+    routed = routed if change is None else change(routed)
     launches, hidden, close = _product_launches(call, routed)
 
     def close_and_sum(whole: Tensor) -> list[Launch]:
-        parts = torch.empty(num_pairs, out.shape[1], dtype=x.dtype, device=x.device)
+        new = torch.empty if change is None else torch.zeros  # of pairs that are left out
+        parts = new(num_pairs, out.shape[1], dtype=x.dtype, device=x.device)
         return [close(whole, parts), _sum_launch(parts, out, spec.top_k)]
 
     return [*routes, *launches], hidden, close_and_sum
@@ -214,7 +218,7 @@ def _product_launches(call: _ExpertCall, routes: Routes) -> tuple[list[Launch], 
     """Return the launches up to the experts' hidden states, these [P, I], and a function that returns the last product of
     them, into the second argument [P, N]."""
     x, spec, biases = call.x, call.spec, call.extra.biases
-    added = None if call.extra.adapters is None else call.extra.adapters(routes.experts)
+    added = None if call.extra.adapters is None else call.extra.adapters(routes.experts.clamp(min=0))
     shares: Tensor | None = routes.shares
     num_pairs, inner = len(x) * spec.top_k, spec.expert.intermediate_size
     is_swapped = (
@@ -270,7 +274,7 @@ def _route_launch(logits: Tensor, spec: MoeSpec, shares: Tensor, experts: Tensor
 
 def _routed(logits: Tensor, spec: MoeSpec, dtype: torch.dtype, extra: ExpertExtras) -> Routes | None:
     """Return the weights and experts of all pairs, computed by torch; None if the kernel computes them."""
-    if spec.is_plain_softmax and not spec.weighs_inputs and extra.scale is None:
+    if spec.is_plain_softmax and not spec.weighs_inputs and extra.scale is None and extra.correction is None:
         return None
     weights, experts = route(logits, spec, extra.correction)
     weights = weights if extra.scale is None else weights * extra.scale.float()[experts]

@@ -93,6 +93,8 @@ def _architectures(model_type: str) -> tuple[str, ...]:
 
 def _unknown_type(model_type: str | None, architectures: list[str]) -> UnsupportedError:
     """Return the error for a model type that is not supported; it names the supported type with the most similar name."""
+    from quire.model.transformers_backend.library import library_refusal  # imports torch, which specs do not need
+
     known = sorted({*FAMILIES, *WRAPPERS})
     got = f"model_type {model_type!r}" + (f" (architectures {architectures})" if architectures else "")
     by_architecture = {name.lower(): known_type for known_type in known for name in _architectures(known_type)}
@@ -100,7 +102,10 @@ def _unknown_type(model_type: str | None, architectures: list[str]) -> Unsupport
     if model_type is None and architectures:
         nearest = [by_architecture[n] for n in get_close_matches(architectures[0].lower(), list(by_architecture), 1, 0.0)]
     hint = f"; the nearest supported type is {nearest[0]!r}" if nearest else ""
-    return UnsupportedError(
-        f"{got} is not supported{hint}; --model-impl transformers (model_impl) runs other causal models, more slowly; "
-        f"supported model types: {', '.join(known)}"
+    refusal = None if model_type is None else library_refusal(model_type)
+    library = (
+        "--model-impl transformers (model_impl) runs other causal models, more slowly"
+        if refusal is None
+        else f"nor does --model-impl transformers run it, as it {refusal}"
     )
+    return UnsupportedError(f"{got} is not supported{hint}; {library}; supported model types: {', '.join(known)}")

@@ -59,34 +59,69 @@ def read_config(folder: Path) -> Any:
     except Exception as error:
         raise UnsupportedError(
             f"{folder}: transformers {library.__version__} cannot read its config.json, or knows its model_type only by code "
-            f"in the checkpoint, which quire does not execute: {_first_line(error)}"
+            f"in the checkpoint, which quire does not execute: {first_line(error)}"
         ) from error
 
 
 def causal_class(config: Any, folder: Path) -> Any:
     """Return the class that generates text with a configuration. Raises UnsupportedError where there is none that can run."""
-    library = import_library()
-    kind = type(config)
-    where = f"{folder}: model_type {config.model_type!r}"
+    reason = _refusal(config)
+    if reason is not None:
+        raise UnsupportedError(f"{folder}: model_type {config.model_type!r} {reason}")
+    return import_library().MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+
+
+def library_refusal(model_type: str) -> str | None:
+    """Return why model_impl "transformers" does not run a model type, as far as that shows without a checkpoint.
+
+    None: it may run it, or the library is not installed.
+    """
+    try:
+        library = import_library()
+    except ConfigError:
+        return None
+    if model_type in _REFUSED_BY_PROBE:
+        return _REFUSED_BY_PROBE[model_type]
+    try:
+        config = library.AutoConfig.for_model(model_type)
+    except ValueError:
+        return f"is not known to transformers {library.__version__}"
+    return _refusal(config)
+
+
+_REFUSED_BY_PROBE = {
+    **dict.fromkeys(("axk2", "dots3_note_text", "hy_v4"), "attends to keys that an indexer chooses"),
+    **dict.fromkeys(("dory", "hrm_text"), "runs its layers in loops"),
+    **dict.fromkeys(("lfm3", "minimax"), "keeps a recurrent state besides keys and values"),
+    "doge": "adds a bias to the scores of its attention",
+}
+"""What is refused only when a model is inspected (probe.py)."""
+
+
+def _refusal(config: Any) -> str | None:
+    """Return why the library does not run a model of a configuration; the sentence follows the model type."""
+    library, kind = import_library(), type(config)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{where} is an encoder and a decoder; model_impl 'transformers' runs decoders")
+        return "is an encoder and a decoder; model_impl 'transformers' runs decoders"
+    if kind in library.MODEL_FOR_MASKED_LM_MAPPING:
+        return "is an encoder; model_impl 'transformers' runs decoders"
     if config.get_text_config() is not config:
-        raise UnsupportedError(f"{where} is a model of text and other inputs; model_impl 'transformers' runs text only")
+        return "is a model of text and other inputs; model_impl 'transformers' runs text only"
     classes = library.MODEL_FOR_CAUSAL_LM_MAPPING
     if kind not in classes:
-        raise UnsupportedError(f"{where} has no causal language model in transformers {library.__version__}")
+        return f"has no causal language model in transformers {library.__version__}"
     found = classes[kind]
     named = getattr(config, "architectures", None) or []
     if named and not any(name == found.__name__ or name.endswith(("ForCausalLM", "LMHeadModel")) for name in named):
-        raise UnsupportedError(f"{where} with architectures {named} is no causal language model; quire runs {found.__name__}")
+        return f"with architectures {named} is no causal language model; quire runs {found.__name__}"
     if not getattr(found, "_supports_attention_backend", False):
-        raise UnsupportedError(
-            f"{where}: {found.__name__} of transformers {library.__version__} does not send its attention through the "
-            "attention interface (_supports_attention_backend), so that it cannot use a paged KV cache"
+        return (
+            f"cannot use a paged KV cache: {found.__name__} of transformers {library.__version__} does not send its attention "
+            "through the attention interface (_supports_attention_backend)"
         )
     if getattr(found, "_is_stateful", False):
-        raise UnsupportedError(f"{where}: {found.__name__} keeps a recurrent state besides keys and values")
-    return found
+        return f"cannot be paged: {found.__name__} keeps a recurrent state besides keys and values"
+    return None
 
 
 def register_attention() -> None:
@@ -160,6 +195,7 @@ def _check_mask(mask_function: Callable[..., Tensor | bool], window: int | None)
                 raise UnsupportedError(f"a mask of its attention is not {kind} (chunks, prefixes or other patterns)")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, cut where it is long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]

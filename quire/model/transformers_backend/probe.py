@@ -18,7 +18,15 @@ from quire.base.errors import ConfigError, UnsupportedError
 from quire.base.logging import get_logger
 from quire.contracts.model_spec import DTYPE_BYTES, AttentionSpec, Dtype, LayerSpec, MlpSpec, ModelSpec, MoeSpec, NormSpec
 from quire.model.config_reader import read_json_object, read_quantization_config, stored_dtype
-from quire.model.transformers_backend.library import PROBE, MaskRecorder, causal_class, read_config, register_probe, set_handler
+from quire.model.transformers_backend.library import (
+    PROBE,
+    MaskRecorder,
+    causal_class,
+    first_line,
+    read_config,
+    register_probe,
+    set_handler,
+)
 
 logger = get_logger(__name__)
 
@@ -77,11 +85,15 @@ def read_transformers_model(folder: Path, dtype: str = "auto") -> TransformersMo
 
 @contextmanager
 def _naming(folder: Path, model_type: str) -> Iterator[None]:
-    """Put the folder and the model type before errors about a model."""
+    """Put the folder and the model type before errors about a model, those of the library too."""
+    where = f"{folder}: model_impl 'transformers' cannot run model_type {model_type!r}"
     try:
         yield
     except UnsupportedError as error:
-        raise UnsupportedError(f"{folder}: model_impl 'transformers' cannot run model_type {model_type!r}: {error}") from error
+        raise UnsupportedError(f"{where}: {error}") from error
+    except Exception as error:
+        name = type(error).__name__
+        raise UnsupportedError(f"{where}: the library fails on this config.json: {name}: {first_line(error)}") from error
 
 
 def _choose_dtype(config: Any, folder: Path, dtype: str) -> Dtype:

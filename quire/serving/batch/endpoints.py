@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -15,12 +15,13 @@ from starlette.requests import ClientDisconnect
 
 from quire.api.openai.batches import BatchList, BatchObject, DeletedFile, FileList, FileObject
 from quire.serving.answers import Answer, Download, Ready
-from quire.serving.batch.records import MESSAGES_ENDPOINT, BatchRecord, FileRecord, StoredAmount, is_id
+from quire.serving.batch.records import MESSAGES_ENDPOINT, StoredAmount, is_id
 from quire.serving.batch.room import Grow
 from quire.serving.batch.service import BatchService, storage_failed
 from quire.serving.context import ServerContext
 from quire.serving.endpoint import Call, Endpoint, header, query, too_large
 from quire.serving.errors import ApiError, invalid, not_found
+from quire.serving.paging import AFTER_QUERY, ORDER_QUERY, ends_of, is_ascending, limit_query, page_limit
 
 PART_BYTES = 1 << 20
 MANY_FILES = 200  # longer lists are encoded in a thread
@@ -31,6 +32,8 @@ MEMORY_BYTES = MultiPartParser.spool_max_size + FORM_OVERHEAD_BYTES
 MIN_LIFETIME_S, MAX_LIFETIME_S = 3600, 30 * 24 * 3600
 MAX_FILENAME_LENGTH = 255
 MAX_KEY_LENGTH = 256
+MAX_FILES, DEFAULT_BATCHES, MAX_BATCHES = 10_000, 20, 100
+"""Of a page."""
 
 Lifetime = Annotated[int, msgspec.Meta(ge=MIN_LIFETIME_S, le=MAX_LIFETIME_S)]
 
@@ -87,13 +90,6 @@ def _id(call: Call, name: str, prefix: str) -> str:
     if not is_id(value, prefix):
         raise not_found(f"there is no {name.removesuffix('_id')} {value[:100]!r}", param=name)
     return value
-
-
-def _limit(call: Call, default: int, highest: int) -> int:
-    text = call.query.get("limit", str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 8 and 1 <= int(text) <= highest):
-        raise invalid(f"limit must be an integer from 1 to {highest}, got {text[:20]!r}", "limit")
-    return int(text)
 
 
 async def upload_file(routes: BatchRoutes, call: Call) -> Answer:
@@ -197,22 +193,17 @@ class _Closing:
 
 async def list_files(routes: BatchRoutes, call: Call) -> Answer:
     """List the caller's files."""
-    order = call.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
+    ascending, limit = is_ascending(call), page_limit(call, MAX_FILES, MAX_FILES)
     found, has_more = await routes.service.files(
-        call.owner.name, call.query.get("purpose"), call.query.get("after"), _limit(call, 10_000, 10_000), order == "asc"
+        call.owner.name, call.query.get("purpose"), call.query.get("after"), limit, ascending
     )
 
     def page() -> Ready:
-        return _json(FileList("list", [record.as_json() for record in found], *_ends(found), has_more))
+        return _json(
+            FileList("list", [record.as_json() for record in found], *ends_of([record.id for record in found]), has_more)
+        )
 
     return await asyncio.to_thread(page) if len(found) > MANY_FILES else page()
-
-
-def _ends(found: Sequence[FileRecord] | Sequence[BatchRecord]) -> tuple[str | None, str | None]:
-    """Return the first and the last id of a page."""
-    return (found[0].id, found[-1].id) if found else (None, None)
 
 
 async def get_file(routes: BatchRoutes, call: Call) -> Answer:
@@ -258,8 +249,10 @@ async def create_batch(routes: BatchRoutes, call: Call) -> Answer:
 
 async def list_batches(routes: BatchRoutes, call: Call) -> Answer:
     """List the caller's batches."""
-    found, has_more = await routes.service.batches(call.owner.name, call.query.get("after"), _limit(call, 20, 100))
-    return _json(BatchList("list", [record.as_json() for record in found], *_ends(found), has_more))
+    found, has_more = await routes.service.batches(
+        call.owner.name, call.query.get("after"), page_limit(call, DEFAULT_BATCHES, MAX_BATCHES)
+    )
+    return _json(BatchList("list", [record.as_json() for record in found], *ends_of([record.id for record in found]), has_more))
 
 
 async def get_batch(routes: BatchRoutes, call: Call) -> Answer:
@@ -291,10 +284,6 @@ _UPLOAD = {
 }
 
 
-_AFTER = query("after", {"type": "string"})
-_FILE_LIMIT = query("limit", {"type": "integer", "minimum": 1, "maximum": 10_000})
-_BATCH_LIMIT = query("limit", {"type": "integer", "minimum": 1, "maximum": 100})
-_ORDER = query("order", {"type": "string", "enum": ["asc", "desc"]})
 _PURPOSE = query("purpose", {"type": "string"})
 
 _IDEMPOTENCY_KEY = header(
@@ -320,7 +309,7 @@ ENDPOINTS = (
         summary="List files",
         answer=FileList,
         tag="files",
-        query=(_AFTER, _FILE_LIMIT, _ORDER, _PURPOSE),
+        query=(AFTER_QUERY, limit_query(MAX_FILES), ORDER_QUERY, _PURPOSE),
     ),
     Endpoint(
         method="GET", path="/v1/files/{file_id}", handler=get_file, summary="Describe a file", answer=FileObject, tag="files"
@@ -358,7 +347,7 @@ ENDPOINTS = (
         summary="List batches",
         answer=BatchList,
         tag="batches",
-        query=(_AFTER, _BATCH_LIMIT),
+        query=(AFTER_QUERY, limit_query(MAX_BATCHES)),
     ),
     Endpoint(
         method="GET",

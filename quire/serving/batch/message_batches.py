@@ -24,6 +24,7 @@ from quire.serving.batch.lines import MAX_LINE_BYTES
 from quire.serving.batch.records import ENDED, MESSAGES_ENDPOINT, BatchRecord, StoredAmount, is_id
 from quire.serving.endpoint import Call, Endpoint, query
 from quire.serving.errors import ApiError, invalid, not_found
+from quire.serving.paging import ends_of, limit_query, page_limit
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 1000
 PART_LINES = 256
@@ -174,19 +175,16 @@ async def create_message_batch(routes: BatchRoutes, call: Call) -> Answer:
 
 async def list_message_batches(routes: BatchRoutes, call: Call) -> Answer:
     """List the caller's message batches."""
-    text = call.query.get("limit", str(DEFAULT_LIMIT))
-    if not (text.isascii() and text.isdigit() and len(text) < 5 and 1 <= int(text) <= MAX_LIMIT):
-        raise invalid(f"limit must be an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}", "limit")
+    limit = page_limit(call, DEFAULT_LIMIT, MAX_LIMIT)
     after, before = call.query.get("after_id"), call.query.get("before_id")
     if after is not None and before is not None:
         raise invalid("before_id cannot be used together with after_id; send one of them", "before_id")
     place = None if after is None and before is None else _own_id(after or before or "", "after_id" if after else "before_id")
     found, has_more = await routes.service.batches(
-        call.owner.name, place, int(text), of_messages=True, ascending=before is not None
+        call.owner.name, place, limit, of_messages=True, ascending=before is not None
     )
     page = [message_batch(record) for record in (reversed(found) if before is not None else found)]
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return Ready(msgspec.json.encode(MessageBatchList(page, has_more, first, last)))
+    return Ready(msgspec.json.encode(MessageBatchList(page, has_more, *ends_of([batch.id for batch in page]))))
 
 
 async def get_message_batch(routes: BatchRoutes, call: Call) -> Answer:
@@ -259,7 +257,7 @@ ENDPOINTS: tuple[Endpoint[BatchRoutes], ...] = (
         query=(
             query("after_id", {"type": "string"}),
             query("before_id", {"type": "string"}),
-            query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}),
+            limit_query(MAX_LIMIT),
         ),
         error_style="anthropic",
     ),

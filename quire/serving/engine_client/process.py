@@ -18,6 +18,7 @@ from quire.base.logging import get_logger, setup_logging
 from quire.base.processes import end_with_parent, read_with_length, with_length
 from quire.base.threads import prefer_short_spins
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import counts_experts
 from quire.serving.engine_client.engine_info import describe_engine
 from quire.serving.engine_client.engine_loop import EngineLoop
 from quire.serving.engine_client.kv_events import KvEventPublisher
@@ -118,7 +119,7 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             port,
             has_workers=engine.config.parallel.world_size > 1,
             kv_events=kv_events,
-            counts_experts=_counts_experts(engine.config),
+            counts_experts=counts_experts(engine.config),
         ).run()
         return 0
     except PeerGoneError:
@@ -138,11 +139,6 @@ def _serve(start: Start, port: EnginePort, load: Callable[[EngineConfig], LLMEng
             kv_events.close()
         if engine is not None:
             engine.close()
-
-
-def _counts_experts(config: EngineConfig) -> bool:
-    """Return whether the server shows the tokens of experts."""
-    return config.enable_expert_parallel or config.save_expert_load is not None or bool(config.lossy_routing)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ class Load(msgspec.Struct):
     role          of the engines: both, prefill or decode
     prefill_listen  of prefill servers: where decode servers connect
     prefill_urls  of decode servers that take them by `PUT /prefill_urls`: those in use; null while the replicas differ
+    prompt_tokens_total  of requests that reached their first output token; cached_tokens_total: of these, taken from the cache
     """
 
     server_load: int
@@ -118,6 +119,8 @@ class Load(msgspec.Struct):
     block_size: int
     max_num_seqs: int
     replicas: list[ReplicaLoad]
+    prompt_tokens_total: int
+    cached_tokens_total: int
     replica_id: str = ""
     model_content: str = ""
     role: Role = "both"
@@ -235,6 +238,7 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         ReplicaLoad(number, client.state, one.num_running, one.num_waiting, one.num_free_blocks, one.num_blocks)
         for number, (client, one) in enumerate(zip(parts.client.replicas, found, strict=True))
     ]
+    num_prompt_tokens, num_cached_tokens = parts.metrics.prompt_totals()
     body = Load(
         server_load=num_running + num_waiting,
         running=num_running,
@@ -244,6 +248,8 @@ async def load(parts: SystemParts, call: Call) -> Answer:
         block_size=max(one.block_size for one in found),
         max_num_seqs=sum(one.max_num_seqs for one in found),
         replicas=replicas,
+        prompt_tokens_total=num_prompt_tokens,
+        cached_tokens_total=num_cached_tokens,
         replica_id=parts.server.config.replica_id,
         model_content="" if parts.server.served is None else parts.server.served.content,
     )

@@ -317,6 +317,10 @@ class ServerMetrics:
         self._collect()
         return [engine.occupancy() for engine in self.engines], int(self.defined.waiting.labels().value)
 
+    def prompt_totals(self) -> tuple[int, int]:
+        """Return the prompt tokens of requests that reached their first output token, and those of them that were cached."""
+        return int(self.defined.prompt_tokens.labels().value), int(self.defined.cached_tokens.labels().value)
+
     def render(self, compat: str | None = None) -> tuple[bytes, str]:
         """Return the exposition and its content type; with compat "vllm" under that prefix. Raises ApiError for any other.
 

@@ -174,7 +174,15 @@ class EngineView:
 
     def _rank_rows(self) -> list[RankRow]:
         return [
-            RankRow(each.rank, each.pid, each.state, each.memory_bytes, round(each.share, 4), round(each.wait_s * 1000, 1))
+            RankRow(
+                each.rank,
+                each.pid,
+                each.state,
+                each.memory_bytes,
+                round(each.share, 4),
+                round(each.wait_s * 1000, 1),
+                each.part,
+            )
             for each in self._engine.ranks
         ]
 

@@ -91,7 +91,7 @@ class EngineShape(msgspec.Struct, frozen=True):
 
 
 class RankRow(msgspec.Struct, frozen=True, array_like=True):
-    """One rank of the model. wait_ms: time in barriers since the start."""
+    """One rank of the model. wait_ms: time in barriers since the start; part: see RankStats."""
 
     rank: int
     pid: int
@@ -99,6 +99,7 @@ class RankRow(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int
     share: float
     wait_ms: float
+    part: str
 
 
 MAX_BUSIEST = 8

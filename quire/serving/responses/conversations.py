@@ -22,9 +22,10 @@ from quire.serving.answers import Answer, Ready
 from quire.serving.endpoint import Call, Endpoint
 from quire.serving.openai.frames import encode_json
 from quire.serving.openai.requests import make_id
+from quire.serving.paging import is_ascending
 from quire.serving.responses.conversation_table import StoredConversation
 from quire.serving.responses.create import ResponseRoutes
-from quire.serving.responses.paging import PAGE_QUERY, is_ascending, page_limit, page_of
+from quire.serving.responses.paging import PAGE_QUERY, item_limit, page_of
 from quire.serving.responses.requests import stored_items
 
 
@@ -90,7 +91,7 @@ async def create_items(routes: ResponseRoutes, call: Call) -> Answer:
 
 async def list_items(routes: ResponseRoutes, call: Call) -> Answer:
     """List the items of a conversation."""
-    ascending, after, limit = is_ascending(call), call.query.get("after"), page_limit(call)
+    ascending, after, limit = is_ascending(call), call.query.get("after"), item_limit(call)
     found = await routes.store.conversation(
         lambda table, now, _: table.page(call.owner.name, _id(call), after, limit, ascending, now)
     )

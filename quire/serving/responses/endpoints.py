@@ -13,10 +13,11 @@ from quire.serving.core.prepare import count_chat_tokens
 from quire.serving.endpoint import JOB_HEADERS, Call, Endpoint, query
 from quire.serving.errors import invalid, not_found, unsupported
 from quire.serving.openai.frames import encode_json
+from quire.serving.paging import is_ascending
 from quire.serving.responses.background import ended_with_server
 from quire.serving.responses.conversations import CONVERSATION_ENDPOINTS
 from quire.serving.responses.create import ResponseRoutes, post_response, stored_history
-from quire.serving.responses.paging import PAGE_QUERY, is_ascending, page_limit, page_of
+from quire.serving.responses.paging import PAGE_QUERY, item_limit, page_of
 from quire.serving.responses.requests import chat_input, ignored_by_model
 from quire.serving.responses.store import StoredResponse
 
@@ -100,7 +101,7 @@ async def list_input_items(routes: ResponseRoutes, call: Call) -> Answer:
         if not places:
             raise invalid(f"after: there is no item {after[:100]!r}", "after")
         items = items[places[0] + 1 :]
-    return Ready(encode_json(page_of(items, page_limit(call))))
+    return Ready(encode_json(page_of(items, item_limit(call))))
 
 
 ENDPOINTS: tuple[Endpoint[ResponseRoutes], ...] = (

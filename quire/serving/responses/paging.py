@@ -1,41 +1,23 @@
-"""Pages of items: the query parameters of the routes that list them, and the answer."""
+"""Pages of items: how long they may be, and the answer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from quire.api.openai.responses_answers import ItemList
-from quire.serving.endpoint import Call, query
-from quire.serving.errors import invalid
+from quire.serving.endpoint import Call
+from quire.serving.paging import AFTER_QUERY, ORDER_QUERY, ends_of, limit_query, page_limit
 
 DEFAULT_LIMIT, MAX_LIMIT = 20, 100
+PAGE_QUERY = (AFTER_QUERY, limit_query(MAX_LIMIT), ORDER_QUERY)
 
 
-PAGE_QUERY = (
-    query("after", {"type": "string"}),
-    query("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LIMIT}),
-    query("order", {"type": "string", "enum": ["asc", "desc"]}),
-)
-
-
-def is_ascending(call: Call) -> bool:
-    """Whether the oldest item comes first; the default is the newest. Raises ApiError."""
-    order = call.query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid(f"order must be 'asc' or 'desc', got {order[:20]!r}", "order")
-    return order == "asc"
-
-
-def page_limit(call: Call) -> int:
-    """Return how many items a page may have. Raises ApiError."""
-    text = call.query.get("limit", str(DEFAULT_LIMIT))
-    if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LIMIT):
-        raise invalid(f"limit must be an integer from 1 to {MAX_LIMIT}, got {text[:20]!r}", "limit")
-    return int(text)
+def item_limit(call: Call) -> int:
+    """Return how many items a page may have. Raises ApiError 400."""
+    return page_limit(call, DEFAULT_LIMIT, MAX_LIMIT)
 
 
 def page_of(items: list[dict[str, Any]], limit: int) -> ItemList:
     """Return the first `limit` items as a page; further ones show that there are more."""
     page = items[:limit]
-    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
-    return ItemList("list", page, first, last, len(items) > limit)
+    return ItemList("list", page, *ends_of([item["id"] for item in page]), len(items) > limit)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
+from quire.contracts.expert_options import counts_experts
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
@@ -22,14 +24,14 @@ from quire.kernels.triton.device_traits import DeviceTraits, choose_traits
 from quire.kernels.triton.libraries import load_library
 from quire.kernels.triton.tile_table import active_table, choose_table
 from quire.kv.device_pool import DeviceKvPool
-from quire.kv.tiers.host_slab import slots_file
+from quire.kv.tiers.host_slab import HostSlab, slots_file
 from quire.model.checkpoint import open_parameters
 from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.model.lora.device_shards import AdapterShard
-from quire.parallel.launch import spawn_workers
+from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import DEVICE_POLICIES
@@ -50,6 +52,7 @@ from quire.worker.device.memory import (
     DeviceMemory,
     MemoryBefore,
     Recordings,
+    check_pinned,
     device_weight_bytes,
     measure_usage,
     most_drafts_on_device,
@@ -62,9 +65,10 @@ from quire.worker.device.memory import (
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
+from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
-from quire.worker.parallel_launch import launch_options
+from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
 from quire.worker.tiers import num_host_pages, page_bytes
@@ -83,20 +87,24 @@ class BuiltRank(NamedTuple):
 
 
 def build_device_runner(
-    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int
+    config: EngineConfig, device: torch.device, report: ModelReport, num_batched_tokens: int, slab: HostSlab | None = None
 ) -> tuple[StepDriver, ModelReport]:
     """Load a model on a device and return its step driver, with the report of what it takes there.
 
     With several ranks or stages this is rank 0; the other ranks are started and have loaded their parts.
+    slab  see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     if config.nvtx_ranges and device.type != "cuda":
         raise ConfigError(f"nvtx_ranges needs an NVIDIA GPU, not device {config.device!r}; leave it out")
+    if slab is None:
+        check_pinned(report.memory)
     sizes = step_sizes(config, report, num_batched_tokens)
+    warn_lossy(config)
     if config.parallel.world_size > 1:
         built = build_leader(config, device, report, sizes)
     else:
-        built = build_rank(config, device, report, sizes)
+        built = build_rank(config, device, report, sizes, slab=slab)
     for line in built.plan.describe().splitlines():
         logger.info(line)
     report, speculator = replace(report, memory=built.plan), None
@@ -132,6 +140,11 @@ def nvtx_range(plan: StepPlan) -> AbstractContextManager[object]:
 def build_leader(config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes) -> BuiltRank:
     """Start the other ranks, load the part of rank 0, and return it when all are ready. Raises what any rank fails with."""
     size, num_pages = config.parallel.world_size, num_host_pages(config, report)
+    if num_pages > 0 and launched_group(config) is not None:
+        raise ConfigError(
+            f"kv_host_bytes is {config.host_tier_bytes}, but ranks on GPUs that a launcher starts share no pages: "
+            "leave kv_host_bytes, kv_disk_dir, role and prefill_listen out, or start one process, which starts the others"
+        )
     file = slots_file(num_pages, page_bytes(report.memory)) if num_pages > 0 else None
     try:
         told = RankConfig.of(config, report, sizes, -1 if file is None else file)
@@ -146,9 +159,12 @@ def build_leader(config: EngineConfig, device: torch.device, report: ModelReport
 def _start_ranks(
     config: EngineConfig, device: torch.device, report: ModelReport, told: RankConfig, options: LaunchOptions
 ) -> BuiltRank:
-    workers = spawn_workers(WORKER_MODULE, config.parallel.world_size, told.to_json(), options)
+    workers = start_workers(config, told.to_json(), options, WORKER_MODULE)
     try:
         assert workers.store is not None
+        if told.options:
+            workers.startup.stage("comparing ranks")
+            check_fingerprints(workers.communicator, fingerprint(Path(told.config.model), told.options))
         workers.startup.stage("connecting")
         group = GpuGroup.connect(workers, workers.store, rank_device(device, 0), told, workers)
         workers.startup.stage("loading weights")
@@ -156,6 +172,9 @@ def _start_ranks(
         workers.startup.ready({"num_kv_blocks": built.plan.num_kv_blocks})
         workers.wait_ready()
         assert isinstance(built.executor, LeaderGpuExecutor)
+        placements = placements_of(told.expert_ranks, report.spec)
+        if placements is not None and group.stage is None:
+            built.executor.place_experts(placements, config.parallel.shares)
         built.executor.lead()
     except WorkerError:
         workers.wait_ready()  # raises what the rank at fault has failed with, in its class
@@ -178,11 +197,17 @@ def _counted(recorder: CudaGraphRecorder | None, group: GpuGroup | None) -> Grap
 
 
 def build_rank(
-    config: EngineConfig, device: torch.device, report: ModelReport, sizes: StepSizes, group: GpuGroup | None = None
+    config: EngineConfig,
+    device: torch.device,
+    report: ModelReport,
+    sizes: StepSizes,
+    group: GpuGroup | None = None,
+    slab: HostSlab | None = None,
 ) -> BuiltRank:
     """Load a model, or this rank's part of it; plan its memory and make its KV pool.
 
     group  of ranks that share the model: every rank calls this, and all find the same number of blocks
+    slab   see build_runner
     Raises ConfigError where it does not fit, or where the device is the CPU and kernels are not interpreted.
     """
     _choose_tiles(config, device)
@@ -192,7 +217,8 @@ def build_rank(
     try:
         parameters = open_parameters(report.folder, report.spec)
         is_first = group is None or group.rank == 0
-        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if is_first else None
+        compiles = group is None or group.is_first_on_host
+        compilation = _compile_ahead(device, config, report, sizes, parameters, group) if compiles else None
         policy = None if config.quantization is None else DEVICE_POLICIES[config.quantization]
         ranks, stage = (None, None) if group is None else (group.ranks, group.stage)
         # Only collectives are recorded, not what stages send.
@@ -202,6 +228,8 @@ def build_rank(
         place = device if offload is None else OffloadedWeights(device, offload)
         decoder = DeviceDecoder(report.spec, parameters, max_model_len, place, policy, is_in_order, ranks, stage)
         logger.info(decoder.fusion)
+        if counts_experts(config) and stage is None:
+            decoder.watch_experts(config.lossy_routing)
         kv = report.memory.kv
         pool = DeviceKvPool(kv, 1, device, 1 if kv.state_shapes else 0, 1)
         specs = [layer.attention for layer in decoder.spec.layers if layer.attention != NO_ATTENTION]
@@ -218,7 +246,7 @@ def build_rank(
         if group is not None:
             if compilation is not None:
                 compilation.wait()
-            group.wait()  # for what rank 0 has compiled
+            group.wait()  # for what the first rank of a host has compiled
         own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes
@@ -234,7 +262,8 @@ def build_rank(
             drafter.give_pool(plan.num_kv_blocks)
         if config.host_tier_bytes:
             share = None if group is None else group.page_share(report.memory)
-            stepper.open_host_tier(num_host_pages(config, report), is_first and config.prefill_listen is not None, share)
+            is_shared = is_first and config.prefill_listen is not None
+            stepper.open_host_tier(num_host_pages(config, report), is_shared, share, slab)
         if recorder is not None:
             for each in own.steppers:
                 each.record_largest()
@@ -306,12 +335,12 @@ def _compile_ahead(
     if device.type != "cuda":
         return None
     chosen = report.folder, report.spec, config.quantization, config.deterministic
-    shares, has_experts = config.parallel.shares, config.enable_expert_parallel
+    shares, copies = config.parallel.shares, config.num_redundant_experts if config.enable_expert_parallel else None
     kernels = arch_of(device), active_table()
     kv = report.memory.kv
     if group is not None and group.stage is not None:
         kv = KvSpec.on_device(group.stage.rank_specs[0], kv.block_size, kv.dtype, kv.window_tokens is not None)
-    order = Order(*chosen, kv, sizes, *kernels, shares=shares, has_expert_ranks=has_experts)
+    order = Order(*chosen, kv, sizes, *kernels, shares=shares, num_redundant=copies)
     return Precompilation(order, parameters)
 
 

@@ -183,15 +183,18 @@ def _refuse(config: EngineConfig, traits: DeviceTraits | None) -> None:
         raise ConfigError(f"not supported on a GPU yet: {'; '.join(missing)}; or choose device='cpu'")
 
 
-def check_rank_devices(config: EngineConfig, device: str) -> None:
+def check_rank_devices(config: EngineConfig, device: str, num_here: int | None = None) -> None:
     """Raise ConfigError where the ranks of tensor_parallel_size and pipeline_parallel_size cannot have a GPU each.
 
-    device  of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
+    device    of rank 0: "cuda:N", or "interpreter", whose ranks share the CPU
+    num_here  ranks on this host; None: all
     """
     sizes = {name: getattr(config, name) for name in ("tensor_parallel_size", "pipeline_parallel_size")}
     size = config.parallel.world_size
     names = [name for name, value in sizes.items() if value > 1]
     what = f"{' * '.join(names)} is {size}"
+    if num_here is not None and num_here < size:
+        what, size = f"{what}, {num_here} of them on this host", num_here
     if device == "interpreter":
         return
     num_devices = torch.cuda.device_count()

@@ -79,6 +79,7 @@ from quire.worker.device.sampling_table import SamplingTable, draw_on_device
 from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
 from quire.worker.device.staging import NUM_READBACKS, Staged, Staging, waits_by
+from quire.worker.expert_parallel import PlacedLoads, Placements, expert_stats, with_routing_counts
 from quire.worker.state_table import StateTable
 from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
@@ -138,6 +139,7 @@ class GpuStepExecutor:
         self._block_copies: Sequence[tuple[int, int]] = ()
         self._moves: Moves | None = None
         self._sleeping: SleepingMemory | None = None
+        self._placed: PlacedLoads | None = None
         self.host_slab: HostSlab | None = None
         self._pages: DevicePages | None = None
         self._logit_rows: list[int] = []  # of the step that was started last
@@ -206,22 +208,21 @@ class GpuStepExecutor:
                 raise DeviceLostError(f"nothing runs on {device} any more in this process: {error}") from error
             raise
 
-    def open_host_tier(self, num_pages: int, is_shared: bool = False, share: PageShare | None = None) -> None:
+    def open_host_tier(
+        self, num_pages: int, is_shared: bool = False, share: PageShare | None = None, slab: HostSlab | None = None
+    ) -> None:
         """Make the slab of the host tier, if it has any pages, or map it; see HostSlab and DevicePages.
 
         share  of each page, where several ranks have one
+        slab   with its pages, that another executor of the same model had
         """
         if num_pages > 0:
             page_bytes, file = (self._pool.spec.bytes_per_block, None) if share is None else (share.page_bytes, share.file)
-            self.host_slab = HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
+            self.host_slab = slab or HostSlab(None, num_pages, is_shared, page_bytes=page_bytes, file=file)
             with torch.inference_mode(), self._decoder.on_device():
                 first_byte = 0 if share is None else share.first_byte
                 self._pages = DevicePages(self._pool, self.host_slab, first_byte=first_byte)
                 self._pages.warm_up()
-
-    def adopt_host_slab(self, slab: HostSlab) -> None:
-        """See PageMover: refused, as pinning the memory of two slabs may take more than the host has."""
-        raise InvariantError("a GPU executor adopts no host tier")
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover."""
@@ -377,8 +378,17 @@ class GpuStepExecutor:
         self.first_window_block = pool.num_blocks if self._has_windows else None
 
     def expert_stats(self) -> list[ExpertStats]:
-        """See StepExecutor: they are not counted."""
-        return []
+        """See StepExecutor: where the decoder watches them. Waits for launched steps."""
+        if not isinstance(self._decoder, DeviceDecoder):
+            return []
+        with self._decoder.on_device():
+            counts = self._decoder.expert_counts()
+        stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
+        return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
+
+    def place_experts(self, placements: Placements, shares: Sequence[float]) -> None:
+        """Say where the experts of each layer are, for their statistics."""
+        self._placed = PlacedLoads(placements, shares)
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""

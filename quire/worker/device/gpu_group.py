@@ -7,13 +7,13 @@ those of the last stage are those of the first one, and so on.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quire.base.errors import WorkerError
+from quire.base.errors import ConfigError, WorkerError
 from quire.contracts.config import EngineConfig
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import ModelSpec
@@ -31,12 +31,16 @@ from quire.model.pipeline_stages import PipelineStage
 from quire.parallel.barrier import ProcessBarrier
 from quire.parallel.communicator import Communicator, CountingCommunicator, all_agree, least_of
 from quire.parallel.joined_workers import host_key
-from quire.parallel.launch import SpawnedWorkers, WorkerContext
+from quire.parallel.launch import WorkerContext
+from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.torch_communicator import TorchCommunicator
+from quire.parallel.worker_group import WorkerGroup
 from quire.worker.device.launched_step import StepSizes
 from quire.worker.device.memory import device_weight_bytes, estimate_memory, rank_device
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.stages import device_stages, place_of
+from quire.worker.expert_parallel import Placements, find_placements, placement_lists, placements_in, placements_of
+from quire.worker.parallel_launch import config_fields, launched_group
 from quire.worker.pipeline_stage import StagePlace
 
 if TYPE_CHECKING:
@@ -56,15 +60,20 @@ def hosts_of(store: Store, rank: int, size: int) -> list[int]:
 class RankConfig:
     """What every rank has to know to build its part; the leader's, sent to the workers as JSON.
 
-    config       with the folder of the model, and with what the leader has settled, such as the layers of each stage
-    is_on_gpu    whether ranks run on GPUs; otherwise their kernels are interpreted
-    slots_file   descriptor of the memory of the host tier, which all inherit; -1: there is none
+    config        with the folder of the model, and with what the leader has settled, such as the layers of each stage. The
+                  files of expert_placement and expert_load are the leader's; expert_ranks has what they say
+    is_on_gpu     whether ranks run on GPUs; otherwise their kernels are interpreted
+    slots_file    descriptor of the memory of the host tier, which all inherit; -1: there is none
+    options       that all ranks must have alike, where a launcher has started them, see config_fields; otherwise empty
+    expert_ranks  with expert parallelism: for each layer that has experts, in order, those of each rank
     """
 
     config: EngineConfig
     sizes: StepSizes
     is_on_gpu: bool
     slots_file: int = -1
+    options: dict[str, str] = field(default_factory=dict[str, str])
+    expert_ranks: tuple[list[list[int]], ...] | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, report: ModelReport, sizes: StepSizes, slots_file: int = -1) -> RankConfig:
@@ -77,25 +86,30 @@ class RankConfig:
             block_size=report.memory.kv.block_size,
             speculative_config=None,  # drafts are made by the leader
             pipeline_layers=tuple(stage.num_layers for stage in _stages(config, report)),
+            expert_placement="linear",
+            expert_load=None,
         )
-        return cls(settled, sizes, report.device != "interpreter", slots_file)
+        options = {} if launched_group(config) is None else config_fields(config)
+        placements = placement_lists(find_placements(config, report.spec))
+        return cls(settled, sizes, report.device != "interpreter", slots_file, options, placements)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON."""
-        return {"config": dataclasses.asdict(self.config), "sizes": list(self.sizes)} | {
-            "is_on_gpu": self.is_on_gpu,
-            "slots_file": self.slots_file,
-        }
+        return dataclasses.asdict(self) | {"sizes": list(self.sizes)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> RankConfig:
         """Return what to_json was called on."""
-        sizes = StepSizes(*fields["sizes"])
-        return cls(EngineConfig(**fields["config"]), sizes, fields["is_on_gpu"], fields["slots_file"])
+        experts = None if fields["expert_ranks"] is None else tuple(fields["expert_ranks"])
+        config, sizes = EngineConfig(**fields["config"]), StepSizes(*fields["sizes"])
+        return cls(config, sizes, fields["is_on_gpu"], fields["slots_file"], fields["options"], experts)
 
-    def device(self, rank: int) -> torch.device:
-        """Return the device of a rank."""
-        return rank_device(torch.device("cuda" if self.is_on_gpu else "cpu"), rank)
+    def device(self, local_rank: int) -> torch.device:
+        """Return the device of a rank, by its number on its host. Raises ConfigError if it is not there."""
+        if self.is_on_gpu and local_rank >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise ConfigError(f"rank {local_rank} of this host runs on cuda:{local_rank}, but there are {count} GPUs here")
+        return rank_device(torch.device("cuda" if self.is_on_gpu else "cpu"), local_rank)
 
     def spec(self) -> ModelSpec:
         """Return the whole model."""
@@ -111,20 +125,22 @@ class RankConfig:
 
     def shard(self, place: StagePlace) -> DeviceShard:
         """Return the part of a rank of the layers of its stage."""
-        return self._shard(place.stage.spec(self.spec()), place.tensor_rank)
+        spec = self.spec()
+        placements = placements_in(placements_of(self.expert_ranks, spec), place.stage.start, place.stage.stop)
+        return self._shard(place.stage.spec(spec), place.tensor_rank, placements)
 
     def rank_specs(self, place: StagePlace) -> list[ModelSpec]:
         """Return the whole model as each tensor-parallel rank of a stage runs it."""
         spec, size = self.spec(), place.num_tensor_ranks
-        return [spec] if size == 1 else [self._shard(spec, rank).local_spec for rank in range(size)]
+        placements = placements_of(self.expert_ranks, spec)
+        return [spec] if size == 1 else [self._shard(spec, rank, placements).local_spec for rank in range(size)]
 
-    def _shard(self, spec: ModelSpec, tensor_rank: int) -> DeviceShard:
-        config = self.config
-        return DeviceShard.of(spec, tensor_rank, config.parallel.shares, config.deterministic, config.enable_expert_parallel)
+    def _shard(self, spec: ModelSpec, tensor_rank: int, placements: Placements | None) -> DeviceShard:
+        return DeviceShard.of(spec, tensor_rank, self.config.parallel.shares, self.config.deterministic, placements)
 
-    def report(self, rank: int) -> ModelReport:
+    def report(self, rank: int, device: torch.device) -> ModelReport:
         """Return what the model is, as the leader has found, with a plan for this rank's memory."""
-        config, folder, device, spec = self.config, Path(self.config.model), self.device(rank), self.spec()
+        config, folder, spec = self.config, Path(self.config.model), self.spec()
         shapes = parameter_shapes(spec)
         max_model_len = effective_max_model_len(spec, config.max_model_len)
         memory = estimate_memory(config, device, spec, shapes, max_model_len, folder, rank)
@@ -145,11 +161,13 @@ class GpuGroup:
     stage    what the stages exchange, by the communicator `stages`; None: there is one
     host     what all exchange on the host, which no device has to wait for
     barrier  says when the group has ended
-    moves    how many page moves each rank has ended
+    moves    how many page moves each rank has ended; None: there is no host tier
     slots_file  see RankConfig
     shares   what each rank has, in parts
     places   of all ranks
     workers  the other ranks' processes; None: this is a worker
+    is_first_on_host  of the ranks there: compiles kernels for all of them
+    timeout_s  until the device has run a step; None: all ranks are on this host, where they are watched
     """
 
     ranks: DeviceRanks | None
@@ -158,20 +176,22 @@ class GpuGroup:
     stages: CountingCommunicator | None
     host: Communicator
     barrier: ProcessBarrier
-    moves: PageMoveCounters
+    moves: PageMoveCounters | None
     slots_file: int
     shares: tuple[float, ...]
     places: dict[int, StagePlace]
-    workers: SpawnedWorkers | None = None
+    workers: WorkerGroup | RemoteWorkers | None = None
+    is_first_on_host: bool = True
+    timeout_s: float | None = None
 
     @classmethod
     def connect(
         cls,
-        member: SpawnedWorkers | WorkerContext,
+        member: WorkerGroup | RemoteWorkers | WorkerContext,
         store: Store,
         device: torch.device,
         told: RankConfig,
-        workers: SpawnedWorkers | None = None,
+        workers: WorkerGroup | RemoteWorkers | None = None,
     ) -> GpuGroup:
         """Connect a rank to the others, over NCCL, or over gloo where kernels are interpreted; every rank calls this.
 
@@ -182,7 +202,7 @@ class GpuGroup:
         barrier, places = member.barrier, told.places
         place = places[barrier.rank]
         stage, num_ranks = place.stage, place.num_tensor_ranks
-        barrier.wait()  # all are there, so that none waits for a rank that has failed before
+        member.communicator.barrier()  # all are there, so that none waits for a rank that has failed before
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -190,7 +210,8 @@ class GpuGroup:
             own_store = PrefixStore(name, store)
             if device.type == "cuda":
                 return CountingCommunicator(TorchCommunicator.nccl(own_store, rank, size, check=barrier.check))
-            return CountingCommunicator(TorchCommunicator.gloo(own_store, rank, size, interface="lo", check=barrier.check))
+            where = {"interface": "lo"} if member.address is None else {"hostname": member.address}
+            return CountingCommunicator(TorchCommunicator.gloo(own_store, rank, size, check=barrier.check, **where))
 
         tensor = connect(f"stage{stage.index}", place.tensor_rank, num_ranks) if num_ranks > 1 else None
         ranks = None
@@ -201,8 +222,16 @@ class GpuGroup:
         own = None if stages is None else DeviceStage(stage, told.spec(), told.rank_specs(place), stages)
         shares = told.config.parallel.shares
         parts = tuple(each.stage.num_layers * shares[each.tensor_rank] for each in places.values())
-        moves = PageMoveCounters(member.memory, barrier.size)
-        return cls(ranks, tensor, own, stages, member.communicator, barrier, moves, told.slots_file, parts, places, workers)
+        moves = None if told.slots_file < 0 else PageMoveCounters(member.memory, barrier.size)
+        is_first = workers is not None or (isinstance(member, WorkerContext) and member.local_rank == 0)
+        host, timeout_s = member.communicator, None
+        if member.address is not None:
+            # Unlike that of a member, it waits for ranks that load and compile longer than others.
+            timeout_s, place_of_all = told.config.distributed_timeout_s, (barrier.rank, barrier.size)
+            host_store = PrefixStore("host", store)
+            host = TorchCommunicator.gloo(host_store, *place_of_all, check=barrier.check, hostname=member.address)
+        of_host = host, barrier, moves, told.slots_file
+        return cls(ranks, tensor, own, stages, *of_host, parts, places, workers, is_first, timeout_s)
 
     def page_share(self, memory: MemoryPlan) -> PageShare | None:
         """Return what this rank has of the pages of the host tier; None: there is none."""
@@ -242,3 +271,5 @@ class GpuGroup:
         for each in (self.tensor, self.stages):
             if each is not None:
                 each.close()
+        if isinstance(self.host, TorchCommunicator):
+            self.host.close()

@@ -6,29 +6,42 @@ Run by the leader as `python -m quire.worker.device.gpu_worker`, see quire.paral
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.base.errors import InvariantError
+from quire.contracts.config import EngineConfig
 from quire.model.lora.device_adapters import DeviceAdapters
+from quire.model.resolve import resolve_model
 from quire.parallel.launch import WorkerContext, run_worker
+from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.ring import RingMessage
 from quire.worker.device.build import build_rank
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import GpuGroup, RankConfig
 from quire.worker.device.staged_call import GpuCall, decode_staged
+from quire.worker.parallel_launch import own_fingerprint
 from quire.worker.parallel_messages import decode_adapter, decode_adapter_key, decode_page_moves
 
 
 def main(context: WorkerContext) -> None:
     """Load the part, then follow the leader until it closes the group."""
-    torch.set_num_threads(max(1, torch.get_num_threads() // context.size))  # that load weights
+    torch.set_num_threads(max(1, torch.get_num_threads() // (context.num_on_host or context.size)))  # that load weights
     told = RankConfig.from_json(context.config)
-    config, device = told.config, told.device(context.rank)
+    if context.exchange is not None and isinstance(context.own, EngineConfig):
+        folder = resolve_model(context.own.model, context.own.revision)  # of this host
+        told = replace(told, config=replace(told.config, model=str(folder)))
+    config = told.config
+    if told.options:
+        context.startup.stage("comparing ranks")
+        check_fingerprints(context.communicator, own_fingerprint(context.own, Path(config.model), told.options))
+    device = told.device(context.rank if context.local_rank is None else context.local_rank)
     context.startup.stage("inspecting the model")
-    report = told.report(context.rank)
+    report = told.report(context.rank, device)
     context.startup.stage("connecting")
     group = GpuGroup.connect(context, context.connect_store(), device, told)
     context.startup.stage("loading weights")
@@ -104,7 +117,7 @@ class Follower:
     def _note_moved(self, waits: bool) -> None:
         """Tell the leader which page moves have ended; waits: all, when they have."""
         num_ended = len(self._executor.take_moved(waits))
-        if num_ended:
+        if num_ended and self._group.moves is not None:
             self._num_moved += num_ended
             self._group.moves.set(self._group.rank, self._num_moved)
 

@@ -21,7 +21,8 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.lora.adapter import Adapter
 from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.barrier import AbortReason
-from quire.parallel.launch import SpawnedWorkers
+from quire.parallel.remote_workers import RemoteWorkers
+from quire.parallel.worker_group import WorkerGroup
 from quire.sampling.row_state import SamplingRow
 from quire.worker.device.block_table_updates import BlockTableUpdates
 from quire.worker.device.device_sampler import SampledRows
@@ -71,7 +72,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._is_leading = True
 
     @property
-    def workers(self) -> SpawnedWorkers:
+    def workers(self) -> WorkerGroup | RemoteWorkers:
         """The other ranks."""
         return self._workers
 
@@ -160,8 +161,11 @@ class LeaderGpuExecutor(GpuStepExecutor):
             self._num_moved_here += len(super().take_moved(waits))
             if has_others:
                 self._workers.communicator.barrier()
-        self._group.moves.set(0, self._num_moved_here)
-        count = self._group.moves.least() - self._num_moved
+        moves = self._group.moves
+        if moves is None:
+            return ()
+        moves.set(0, self._num_moved_here)
+        count = moves.least() - self._num_moved
         self._num_moved += count
         return tuple(self._page_moves.popleft()[0] for _ in range(count))
 
@@ -169,8 +173,10 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor. The collectives on the devices are those of this rank: all ranks of a stage make the same."""
         found = self._workers.stats()
         found[0] = replace(found[0], collectives=self._group.collectives())
-        shares = self._group.shares
-        return [replace(stats, share=share / sum(shares)) for stats, share in zip(found, shares, strict=True)]
+        shares, places = self._group.shares, self._group.places if self._stage is not None else {}
+        parts = [place.describe() for place in places.values()] or [""] * len(found)
+        parted = zip(found, shares, parts, strict=True)
+        return [replace(stats, share=share / sum(shares), part=part) for stats, share, part in parted]
 
     def check_health(self) -> None:
         """See StepExecutor."""
@@ -217,8 +223,12 @@ class LeaderGpuExecutor(GpuStepExecutor):
         for _ in range(_SPINS):
             if event.query():
                 return
+        timeout_s, began_s = self._group.timeout_s, time.monotonic()
         while not event.query():
             self._workers.barrier.check()
+            if timeout_s is not None and time.monotonic() - began_s > timeout_s:
+                reason = "a rank is stopped, or a host cannot be reached"
+                raise WorkerError(f"no step has ended for {timeout_s:g} s (distributed_timeout_s): {reason}", 0)
             time.sleep(_PAUSE_S)
 
     @contextmanager

@@ -30,6 +30,7 @@ from quire.quant.policy import DEVICE_POLICIES, quantized_bytes
 from quire.speculate.speculator import most_drafts
 from quire.worker.device.peaks import SCRATCH_BYTES
 from quire.worker.device.stages import device_stages, place_of
+from quire.worker.expert_parallel import find_placements
 from quire.worker.lora import planned_adapter_bytes
 from quire.worker.memory import count_states, divide_blocks, given_blocks, limits_windows, max_num_batched_tokens
 from quire.worker.pipeline_plan import StageMemory
@@ -308,7 +309,7 @@ def estimate_memory(
     page_shares = _page_shares(config, ranks, kv)
     usage = replace(usage, activation_bytes=usage.activation_bytes + tier_staging_bytes(config, kv, page_shares))
     plan = plan_device_memory(config, kv, usage, max_model_len, budget, has_own_memory=device.type == "cuda")
-    pinned_bytes = check_pinned(config, num_offloaded_bytes)
+    pinned_bytes = config.host_tier_bytes
     return replace(plan, offloaded_bytes=num_offloaded_bytes, pinned_bytes=pinned_bytes, page_shares=page_shares)
 
 
@@ -334,8 +335,8 @@ def _part_of(
     """Return the shapes of a rank's parameters, and the whole model with its part of each layer. Raises ConfigError."""
     is_tied = "lm_head.weight" not in shapes
     if place.num_tensor_ranks > 1:
-        shares, has_experts = config.parallel.shares, config.enable_expert_parallel
-        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, has_experts)
+        shares, placements = config.parallel.shares, find_placements(config, spec)
+        shard = DeviceShard.of(spec, place.tensor_rank, shares, config.deterministic, placements)
         shapes, spec = shard.shapes(), shard.local_spec
     return place.stage.select(shapes, is_tied), spec
 
@@ -358,15 +359,14 @@ def device_stage_memories(config: EngineConfig, device: torch.device, report: Mo
     return [*found[len(shares) :], *found[: len(shares)]]
 
 
-def check_pinned(config: EngineConfig, num_offloaded_bytes: int) -> int:
-    """Return the bytes of the host tier. Raises ConfigError where the host has less; num_offloaded_bytes: of weights there."""
-    wanted, available = config.host_tier_bytes, available_memory_bytes() - num_offloaded_bytes
+def check_pinned(memory: MemoryPlan) -> None:
+    """Raise ConfigError where the host has not the memory of the host tier beside that of offloaded weights."""
+    wanted, available = memory.pinned_bytes, available_memory_bytes() - memory.offloaded_bytes
     if wanted > available:
         raise ConfigError(
             f"kv_host_bytes is {wanted}, which a GPU needs as pinned host memory, but {format_bytes(max(0, available))} are "
             "available there: lower it"
         )
-    return wanted
 
 
 def tier_staging_bytes(config: EngineConfig, kv: KvSpec, page_shares: Sequence[int] = ()) -> int:

@@ -49,7 +49,7 @@ class Order(NamedTuple):
     table          of tiles, with which kernels are launched
     head           what is compiled instead of the model: a head beside it
     shares         of tensor-parallel ranks: the part of rank 0 is compiled
-    has_expert_ranks  each of them has whole experts
+    num_redundant  copies of experts in a layer, with expert parallelism; None: without
     """
 
     folder: Path
@@ -62,12 +62,12 @@ class Order(NamedTuple):
     table: TileTable
     head: ServedHead | None = None
     shares: tuple[float, ...] = (1.0,)
-    has_expert_ranks: bool = False
+    num_redundant: int | None = None
 
     def model(self, parameters: Mapping[str, Parameter | StoredParameter]) -> ServedModel:
         """Return the model, whose parameters are these."""
         policy = None if self.quantization is None else DEVICE_POLICIES[self.quantization]
-        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares, self.has_expert_ranks)
+        return ServedModel(self.spec, parameters, policy, self.is_in_order, self.shares, self.num_redundant)
 
     def variants(self) -> list[Variant]:
         """Return what is to be compiled, without repetition."""

@@ -26,6 +26,7 @@ from quire.model.heads.device_head import DeviceHead
 from quire.model.heads.head_spec import LayerHead
 from quire.model.parameters import parameter_shapes
 from quire.model.token_runs import TreePlaces
+from quire.parallel.communicator import EndedTransfer, Transfer
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy
 from quire.worker.device.block_table_updates import BlockTableUpdates
@@ -33,6 +34,7 @@ from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.graphs import StepGraphs
 from quire.worker.device.host_step import HostStep, full_step
 from quire.worker.device.launched_step import StepSizes
+from quire.worker.expert_parallel import linear_placements
 from quire.worker.step_executor import Moves
 
 _META = torch.device("meta")
@@ -45,7 +47,7 @@ class ServedModel(NamedTuple):
     policy       how they are quantised while they are loaded; None: run as they are stored
     is_in_order  see DeviceDecoder
     shares       of tensor-parallel ranks: the part of rank 0 is served
-    has_expert_ranks  each of them has whole experts
+    num_redundant  copies of experts in a layer, with expert parallelism; None: without
     """
 
     spec: ModelSpec
@@ -53,7 +55,7 @@ class ServedModel(NamedTuple):
     policy: QuantizationPolicy | None = None
     is_in_order: bool = False
     shares: tuple[float, ...] = (1.0,)
-    has_expert_ranks: bool = False
+    num_redundant: int | None = None
 
     def kinds(self) -> list[tuple[object, ...]]:
         """Return of each layer what its launches depend on, and last of what is in no layer."""
@@ -185,7 +187,10 @@ def meta_decoder(model: ServedModel, max_model_len: int) -> DeviceDecoder:
     """Return a decoder without memory."""
     ranks = None
     if len(model.shares) > 1:
-        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, model.has_expert_ranks)
+        placements = None
+        if model.num_redundant is not None:
+            placements = linear_placements(model.spec, model.num_redundant, model.shares)
+        shard = DeviceShard.of(model.spec, 0, model.shares, model.is_in_order, placements)
         ranks = DeviceRanks(_NoExchange(len(model.shares)), shard)
     options = model.policy, model.is_in_order, ranks
     return DeviceDecoder(model.spec, dict(model.parameters), max_model_len, _META, *options)
@@ -203,8 +208,9 @@ class _NoExchange:
     def all_reduce(self, x: torch.Tensor, in_order: bool = True) -> None:
         """Do nothing."""
 
-    def all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> None:
+    def begin_all_to_all(self, out: torch.Tensor, x: torch.Tensor, out_sizes: Sequence[int], sizes: Sequence[int]) -> Transfer:
         """Do nothing."""
+        return EndedTransfer(0.0)
 
     def reduce_scatter(self, out: torch.Tensor, x: torch.Tensor, sizes: Sequence[int] | None = None) -> None:
         """Do nothing."""

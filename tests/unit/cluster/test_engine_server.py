@@ -89,6 +89,14 @@ def test_server_answers_reports_and_ends(own_folder):
         await server.check_health()
         stats = msgspec.convert(await server.record_routing_stats(), type=ReplicaStats)
         assert (stats.load.kv_blocks_total, stats.load.running) == (64, 0)
+        headers = [(b"content-type", b"application/json"), (b"authorization", b"Bearer client")]
+        long = msgspec.json.encode({**body, "stream": True, "max_tokens": 900, "ignore_eos": True})
+        stream = server.forward(ForwardedRequest("POST", b"/v1/completions", headers, long))
+        for _ in range(3):
+            await anext(stream)
+        await stream.aclose()  # its client has gone: nothing of it is counted any more
+        while (await server.record_routing_stats())["load"]["running"] > 0:
+            await asyncio.sleep(0.02)
         await server.record_autoscaling_stats()
         await ask(server, b"/v1/completions", body)
         assert (await server.record_autoscaling_stats())["output_tokens_per_s"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,11 +10,20 @@ import pytest
 
 from quire import EngineConfig
 from quire.base.errors import ConfigError
+from quire.contracts.model_spec import MlpSpec, MoeSpec
 from quire.engine.inspect import inspect_model, weight_bytes_by_precision
 from quire.kernels.native import load_native
 from quire.model.checkpoint import open_parameters
 from quire.model.token_runs import TokenRuns, address_of
 from quire.parallel.expert_placement import linear_placement
+from quire.parallel.torch_communicator import ORDERED_BYTES
+from quire.planner.expert_exchange import (
+    EXCHANGED_BYTES,
+    ExpertLinks,
+    copies_of_a_row,
+    dispatch_and_combine,
+    seconds_in_halves,
+)
 from quire.planner.hardware import find_hardware
 from quire.planner.model_shape import ModelShape
 from quire.planner.parallel_time import (
@@ -131,6 +141,67 @@ def test_an_imbalance_slows_ranks_with_whole_experts_only():
         for layout, imbalance in (("ep4", 1.0), ("ep4", 2.0), ("tp4", 1.0), ("tp4", 2.0))
     ]
     assert times[0] == times[2] == times[3] < times[1]
+
+
+MIXTURE = MoeSpec(32, 4, MlpSpec(64, "silu"))
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_copies_of_rows_are_those_that_even_routing_counts(num_hosts):
+    rng, num_rows, size = np.random.default_rng(0), 4000, 8
+    ranks = np.argsort(rng.random((num_rows, 32)), 1)[:, :4] // 4
+    on_host = size // num_hosts
+    one, two = np.zeros(2), np.zeros(2)  # copies within hosts, and between them
+    for row, at in enumerate(ranks):
+        source = row % size
+        for rank in set(at.tolist()) - {source}:
+            one[int(rank // on_host != source // on_host)] += 1
+        for host in set((at // on_host).tolist()):
+            relay = source if host == source // on_host else host * on_host + source % on_host
+            two[1] += relay != source
+            two[0] += len({rank for rank in at.tolist() if rank // on_host == host} - {relay})
+    for has_stages, counted in ((False, one), (True, two)):
+        found = copies_of_a_row(MIXTURE, size, ExpertLinks(num_hosts=num_hosts, has_stages=has_stages))
+        assert found[:2] == pytest.approx(counted / num_rows, rel=0.03)
+        assert found[2] == (2 if has_stages and num_hosts > 1 else 1)
+
+
+def test_rows_of_experts_travel_in_the_form_and_the_way_that_is_asked_for():
+    def traffic(is_gathered=False, **links):
+        return dispatch_and_combine(MIXTURE, 1024, 8, ExpertLinks(**links), 2, is_gathered)
+
+    dispatch, combine = traffic()
+    assert dispatch == combine
+    assert (dispatch.num_calls, dispatch.network_bytes) == (1, 0)
+    assert dispatch.local_bytes == pytest.approx(7 / 8 * 2048 * (1 - math.comb(28, 4) / math.comb(32, 4)))
+    assert traffic(payload="fp8")[0].local_bytes / dispatch.local_bytes == pytest.approx(1028 / 2048)
+    assert traffic(payload="fp8")[1] == combine
+    one, two = traffic(num_hosts=2, has_stages=False)[0], traffic(num_hosts=2)[0]
+    assert one.local_bytes + one.network_bytes == pytest.approx(dispatch.local_bytes)
+    assert two.network_bytes < one.network_bytes / 1.5
+    none, pairs = traffic(is_gathered=True)
+    assert none.num_calls == 0
+    assert pairs.local_bytes == pytest.approx(4 * 2048 * 7 / 64)
+
+
+def test_large_steps_of_gpu_ranks_exchange_rows_and_halves_hide_a_part():
+    assert EXCHANGED_BYTES == ORDERED_BYTES
+    simulation, layout = _simulation("demo-moe"), Layout.parse("ep4")
+    assert not simulation.exchanges_rows(layout, 4096)  # a megabyte of 128 columns
+    whole, halves = (
+        replace(simulation, links=ExpertLinks(halves=halves)).step(layout, Load(16384, 16)) for halves in (False, True)
+    )
+    assert whole.num_collectives == 3 * 5 + 2
+    assert (halves.num_collectives, halves.exchange_bytes) == (3 * 7 + 2, whole.exchange_bytes)
+    assert whole.hidden_s == 0 < halves.hidden_s
+    assert halves.exchange_s < whole.exchange_s + 6 * simulation.hardware.efficiency.collective_s
+    assert seconds_in_halves(2.0, 5.0, 3.0) == 2 + 5 + 5 + 3
+    assert seconds_in_halves(4.0, 1.0, 6.0) == 4 + 4 + 6 + 6
+    far = replace(simulation, links=ExpertLinks(num_hosts=2)).step(layout, Load(16384, 16))
+    assert 0 < far.network_bytes < far.exchange_bytes
+    assert far.exchange_s > whole.exchange_s
+    with pytest.raises(ConfigError, match="2 ranks in a group, which cannot be divided among 4 hosts"):
+        replace(simulation, links=ExpertLinks(num_hosts=4)).step(Layout.parse("ep2"), Load(8, 16))
 
 
 @pytest.mark.parametrize("text", ["tp0", "xx", "tp2xtp2", "tp2xep2", "tp", "2"])

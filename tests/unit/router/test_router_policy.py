@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from quire.base.errors import ConfigError
-from quire.router.backend import BackendTable, LoadReport
+from quire.router.backend import BackendTable, LoadReport, PromptCounts
 from quire.router.config import RouterConfig, parse_aliases, parse_backend
+from quire.router.metrics import RouterMetrics
 from quire.router.policy import make_policy, rendezvous
 from quire.router.prefix_index import PrefixIndex
 from quire.router.prompt import MAX_CHUNKS, parse_body
@@ -194,6 +195,39 @@ def test_reported_requests_are_those_of_others():
     assert backend.num_others == 4
     backend.take_load(LoadReport())
     assert backend.num_others == 0
+
+
+@pytest.mark.parametrize("policy", ["prefix", "least-loaded", "round-robin"])
+def test_health_checks_reset_no_load_and_dead_backends_count_for_nobody(policy):
+    table, (busy, idle, dead), _ = make_table()
+    flights = [busy.begin(500, True) for _ in range(3)]
+    dead.mark_unhealthy("gone")
+    for _ in range(10):
+        for one in (busy, idle):
+            one.mark_ready()
+            one.take_load(LoadReport(running=0, waiting=0))
+        assert (busy.num_in_flight, busy.num_queued_tokens, busy.num_others) == (3, 1500, 0)
+    choose = make_policy(policy, table.mean_cost)
+    chosen = {choose([one for one in table if one.is_available], prompt_of(words(400, 1))).backend for _ in range(4)}
+    assert chosen == ({busy, idle} if policy == "round-robin" else {idle})
+    for flight in flights:
+        busy.end(flight, is_good=True)
+    assert (busy.num_in_flight, busy.num_queued_tokens) == (0, 0)
+
+
+def test_true_cached_tokens_are_counted_from_the_first_report_on_and_over_restarts():
+    table, (backend,), _ = make_table(1)
+    metrics = RouterMetrics(table)
+    reports = [(1000, 900), (1100, 950), (1100, 950), (40, 10), (None, None), (60, 20)]
+    for prompt_tokens, cached in reports:
+        backend.take_load(LoadReport(prompt_tokens_total=prompt_tokens, cached_tokens_total=cached))
+        text = metrics.render()[0].decode()
+    backend.prompt_counts.sent, backend.prompt_counts.predicted = 70, 30
+    text = metrics.render()[0].decode()
+    for name, value in (("served_prompt", 160), ("served_cached", 70), ("prompt", 70), ("predicted_cached", 30)):
+        assert f'quire_router:{name}_tokens_total{{backend="{backend.name}"}} {value}.0' in text
+    backend.prompt_counts = PromptCounts(sent=5)  # removed, and added again
+    assert f'quire_router:prompt_tokens_total{{backend="{backend.name}"}} 75.0' in metrics.render()[0].decode()
 
 
 def test_least_loaded_counts_requests_of_others():

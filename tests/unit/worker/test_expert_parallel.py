@@ -18,6 +18,7 @@ from quire.worker.expert_parallel import (
     count_experts,
     expert_stats,
     find_placements,
+    placements_in,
     save_expert_load,
 )
 from quire.worker.inspect import inspect_model
@@ -107,21 +108,13 @@ def test_a_redundant_number_comes_from_eplb_config_too():
     assert (config.num_redundant_experts, config.eplb_config.window_size, config.eplb_config.step_interval) == (2, 10, 3000)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"enable_expert_parallel": False, "save_expert_load": "load.json"},
-        {"num_redundant_experts": 2},
-        {"enable_eplb": True},
-        {"expert_placement": "placement.json"},
-    ],
-)
-def test_what_gpus_do_not_support_is_refused(option):
+def test_gpus_take_all_options_but_moves():
     report = replace(inspect_model(_config()), device="cuda:0")
-    check_experts(_config(), report)
-    name = list(option)[-1]
-    with pytest.raises(ConfigError, match=f"{name} is for ranks on CPUs, but device is 'cuda:0'"):
+    for option in ({"num_redundant_experts": 2}, {"expert_capacity_factor": 1.25}):
         check_experts(_config(**option), report)
+    for option in ({"enable_eplb": True}, {"save_expert_placement": "placement.json"}):
+        with pytest.raises(ConfigError, match=f"{next(iter(option))} is for ranks on CPUs, but device is 'cuda:0'"):
+            check_experts(_config(**option), report)
 
 
 def test_ranks_divide_the_memory_and_copies_add_to_it():
@@ -175,7 +168,11 @@ def test_placements_come_from_loads_and_from_files(tmp_path):
     assert [found[layer].num_copies[layer] for layer in range(3)] == [2, 2, 2]
     placement = ExpertPlacement(16, (tuple(range(16)), (2,)))
     write_placements(path, dict.fromkeys(range(3), placement))
-    assert find_placements(_config(expert_placement=path), spec) == dict.fromkeys(range(3), placement)
+    read = find_placements(_config(expert_placement=path), spec)
+    assert read == dict.fromkeys(range(3), placement)
+    assert placements_in(read | {0: found[0]}, 0, 2) == {0: found[0], 1: placement}
+    assert placements_in(read, 2, 3) == {0: placement}
+    assert placements_in(None, 0, 1) is None
 
 
 def test_the_imbalance_is_that_of_a_count_by_hand():

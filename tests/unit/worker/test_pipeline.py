@@ -202,6 +202,22 @@ def test_outputs_are_those_of_one_process_with_every_option(options, shares):
     stages.close()
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_kv_blocks": 64}, pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.slow)]
+)
+def test_stages_whose_ranks_share_the_tokens_of_sequences_give_the_tokens_of_one_process(options):
+    long = [list(range(first, first + 270)) for first in (5, 90)]  # more than the tokens that lie together on a rank
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 128, **options}
+    one, stages = _engine(**options), _engine(2, 2, decode_context_parallel_size=2, **options)
+    params = {**KINDS["log-probabilities"], "n": 2, "max_tokens": 3}
+    assert _outputs(stages, long, **params) == _outputs(one, long, **params)
+    memory, held = stages.llm_engine.report.memory, stage_memories(stages.llm_engine.config, stages.llm_engine.report)
+    assert memory.num_block_places == 2
+    assert sum(each.kv_bytes for each in held) == 2 * memory.num_local_blocks * memory.kv.bytes_per_block
+    one.close()
+    stages.close()
+
+
 EXPERTS = {"copies": {"num_redundant_experts": 2}, "int8": {"quantization": "int8", "tensor_parallel_shares": (2, 1)}}
 
 
@@ -295,6 +311,10 @@ def test_each_rank_of_a_stage_holds_its_part_only(thread_workers):
     report = ranks.llm_engine.report
     own = [thread_workers[-1].board.read(rank).ready["packed_weight_bytes"] for rank in range(1, 5)]
     memories = stage_memories(ranks.llm_engine.config, report)
+    assert [rank.part for rank in ranks.llm_engine.stats.ranks][:2] == [
+        "no layers",
+        "stage 0 (layers 0 to 5), tensor-parallel rank 0",
+    ]
     assert [(memory.stage.index, memory.shard.rank) for memory in memories] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for memory, num_bytes in zip(memories, own, strict=True):
         assert abs(memory.weight_bytes - num_bytes) < 0.1 * sum(own)
@@ -357,10 +377,6 @@ def test_the_idle_share_of_each_stage_is_measured():
         ({"pipeline_parallel_size": 2, "pipeline_layers": (8, 0)}, "pipeline_layers must be integers >= 1, got 0"),
         ({"pipeline_parallel_size": 2, "pipeline_layers": (3, 4)}, r"add up to the model's 8 layers, got 3 \+ 4 = 7"),
         ({"pipeline_layers": (3, 5)}, "one number for each of the 1 stages"),
-        (
-            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
-            "decode_context_parallel_size is 2 and pipeline_parallel_size 2: both together are not supported",
-        ),
         (
             {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True, "enable_eplb": True},
             "enable_eplb and pipeline_parallel_size 2: both together are not supported",

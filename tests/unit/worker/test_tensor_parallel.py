@@ -249,12 +249,15 @@ def test_a_launcher_is_found_in_the_environment(environment, expected):
         ({"tensor_parallel_size": 2, "device": "cuda"}, "ranks on GPUs .device cuda."),
     ],
 )
-def test_ranks_that_only_the_leader_can_start_are_refused_to_launchers(monkeypatch, options, message):
+def test_ranks_that_only_the_leader_can_start_are_refused_to_launchers_and_those_on_gpus_to_ray(monkeypatch, options, message):
     monkeypatch.setattr(parallel_launch, "choose_device", lambda config: "cuda" if config.device == "cuda" else None)
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     config = EngineConfig(model="demo", **options)
-    with pytest.raises(ConfigError, match=f"has started 2 processes, but {message}.*'spawn'"):
-        parallel_launch.launched_group(config, torchrun)
+    if config.device == "cuda":
+        assert parallel_launch.launched_group(config, torchrun).rank == 1
+    else:
+        with pytest.raises(ConfigError, match=f"has started 2 processes, but {message}.*'spawn'"):
+            parallel_launch.launched_group(config, torchrun)
     by_ray = EngineConfig(model="demo", distributed_executor_backend="ray", **options)
     with pytest.raises(ConfigError, match=f"'ray', but {message}"):
         parallel_launch.check_backend(by_ray)

@@ -91,17 +91,33 @@ void recur(const std::array<uintptr_t, 7>& tensors, const std::array<i32, 4>& sh
 
 // x, weight, bias and out; channels and taps.
 void convolve(const std::array<uintptr_t, 4>& tensors, const std::array<i32, 2>& shape, bool is_bf16, const std::vector<i64>& starts,
-              const std::vector<uintptr_t>& sources, const Saves& saves, const std::string& isa) {
+              const std::vector<uintptr_t>& sources, const Saves& saves, int num_threads, const std::string& isa) {
     const auto [channels, taps] = shape;
     if (taps < 2 || taps > MAX_CONV_TAPS) throw std::invalid_argument("taps: got " + std::to_string(taps) + ", allowed are 2 to " + std::to_string(MAX_CONV_TAPS));
     check_saves(starts, sources, saves);
     const ConvJob job = {channels, taps, is_bf16, at<const float>(tensors[0]), at<const float>(tensors[1]), at<const float>(tensors[2]), at<float>(tensors[3]), channels, channels};
+    std::vector<std::vector<ConvSave>> kept(saves.size());
+    std::vector<ConvRun> runs(saves.size());
     for (size_t s = 0; s < saves.size(); ++s) {
-        std::vector<ConvSave> kept;
-        for (const auto& [count, to] : saves[s]) kept.push_back({count, at<u8>(to)});
-        const ConvRun run = {starts[s], starts[s + 1] - starts[s], at<const u8>(sources[s]), kept.data(), static_cast<i32>(kept.size())};
-        kernels_for(isa).recurrence->convolve(job, run, 0, channels);
+        for (const auto& [count, to] : saves[s]) kept[s].push_back({count, at<u8>(to)});
+        runs[s] = {starts[s], starts[s + 1] - starts[s], at<const u8>(sources[s]), kept[s].data(), static_cast<i32>(kept[s].size())};
     }
+    struct Call {
+        const RecurrenceTable& table;
+        const ConvJob& job;
+        const std::vector<ConvRun>& runs;
+    } call = {*kernels_for(isa).recurrence, job, runs};
+    run_team(
+        num_threads,
+        [](void* argument, Worker& worker) {
+            const Call& c = *static_cast<Call*>(argument);
+            const i64 blocks = ceil_div(c.job.channels, CONV_CHANNELS);
+            each_item(worker, static_cast<i64>(c.runs.size()) * blocks, [&](i64 item) {
+                const i32 first = static_cast<i32>(item % blocks) * CONV_CHANNELS, left = c.job.channels - first;
+                c.table.convolve(c.job, c.runs[static_cast<size_t>(item / blocks)], first, left < CONV_CHANNELS ? left : CONV_CHANNELS);
+            });
+        },
+        &call);
 }
 
 }  // namespace
@@ -113,7 +129,7 @@ void bind_recurrence(nb::module_& m) {
           "Take states [v_heads, k_dim, v_dim] f32 through runs of tokens, see recurrence.h. tensors: q, k, v, decay, rates, beta, out; "
           "shape: k_heads, v_heads, k_dim, v_dim; kind: of the decay, 0 head, 1 row, 2 channel; sources: a state per run, 0 is zeros; "
           "saves: per run (number of tokens, state).");
-    m.def("convolve", convolve, "tensors"_a, "shape"_a, "is_bf16"_a, "starts"_a, "sources"_a, "saves"_a, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
+    m.def("convolve", convolve, "tensors"_a, "shape"_a, "is_bf16"_a, "starts"_a, "sources"_a, "saves"_a, "num_threads"_a = 1, "isa"_a = "", nb::call_guard<nb::gil_scoped_release>(),
           "Convolve channels over runs of tokens, see ConvJob. tensors: x [T, channels], weight [taps, channels], bias or 0, out; shape: channels, taps; states: "
           "[taps - 1, channels], see recur.");
 }

@@ -4,7 +4,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -180,8 +179,8 @@ void Plan::set_context(i32 place, i32 num_places, i32 num_local_blocks) {
 }
 
 void Plan::set_stage(bool is_first, bool is_last, i32 first_layer) {
-    if (entry_ != Entry::token || divides_rows() || has_context() || group_.exchange)
-        throw std::invalid_argument("a draft head, a context-parallel rank or one without shared memory has no pipeline stages");
+    if (entry_ != Entry::token || divides_rows() || has_homes() || group_.exchange)
+        throw std::invalid_argument("a draft head, a rank that computes some of the rows or one without shared memory has no pipeline stages");
     is_stage_ = true;
     first_layer_ = first_layer;
     is_first_stage_ = is_first;
@@ -253,55 +252,6 @@ void Plan::finish_attention(PlanLayer& l) {
     question_size_ = std::max(question_size_, l.num_heads * (latent.nope + latent.rope));
     answer_size_ = std::max(answer_size_, l.total_heads * latent.value);
     if (latent.q_a) question_rank_ = std::max(question_rank_, latent.q_a->weight.n);
-}
-
-// A norm that divides heads of `dim` values by their lengths, and by `divisor`.
-static Norm length_norm(i32 dim, float divisor) {
-    Norm norm;
-    const std::vector<float> weight(dim, 1.0f / (std::sqrt(static_cast<float>(dim)) * divisor));
-    norm.set(false, dim, 1e-6f / static_cast<float>(dim), reinterpret_cast<uintptr_t>(weight.data()), 0, 1);
-    return norm;
-}
-
-void Plan::finish_mixer(PlanLayer& l) {
-    Mixer& m = *l.mixer;
-    if (has_homes() || has_context() || divides_rows() || entry_ != Entry::token || l.has_streams() || l.is_parallel || (l.is_mixed() && l.attn_out.is_present) || (!m.part_scales.empty() && m.part_scales.size() != m.in.size()))
-        throw std::invalid_argument("a layer with a recurrent state has one residual stream, and ranks have some heads of all sequences");
-    const i32 inputs[] = {6, 3, 5, 2};  // of each kind
-    if (static_cast<i32>(m.in.size()) != inputs[static_cast<i32>(m.kind)] || m.taps < 2 || m.taps > MAX_CONV_TAPS || m.k_dim > MAX_STATE_ROWS || m.k_heads < 1 || m.v_heads % m.k_heads != 0)
-        throw std::invalid_argument("a mixer of other parts than the kernels know, or of more taps or rows of a state");
-    const size_t channels = static_cast<size_t>(m.channels());
-    if (m.conv_weight.size() != channels * m.taps || (!m.conv_bias.empty() && m.conv_bias.size() != channels)) throw std::invalid_argument("the weights of a convolution");
-    if (m.total_values == 0) m.total_values = m.values();
-    i32 offset = 0;
-    for (const auto& part : m.in) {
-        m.in_forms.push_back(l.mixer_site().add(part->weight));
-        m.offsets.push_back(offset);
-        offset += part->weight.n;
-    }
-    m.offsets.push_back(offset);
-    m.out_site.add(m.out->weight);
-    if (m.low_z) m.low_z_site.add(m.low_z->weight);
-    if (m.low_a) m.low_a_site.add(m.low_a->weight);
-    if (m.kind == MixerKind::mamba1) {
-        m.read_site.add(m.read->weight);
-        m.step_site.add(m.step_up->weight);
-        mix_low_size_ = std::max(mix_low_size_, m.read->weight.n);
-    }
-    if (m.low_z) mix_low_size_ = std::max(mix_low_size_, m.values() + m.num_decays());
-    for (const Site* site : {&l.mixer_site(), &m.out_site, &m.low_z_site, &m.low_a_site, &m.read_site, &m.step_site}) measure(*site, 1);
-    if (m.kind == MixerKind::delta) {
-        m.k_norm = length_norm(m.k_dim, 1.0f);
-        m.q_norm = length_norm(m.k_dim, std::sqrt(static_cast<float>(m.k_dim)));
-    }
-    has_states_ = true;
-    mix_in_size_ = std::max(mix_in_size_, offset);
-    mix_conv_size_ = std::max(mix_conv_size_, m.channels());
-    mix_shared_size_ = std::max(mix_shared_size_, m.shared_size());
-    mix_values_ = std::max(mix_values_, m.values());
-    mix_keys_ = std::max(mix_keys_, m.k_heads * m.k_dim);
-    mix_decays_ = std::max(mix_decays_, m.num_decays());
-    mix_heads_ = std::max(mix_heads_, m.v_heads);
 }
 
 void Plan::finish_mixture(PlanLayer& l) {
@@ -449,6 +399,22 @@ void Plan::reserve_attention(const Batch& batch) {
     }
 }
 
+// Assign addresses to arrays that lie behind each other. `arrays` calls the function that it is given with a pointer and a number of values
+// for each; twice, first to add up the sizes, for which `reserve` then returns the memory.
+template <typename Arrays, typename Reserve>
+void lay_out(const Arrays& arrays, const Reserve& reserve) {
+    u8* base = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {
+        i64 used = 0;
+        arrays([&](auto& pointer, i64 count) {
+            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
+            pointer = base == nullptr ? nullptr : reinterpret_cast<Value*>(base + used);
+            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
+        });
+        if (pass == 0) base = reserve(used);
+    }
+}
+
 void Plan::reserve(i32 num_tokens, const Batch& batch) {
     reserve_attention(batch);
     if (has_last_ask_) reserve_attention(last_ask_);
@@ -458,15 +424,7 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
     // No address is valid until all are new: after a failed allocation the plan makes them again.
     capacity_ = 0;
     row_threads_ = 0;
-    // Twice: first to add up sizes, then to assign addresses.
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        u8* base = arena_.data;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = pass == 0 ? nullptr : reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(own_x_, computes_in_place() ? 0 : rows * row_stride(hidden_));
         take(qkv_, rows * row_stride(qkv_size_));
         if (is_sharded()) {  // see reserve_shared
@@ -526,11 +484,12 @@ void Plan::reserve(i32 num_tokens, const Batch& batch) {
         take(packed_scales_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_sums_, packed_rows * own_stride(packed_groups_) + 64);
         take(packed_starts_, packed_rows * own_stride(packed_groups_) + 64);
-        if (pass == 0) {
-            arena_ = Memory(0);
-            arena_ = Memory(used);
-        }
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) {
+        arena_ = Memory(0);
+        arena_ = Memory(num_bytes);
+        return arena_.data;
+    });
     x_ = own_x_;
     capacity_ = static_cast<i32>(rows);
     row_threads_ = num_threads;
@@ -540,14 +499,7 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
     if (num_tokens > shared_rows_) shared_rows_ = std::max(num_tokens, std::min(2 * shared_rows_, 4096));
     shared_logit_rows_ = std::max(shared_logit_rows_, num_logit_rows);
     const i64 rows = shared_rows_, pairs = rows * max_top_k_;
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         if (shards_heads()) {
             take(attended_, rows * row_stride(attention_size_));
             take(answer_, answer_size_ == 0 ? 0 : rows * row_stride(answer_size_));
@@ -567,8 +519,8 @@ void Plan::reserve_shared(i32 num_tokens, i32 num_logit_rows) {
         take(rank_best_values_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(rank_best_indices_, static_cast<i64>(shared_logit_rows_) * group_.size);
         take(shared_logits_, static_cast<i64>(shared_logit_rows_) * vocab_);
-        if (pass == 0) base = group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return group_.rows.reserve(num_bytes); });
 }
 
 // Bytes of partial results of attention that ranks exchange at once.
@@ -598,19 +550,12 @@ void Plan::reserve_divided() {
     if (given_.batch.num_tokens > divided_capacity_) divided_capacity_ = std::max(given_.batch.num_tokens, std::min(2 * divided_capacity_, 4096));
     i64 num_counts = 0;
     for (const auto& counts : expert_tokens_) num_counts += static_cast<i64>(counts.size());
-    u8* base = nullptr;
-    for (int pass = 0; pass < 2; ++pass) {
-        i64 used = 0;
-        const auto take = [&](auto& pointer, i64 count) {
-            using Value = std::remove_pointer_t<std::remove_reference_t<decltype(pointer)>>;
-            pointer = reinterpret_cast<Value*>(base + used);
-            used += (count * static_cast<i64>(sizeof(Value)) + 127) / 128 * 128;
-        };
+    const auto arrays = [&](const auto& take) {
         take(divided_expert_tokens_, num_counts * row_group_.size);  // the first: it is read between steps
         for (float*& rows : divided_kv_) take(rows, divided_capacity_ * row_stride(divided_kv_size_));
         take(divided_x_, divided_capacity_ * row_stride(hidden_));
-        if (pass == 0) base = row_group_.rows.reserve(used);
-    }
+    };
+    lay_out(arrays, [&](i64 num_bytes) { return row_group_.rows.reserve(num_bytes); });
 }
 
 void Plan::share_expert_tokens() {

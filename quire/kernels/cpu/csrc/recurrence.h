@@ -41,8 +41,8 @@ struct RecurrenceRun {
 // Columns of a state that are updated at a time. They lie on the stack, k_dim rows of them.
 constexpr i32 STATE_COLUMNS = 64, MAX_STATE_ROWS = 256;
 
-// Taps of a convolution, at most.
-constexpr i32 MAX_CONV_TAPS = 8;
+// Taps of a convolution, at most; and channels that one thread takes at a time.
+constexpr i32 MAX_CONV_TAPS = 8, CONV_CHANNELS = 64;
 
 // A causal convolution of every channel over the tokens of a sequence: taps are summed in order, the bias last, in f32.
 struct ConvJob {

@@ -14,9 +14,6 @@ namespace quire {
 static inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
 struct StepMixer : StepStreams {
-    // Channels of a convolution that one thread takes at a time.
-    static constexpr i32 CONV_CHANNELS = 64;
-
     float* mix_in(const Mixer& m, i64 row, size_t part) const { return plan.mix_in_ + row * row_stride(plan.mix_in_size_) + m.offsets[part]; }
     float* mix_conv(i64 row) const { return plan.mix_conv_ + row * row_stride(plan.mix_conv_size_); }
     float* mix_low(i64 row) const { return plan.mix_low_ + row * row_stride(plan.mix_low_size_); }

@@ -111,7 +111,7 @@ export class EngineView {
   }
 
   rankPart() {
-    this.rankTable = table("Since the engine's start", ["Rank", "Process", "State", "Memory", "Share of the weights", "Waited"]);
+    this.rankTable = table("Since the engine's start", ["Rank", "Process", "State", "Memory", "Share of the weights", "Waited", "Part"]);
     this.rankNote = h("p", { class: "note" }, NONE.ranks);
     return h("section", { class: "card wide", id: "card-ranks", "aria-label": "Ranks" }, h("h2", {}, "Processes that share the model"), this.rankNote, this.rankTable.element);
   }

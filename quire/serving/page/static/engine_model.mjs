@@ -6,7 +6,7 @@ export const CACHED = -1;
 export const WINDOW_S = 60;
 
 const STEP = ["id", "started", "duration", "prefill", "decode", "running", "waiting", "free", "cached", "preemptions", "queries", "hits", "parts"];
-const RANK = ["rank", "pid", "state", "memory", "share", "wait"];
+const RANK = ["rank", "pid", "state", "memory", "share", "wait", "part"];
 const TIER = ["tier", "pages", "bytes", "limit", "hits", "saved", "loaded", "dropped", "saving", "loading", "outcomes", "problems"];
 const EXPERTS = ["layer", "count", "tokens", "busiest", "ranks", "imbalance", "before", "after", "moved", "failed"];
 const REQUEST = ["number", "label", "priority", "state", "prompt", "output", "cached", "arrived", "scheduled", "first", "ended", "reason", "owner"];
@@ -66,10 +66,10 @@ export class EngineModel {
     return this.nowMs + performance.now() - this.heardMs;
   }
 
-  // Rows of a table: rank, process, state, memory, share of the weights, time in barriers.
+  // Rows of a table: rank, process, state, memory, share of the weights, time in barriers, part of the model.
   rankRows() {
-    return this.ranks.map((row) => named(RANK, row)).map(({ rank, pid, state, memory, share, wait }) =>
-      [rank, pid || "–", state, memory ? `${(memory / 2 ** 20).toFixed(0)} MiB` : "–", `${(share * 100).toFixed(1)} %`, `${(wait / 1000).toFixed(2)} s`]);
+    return this.ranks.map((row) => named(RANK, row)).map(({ rank, pid, state, memory, share, wait, part }) =>
+      [rank, pid || "–", state, memory ? `${(memory / 2 ** 20).toFixed(0)} MiB` : "–", `${(share * 100).toFixed(1)} %`, `${(wait / 1000).toFixed(2)} s`, part || "–"]);
   }
 
   // The experts of a mixture model: {layers: rows of a table, ranks: rows with the tokens of each rank in all layers}.

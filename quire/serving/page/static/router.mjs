@@ -7,13 +7,18 @@ import { Poller } from "./poller.mjs";
 const KEY = "quire-router-key";
 const PATH = "/router/backends";
 const AGAIN_MS = 2000;
-const HEAD = ["Backend", "State", "Models", "In flight", "Running", "Waiting", "Tokens that wait", "KV in use", "Prefix chunks", "KV events", ""];
+const HEAD = ["Backend", "State", "Models", "In flight", "Running", "Waiting", "Tokens that wait", "KV in use", "Prefix chunks", "Cached", "KV events", ""];
 
 const shown = (value) => (value === null || value === undefined ? "–" : String(value));
 
 function kvText(load) {
   if (!load?.kv_blocks_total || load.kv_blocks_free === null) return "–";
   return `${Math.round((1 - load.kv_blocks_free / load.kv_blocks_total) * 100)} %`;
+}
+
+function cachedText({ sent, predicted, served, cached }) {
+  const share = (part, whole) => (whole ? `${Math.round((part / whole) * 100)} %` : "–");
+  return `${share(cached, served)} (predicted ${share(predicted, sent)})`;
 }
 
 function stateText({ state, is_draining: isDraining }) {
@@ -88,7 +93,7 @@ export class RouterView {
     const action = backend.is_draining ? "resume" : "drain";
     const press = button(action === "drain" ? "Drain" : "Resume", (event) => this.tell(backend.name, action, event.currentTarget), { "aria-label": `${action} ${backend.name}` });
     const events = backend.kv_events.map((one) => one.state).join(", ");
-    const values = [backend.models.join(", ") || "–", backend.num_in_flight, shown(load?.running), shown(load?.waiting), backend.num_queued_tokens, kvText(load), backend.num_prefix_chunks, events || "off"];
+    const values = [backend.models.join(", ") || "–", backend.num_in_flight, shown(load?.running), shown(load?.waiting), backend.num_queued_tokens, kvText(load), backend.num_prefix_chunks, cachedText(backend.prompt_tokens), events || "off"];
     return h("tr", {}, h("th", { scope: "row" }, h("a", { href: `${backend.url}/#engine`, rel: "noreferrer" }, backend.name)), h("td", {}, stateText(backend), backend.error && h("div", { class: "dim" }, backend.error)), values.map((value) => h("td", {}, String(value))), h("td", {}, press));
   }
 

@@ -117,7 +117,9 @@ class PipelinedDriver(Driver):
         raise AssertionError(f"not finished after {max_steps} steps")
 
 
-def live(seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False, has_tier=False, states=None):
+def live(
+    seed, num_events, num_stages, max_drafts=0, late_share=0.0, is_calm=False, has_window=False, has_tier=False, states=None
+):
     """Return a driver that has lived through num_events random events and then drained; calm: nothing fails or is aborted.
 
     states  checkpoints of recurrent states; None: the model has none

@@ -1,6 +1,5 @@
 """Where the scheduler keeps recurrent states, and which sequences start from them."""
 
-import pytest
 from scheduling_fakes import Driver, make_config, make_request
 
 
@@ -89,4 +88,3 @@ def test_preempted_sequence_goes_on_from_its_last_checkpoint():
     resumed = starts_of(driver)[2:]
     assert resumed
     assert all(num_computed > 0 for num_computed, _ in resumed)
-

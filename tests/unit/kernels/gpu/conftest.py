@@ -5,9 +5,7 @@ QUIRE_TEST_COMBINATIONS=all runs all slow combinations of parameters, which take
 launches kernels as on GPUs of compute capability 8.6: with their tiles, without what they lack.
 """
 
-import functools
 import importlib.util
-import inspect
 import os
 import sys
 import tempfile
@@ -123,36 +121,16 @@ def exact_dot(original, make_handle):
     return create_dot
 
 
-def patcher_that_looks_once(patch_attribute):
-    """Return the interpreter's _patch_builtin, which looks for the builtins of a module or class only at its first time.
-
-    It is called for every call of a function within a kernel; finding again what is there took nearly half of the time.
-    """
-
-    from triton.language.core import is_builtin
-
-    @functools.cache
-    def builtins_of(place):
-        return [(name, member) for name, member in inspect.getmembers(place) if is_builtin(member)]
-
-    def patch_builtins(place, *rest):
-        for name, member in builtins_of(place):
-            if getattr(place, name) is member:  # else it is patched already
-                patch_attribute(place, name, member, *rest)
-
-    return patch_builtins
-
-
 @pytest.fixture(scope="session", autouse=True)
-def quick_patches():
-    """Spare the interpreter to look through its own modules all the time."""
+def quick_interpreter():
+    """Spare the interpreter to make the same types, shapes and patches again and again."""
     if HAS_GPU or REASON is not None:
         yield
         return
-    from triton.runtime import interpreter
+    from tests.unit.kernels.gpu.quick_interpreter import install
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_builtin", patcher_that_looks_once(interpreter._patch_attr))
+        install(patch)
         yield
 
 

@@ -10,6 +10,7 @@ from quire.model import device_experts
 from quire.model.device_experts import ExpertExchange
 from quire.model.device_ranks import DeviceRanks
 from quire.parallel.expert_placement import ExpertPlacement
+from quire.planner import expert_exchange
 from tests.device_ranks import gloo_communicators, one_launch_at_a_time
 from tests.ranks import run_threads
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -169,6 +170,10 @@ def test_a_half_is_on_its_way_while_the_other_is_multiplied(monkeypatch):
     first = ["begin", "begin", "wait", "multiply", "begin", "wait", "multiply", "begin", "wait", "wait"]
     assert group.noting[0].events == first
     group.close()
+
+
+def test_the_simulation_knows_from_how_many_rows_on_there_are_halves():
+    assert expert_exchange.HALVES_ROWS == device_experts.HALVES_ROWS
 
 
 def test_nothing_is_sent_while_memory_is_measured():

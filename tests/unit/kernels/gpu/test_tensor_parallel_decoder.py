@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.contracts.expert_options import LossyRouting
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.model_spec import ExpertGroups, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from quire.kernels.reference.attention import AttentionMetadata
@@ -20,6 +21,8 @@ from quire.model.device_shards import DeviceShard
 from quire.model.device_vocabulary import load_vocabulary
 from quire.model.device_weights import load_on_device
 from quire.model.parameters import parameter_shapes
+from quire.parallel.expert_balance import place
+from quire.parallel.expert_placement import slot_counts
 from quire.quant.policy import DEVICE_POLICIES
 from quire.worker.device.variants import ServedModel, meta_decoder
 from tests.device_ranks import DeviceRankThreads, one_launch_at_a_time
@@ -201,13 +204,24 @@ MIXTURES = [
 ]
 
 
+def placed(spec, shares):
+    """Return whole experts on ranks: the first have one more than others, which is a copy, where there is room."""
+    counts = {index: layer.mlp.num_experts for index, layer in enumerate(spec.layers) if isinstance(layer.mlp, MoeSpec)}
+    return {
+        index: place([float(1 + expert % 3) for expert in range(count)], slot_counts(count, 1, shares), shares)
+        for index, count in counts.items()
+    }
+
+
 @pytest.mark.parametrize("is_sent", [pytest.param(False, id="all-rows", marks=pytest.mark.slow), pytest.param(True, id="sent")])
 @pytest.mark.parametrize("shares", LAYOUTS)
 @pytest.mark.parametrize("name", MIXTURES)
 def test_experts_on_ranks_have_the_bits_of_one_rank(name, shares, is_sent, device, monkeypatch):
     spec = spec_of(name)
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0 if is_sent else 1 << 20)
-    expected, found = one_rank(spec, device, True), on_ranks(spec, device, True, shares, has_experts=True)
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
+    options = {"placements": placed(spec, shares), "hosts": [rank // 2 for rank in range(len(shares))]}
+    expected, found = one_rank(spec, device, True), on_ranks(spec, device, True, shares, **options)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
@@ -219,9 +233,34 @@ def test_logits_of_experts_on_ranks_are_those_of_one_rank_up_to_the_order_of_sum
     expected = one_rank(spec, device, False)
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 1 << 20 if mode == "all-rows" else 0)
     monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0 if mode == "divided" else 1 << 20)
-    found = on_ranks(spec, device, False, shares, has_experts=True)
+    found = on_ranks(spec, device, False, shares, placements=placed(spec, shares))
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, atol=3e-5, rtol=3e-5)
+
+
+def test_lossy_ranks_do_what_one_rank_does(device, monkeypatch):
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)
+    whole = spec_of("shared-experts")
+    spec = replace(whole, layers=whole.layers[:1])
+    tokens, places = torch.arange(12) * 7 % 61, (TABLES[0, :3, None] * 4 + torch.arange(4)).flatten()
+    step = AttentionMetadata(places, [0, 12], [12], TABLES[:1])
+
+    def run(decoder, pool):
+        decoder.watch_experts(LossyRouting(1.0, 0.01, 0.3))
+        hidden = decoder.forward(tokens, torch.arange(12), DeviceAttentionMetadata.of(step, device), pool)
+        return hidden, decoder.expert_counts()
+
+    one = DeviceDecoder(spec, parameters_of(spec), 64, device)
+    expected, counts = run(one, DeviceKvPool(KvSpec.on_device(spec, 4, "float32"), 12, device))
+    placements = placed(spec, (1, 1))
+    ranks = DeviceRankThreads(spec, lambda: parameters_of(spec), (1, 1), 64, device, placements=placements)
+    pools = ranks.pools(4, "float32", 12, device)
+    for hidden, found in ranks.call(lambda decoder, rank: run(decoder, pools[rank])):
+        torch.testing.assert_close(hidden, expected, atol=3e-5, rtol=3e-5)
+        assert found == counts
+    ranks.close()
+    assert counts[0].changes[0] > 0
 
 
 def meta_launches(spec, shares, is_in_order, num_tokens=2, policy=None):

@@ -3,6 +3,8 @@ processes."""
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -10,13 +12,16 @@ import pytest
 from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, PoolingParams, SamplingParams
+from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError, RequestError
 from quire.kernels.native import load_native
 from quire.model import device_experts
-from quire.worker.device import build
+from quire.parallel.expert_files import read_loads
+from quire.worker import parallel_launch
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
 from tests.lora_adapter import write_adapter
+from tests.ports import free_port
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
 from tests.unit.kernels.gpu.conftest import HAS_GPU
@@ -48,7 +53,7 @@ COMMON = {"ignore_eos": True, "detokenize": False, "seed": 5}
 def threads(monkeypatch):
     """Let workers be threads."""
     one_launch_at_a_time(monkeypatch)
-    monkeypatch.setattr(build, "spawn_workers", ThreadWorkers)
+    monkeypatch.setattr(parallel_launch, "spawn_workers", ThreadWorkers)
 
 
 @pytest.fixture(scope="module")
@@ -113,20 +118,27 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_for_every_way_of_sampli
 
 
 @pytest.mark.slow
-def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(tmp_path, threads):
-    folder = write_checkpoint(tmp_path / "three", "qwen3", num_hidden_layers=3)
+@pytest.mark.parametrize(
+    ("family", "options", "placement"),
+    [("qwen3", {"quantization": "int4"}, {}), ("qwen3_moe", {}, {"enable_expert_parallel": True, "num_redundant_experts": 2})],
+)
+def test_deterministic_outputs_have_the_bits_of_one_rank_on_uneven_stages_of_two_ranks(
+    tmp_path, threads, family, options, placement
+):
+    folder = write_checkpoint(tmp_path / "three", family, num_hidden_layers=3)
     params = [
         SamplingParams(temperature=0.9, top_k=7, logprobs=2, prompt_logprobs=1, max_tokens=2, **COMMON),
         SamplingParams(temperature=1.2, repetition_penalty=1.3, logprobs=1, max_tokens=2, **COMMON),
     ]
     found = []
-    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)}):
-        llm = engine(folder, deterministic=True, **more)
+    for more in ({}, STAGES | {"size": 2, "pipeline_layers": (2, 1)} | placement):
+        llm = engine(folder, deterministic=True, **options, **more)
         found.append(outputs_of(llm, PROMPTS[1:], params))
         ranks = llm.llm_engine.stats.ranks
         llm.close()
     assert found[0] == found[1]
     assert [round(6 * rank.share) for rank in ranks] == [1, 1, 2, 2]  # the last stage comes first
+    assert ranks[3].part == "stage 0 (layers 0 to 1), tensor-parallel rank 1"
     assert ranks[0].collectives["recv"].num_calls > 0
 
 
@@ -138,15 +150,21 @@ def test_deterministic_outputs_have_the_bits_of_one_rank_when_each_has_whole_exp
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", bytes_of_all_rows)
     folder = write_checkpoint(tmp_path / "moe", "qwen3_moe")
     params = SamplingParams(temperature=0.9, logprobs=2, max_tokens=3, **COMMON)
-    found = []
-    for options in ({"size": 1}, {"size": 2, "enable_expert_parallel": True}):
+    monkeypatch.setattr(device_experts, "HALVES_ROWS", 1)
+    found, tokens, path = [], [], tmp_path / "load.json"
+    placed = {"size": 2, "enable_expert_parallel": True, "num_redundant_experts": 1}
+    for options in ({"size": 1, "save_expert_load": str(path)}, placed):
         llm = engine(folder, deterministic=True, **options)
         found.append(outputs_of(llm, PROMPTS, params))
+        stats = llm.llm_engine.stats.experts
+        tokens.append([layer.tokens for layer in stats])
+        assert [sum(layer.rank_tokens) for layer in stats] == [sum(layer.tokens) * (options["size"] - 1) for layer in stats]
         if options["size"] > 1:
             counts = llm.llm_engine.stats.ranks[0].collectives
             assert ("all_to_all" in counts) == (bytes_of_all_rows == 0)
         llm.close()
     assert found[0] == found[1]
+    assert tokens[0] == tokens[1] == list(read_loads(str(path), {0: 4, 1: 4}).values())
 
 
 def adapters_of(model, folder):
@@ -218,16 +236,20 @@ def test_tokens_with_drafts_are_those_of_the_cpu_without_when_ranks_share_a_kv_h
     ranks.close()
 
 
-def test_worker_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwen):
+def test_a_launchers_processes_give_the_tokens_of_the_cpu_and_end_with_the_leader(qwen, monkeypatch):
     one = engine(qwen, device="cpu")
     expected = tokens_of(one, PROMPTS[:1], greedy(2))
     one.close()
+    told = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    code = f"from quire import LLM; LLM({str(qwen)!r}, tensor_parallel_size=2, **{OPTIONS!r})"
+    environment = environment_with_quire() | told | {"RANK": "1", "LOCAL_RANK": "1"}
+    worker = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    for name, value in (told | {"RANK": "0", "LOCAL_RANK": "0"}).items():
+        monkeypatch.setenv(name, value)
     ranks = engine(qwen, 2)
-    (pid,) = executor_of(ranks).worker_pids.values()
     assert tokens_of(ranks, PROMPTS[:1], greedy(2)) == expected
     ranks.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    assert worker.wait(timeout=60) == 0
 
 
 def test_requests_end_with_the_reason_when_the_process_of_a_stage_is_killed(qwen):

@@ -98,7 +98,7 @@ def test_load_sums_the_replicas_and_lists_them():
             replicas = (SimpleNamespace(state="ready"), SimpleNamespace(state="restarting"))
             info = SimpleNamespace(role="prefill", prefill_listen="unix:/x", takes_prefill_urls=False)
             context.client = SimpleNamespace(replicas=replicas, info=info)
-            context.metrics = SimpleNamespace(occupancy=lambda: (found, 4))
+            context.metrics = SimpleNamespace(occupancy=lambda: (found, 4), prompt_totals=lambda: (70, 30))
             return parse(await exchange(port, b"GET /load HTTP/1.1\r\nhost: localhost\r\n\r\n"))
 
     status, _, body = asyncio.run(go())
@@ -120,6 +120,8 @@ def test_load_sums_the_replicas_and_lists_them():
         "max_num_seqs": 16,
         "replica_id": "k3fa",
         "model_content": "",
+        "prompt_tokens_total": 70,
+        "cached_tokens_total": 30,
     }
 
 

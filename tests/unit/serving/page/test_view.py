@@ -202,11 +202,11 @@ def test_ranks_are_told_when_they_change():
     async def scenario(s):
         s.engine.ranks = [
             RankStats(rank=0, pid=7, memory_bytes=1024, share=2 / 3, wait_s=0.25),
-            RankStats(rank=1, state="failed"),
+            RankStats(rank=1, state="failed", part="stage 0 (layers 0 to 3)"),
         ]
         frames = s.feed.frames(10, False)
         told = (await take(frames))[2]["ranks"]
-        assert told == [[0, 7, "ready", 1024, 0.6667, 250.0], [1, 0, "failed", 0, 0.0, 0.0]]
+        assert told == [[0, 7, "ready", 1024, 0.6667, 250.0, ""], [1, 0, "failed", 0, 0.0, 0.0, "stage 0 (layers 0 to 3)"]]
         s.add_request("another")
         s.feed.tick()
         assert "ranks" not in (await take(frames))[2]
@@ -244,7 +244,7 @@ def test_the_page_knows_the_columns_of_the_experts():
 
 
 def test_the_page_knows_the_columns_of_a_rank():
-    columns = [f'"{name}"' for name in ("rank", "pid", "state", "memory", "share", "wait")]
+    columns = [f'"{name}"' for name in ("rank", "pid", "state", "memory", "share", "wait", "part")]
     assert f"const RANK = [{', '.join(columns)}];" in (FOLDER / "engine_model.mjs").read_text()
     assert len(columns) == len(RankRow.__struct_fields__)
 
