@@ -11,6 +11,7 @@ from quire.model.lora.adapter import adaptable_shapes
 from quire.model.lora.device_shards import AdapterShard
 from quire.model.lora.experts import LowRankPair
 from quire.model.parameters import parameter_shapes
+from quire.worker.expert_parallel import linear_placements
 from tests.tiny_checkpoint import write_checkpoint
 
 RANK = 3
@@ -21,7 +22,8 @@ RANK = 3
 def test_parts_of_all_ranks_give_the_whole_adapter(tmp_path, shares, is_in_order, has_expert_ranks):
     spec = read_model_spec(write_checkpoint(tmp_path / "moe", "qwen3_moe"))
     whole = {"lm_head.weight": (spec.vocab_size, spec.hidden_size), **parameter_shapes(spec)}
-    shards = [DeviceShard.of(spec, rank, shares, is_in_order, has_expert_ranks) for rank in range(len(shares))]
+    placements = linear_placements(spec, 0, shares) if has_expert_ranks else None
+    shards = [DeviceShard.of(spec, rank, shares, is_in_order, placements) for rank in range(len(shares))]
     names = frozenset(name for name in whole if shards[0].is_row_parallel(name))
     parts = [AdapterShard(shard, names) for shard in shards]
     rows, columns = whole["layers.0.experts.gate_up.weight"][1:]
