@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.text.parsing.formats import find_reasoning_format, find_tool_format
+from quire.text.parsing.formats import FALLBACK_TOOL_FORMAT, find_reasoning_format, find_tool_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class ParserChoice:
 _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("openai", ("<|channel|>", "<|message|>", "functions.")),
     ("kimi_k2", ("<|tool_call_begin|>", "<|tool_call_argument_begin|>")),
+    ("deepseek_v4", ("｜DSML｜", "tool_calls>")),
     ("deepseek_v32", ("｜DSML｜",)),
     ("functiongemma", ("<start_function_call>",)),
     ("gemma4", ("<|tool_call>", "<tool_call|>")),
@@ -43,6 +44,8 @@ _TOOL_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("deepseek_v31", ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>")),
     ("minimax_m2", ("<minimax:tool_call>", "<invoke name=")),
     ("minimax_m2", ("<minimax:tool_call>",)),
+    (FALLBACK_TOOL_FORMAT, ("]<]minimax[>[",)),  # of MiniMax M3, whose own format is not parsed
+    ("glm47", ("</arg_key><arg_value>",)),
     ("glm45", ("<arg_key>", "<arg_value>")),
     ("qwen3_coder", ("<function=", "<parameter=")),
     ("mistral", ("[TOOL_CALLS]",)),
@@ -72,12 +75,12 @@ _REASONING_MARKERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("longcat", ("<longcat_think>",)),
     ("granite", ("Here is my thought process:",)),
     ("granite", ("</think>", "<response>", "<|start_of_role|>")),
+    ("minimax_m2", ("</think>", "<minimax:tool_call>")),
     ("ernie45", ("</think>", "<response>")),
     ("hunyuan_a13b", ("</think>", "<answer>")),
     ("hy_v3", ("</think", "<tool_sep")),
     ("deepseek_r1", ("</think>", "<｜Assistant｜>")),
     ("glm45", ("</think>", "<arg_key>")),
-    ("minimax_m2", ("</think>", "<minimax:tool_call>")),
     ("kimi_k2", ("</think>", "<|im_middle|>")),
     ("qwen3", ("</think>",)),
 )

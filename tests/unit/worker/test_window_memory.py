@@ -1,5 +1,6 @@
 """The memory plan of models whose layers with a window keep only the last tokens; the numbers are worked out by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -135,3 +136,30 @@ def test_a_model_without_windows_has_one_group(tiny_model):
     memory = kv_of(tiny_model, block_size=16)
     assert (memory.kv.window_tokens, memory.kv.is_windowed, memory.num_window_blocks) == (None, (), 0)
     assert "windows" not in memory.describe()
+
+
+# The shapes of released models: layers of full attention, of all, and the window.
+_GEMMA3_12B = {
+    **{"model_type": "gemma3_text", "hidden_size": 3840, "num_hidden_layers": 48, "num_attention_heads": 16, "head_dim": 256},
+    **{"sliding_window": 1024, "sliding_window_pattern": 6, "intermediate_size": 15360, "vocab_size": 262208},
+}
+_GPT_OSS_20B = {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32, "sliding_window": 128}
+_COMMAND_R7B = {
+    **{"model_type": "cohere2", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128},
+    **{"sliding_window": 4096, "sliding_window_pattern": 4, "intermediate_size": 14336, "vocab_size": 256000},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "num_full", "factor"),
+    [(_GEMMA3_12B, 8, 4.7), (_GPT_OSS_20B, 12, 1.98), (_COMMAND_R7B, 8, 3.1)],
+    ids=["gemma3-12b", "gpt-oss-20b", "command-r7b"],
+)
+def test_windows_of_released_models_leave_room_for_more_long_sequences(tmp_path, config, num_full, factor):
+    """In 16 GiB of KV cache, with four sequences at once of 131,072 tokens."""
+    config = {**config, "num_key_value_heads": 8, "max_position_embeddings": 131072, "torch_dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    memory = kv_of(tmp_path, max_num_seqs=4, kv_cache_memory_bytes=16 << 30)
+    assert memory.kv_bytes <= 16 << 30
+    assert memory.kv.is_windowed.count(False) == num_full
+    assert memory.num_long_sequences >= factor * memory.num_unlimited_sequences

@@ -2,7 +2,8 @@
 
 What a template makes of an assistant's message with tool_calls is the format that the model was trained on. Qwen's templates
 are rendered here, from shared/data. rendered_outputs.jsonl holds what others made of such messages: the chat templates of
-Llama 3.1, DeepSeek R1 and DeepSeek V3.1, and mistral_common with its tokenizers v2, v3, v7 and Tekken.
+Llama 3.1, DeepSeek R1, V3.1, V3.2 and V4, GLM-4.6 and 4.7, MiniMax M2, Kimi K2, Qwen3-Coder, Gemma 4, Command R7B and A+, and
+mistral_common with its tokenizers v2, v3, v7 and Tekken.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ from quire.text.detokenizer import IncrementalDetokenizer
 from quire.text.parsing.detection import detect_formats, starts_in_reasoning
 from quire.text.parsing.events import fold
 from quire.text.parsing.parser import OutputParser
-from quire.text.parsing.tools import Tool
 from quire.text.token_streams import Utf8Stream
 from tests.unit.text.conftest import shared
+from tests.unit.text.parsing.outputs import TOOLS
 
 RECORDED = [
     json.loads(line) for line in (Path(__file__).parent / "rendered_outputs.jsonl").read_text(encoding="utf-8").splitlines()
 ]
-TOOLS = tuple(Tool(name) for name in ("get_weather", "now", "brave_search"))
 MESSAGES = {
     "one": ("", "", (("get_weather", {"city": "Paris", "days": 3}),)),
     "two": (
@@ -62,12 +62,13 @@ def byte_cuts(output):
     return [[data[i : i + 1] for i in range(len(data))], *([data[:i], data[i:]] for i in range(len(data) + 1))]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", RECORDED, ids=[f"{case['source']}-{number}" for number, case in enumerate(RECORDED)])
 def test_recorded_message_comes_back_at_every_cut_of_its_bytes(case):
-    expected = (case["content"], "", [(call["name"], call["arguments"]) for call in case["calls"]])
+    expected = (case["content"], case.get("reasoning", ""), [(call["name"], call["arguments"]) for call in case["calls"]])
+    formats = case["tool_format"], case.get("reasoning_format"), case.get("starts_in_reasoning", False)
     for parts in byte_cuts(case["output"]):
-        assert parse(texts_of(parts), case["tool_format"]) == expected, parts
+        assert parse(texts_of(parts), *formats) == expected, parts
 
 
 def render(config, name, real_tokenizer):
