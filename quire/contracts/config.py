@@ -151,8 +151,8 @@ class EngineConfig:
                             model and KV cache and compute a part of the tokens of a prompt. The same tokens at any number. On a
                             CPU
     pipeline_layers         the number of layers of each stage; None: divided so that the stages take about the same time
-    enable_lora             take LoRA adapters (PEFT), which requests name. Not with ranks on GPUs,
-                            enable_dp_attention or prefill_context_parallel_size
+    enable_lora             take LoRA adapters (PEFT), which requests name. Not with enable_dp_attention or
+                            prefill_context_parallel_size
     max_loras               adapters that are in memory at the same time; others are loaded when a request needs them, in place
                             of those that no request uses
     max_lora_rank           the largest rank of an adapter

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from quire.kernels.triton.activation import activate
 from quire.kernels.triton.attention import KvCache, attend
 from quire.kernels.triton.fused_attention import ProjectedAttention
 from quire.kernels.triton.fused_linear import FEW_TOKENS
-from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, mixture_of_experts, multiply_pairs, route_pairs
+from quire.kernels.triton.moe import ExpertBiases, ExpertExtras, Routes, mixture_of_experts, multiply_pairs, route_pairs
 from quire.kernels.triton.norm import Norm, add_and_normalize, normalize
 from quire.kernels.triton.qk_rope_store import Projections, Rope, place_heads
 from quire.kernels.triton.step import AddsAdapters, DeviceAttentionMetadata
@@ -56,7 +56,7 @@ from quire.model.device_refusal import check_on_device
 from quire.model.device_routing import DeviceRouting, RealRows, RoutingCounts, read_counts
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
-from quire.model.device_weights import DeviceWeights, can_put_expert, load_on_device, put_expert
+from quire.model.device_weights import DeviceWeights, can_put_expert, load_on_device, put_expert, under
 from quire.model.mixers import mix
 from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
@@ -142,6 +142,11 @@ class DeviceDecoder:
         reasons = Counter(reason for layer in self._layers if (reason := layer.fuse(arrived, self.dtype)) is not None)
         most = min((layer.fused.most_tokens for layer in self._layers if layer.fused is not None), default=FEW_TOKENS)
         self.fusion = describe_fusion(len(self._layers), reasons, most, 5 if ranks is None else 7)
+
+    @property
+    def row_parallel(self) -> frozenset[str]:
+        """The names of the weights that are cut by their inputs, with ranks."""
+        return frozenset(self._weights.row_parallel)
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make the model's device current for this thread, within the block."""
@@ -311,10 +316,9 @@ class DeviceDecoder:
         """
         if self.head is None:
             raise InvariantError("logits are asked of a pipeline stage without the LM head")
-        if self.ranks is not None:
-            return self.finish_logits(self.ranks.gather_logits(self.head(hidden), out))
-        logits = self.head(hidden, out)
-        return self.finish_logits(logits if lora is None else lora.add_to(logits, hidden, "lm_head"))
+        logits = self.head(hidden, out if self.ranks is None else None)
+        logits = logits if lora is None else lora.add_to(logits, hidden, "lm_head")
+        return self.finish_logits(logits if self.ranks is None else self.ranks.gather_logits(logits, out))
 
     def finish_logits(self, logits: Tensor) -> Tensor:
         """Scale and cap logits as the model does, in place, and return them."""
@@ -337,16 +341,16 @@ class DeviceLayer:
         is_in_order: bool,
         ranks: LayerRanks | None = None,
     ) -> None:
-        own = _under(weights.tensors, prefix)
+        own = under(weights.tensors, prefix)
         self._spec, self._prefix, self._is_in_order, self._ranks = spec, prefix, is_in_order, ranks
-        whole_rows = _under(weights.whole_rows, prefix)
+        whole_rows = under(weights.whole_rows, prefix)
         self._linears = {
             name.removesuffix(".weight"): DeviceLinear(
                 parts, own.get(f"{name.removesuffix('weight')}bias"), is_in_order, whole_rows[name]
             )
-            for name, parts in _under(weights.linears, prefix).items()
+            for name, parts in under(weights.linears, prefix).items()
         }
-        self._experts = _under(weights.experts, prefix)
+        self._experts = under(weights.experts, prefix)
         self._router = DeviceLinear((own["router.weight"],), own.get("router.bias"), is_in_order) if self._experts else None
         biases = own.get("experts.gate_up.bias"), own.get("experts.down.bias")
         self._expert_biases = None if biases[0] is None or biases[1] is None else ExpertBiases(*biases)
@@ -483,8 +487,8 @@ class DeviceLayer:
         y = self._attention(
             normalize(torch.cat((x, embeddings), 1), self.attn_in), positions, step, cache, self._spec.attention
         )
-        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x))
-        mixed = mix(read, self._spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+        read = self._shared.mixer_input(x, self._mlp(normalize(y, self._mlp_in), step, x), partial(self._adapted, step))
+        mixed = mix(read, self._spec.mixer, self._mixer_inputs(states, step))
         return add_and_normalize(x, mixed, following)
 
     def forward_streams(
@@ -522,13 +526,16 @@ class DeviceLayer:
             add_and_normalize(x, branch, None, self._attn_out, scale)
             return add_and_normalize(x, other, following, self._mlp_out, scale)
         y = add_and_normalize(x, branch, self._mlp_in, self._attn_out, scale)
-        y = y if self._ranks is None or self._takes_own_rows(y) else self._ranks.gather_rows(y)
+        y = y if self._ranks is None or self._takes_own_rows(y, step) else self._ranks.gather_rows(y)
         y = add_and_normalize(x, self._mlp(y, step, x), following, self._mlp_out, scale)
         return y if self._ranks is None else self._ranks.gather_rows(y)
 
-    def _takes_own_rows(self, y: Tensor) -> bool:
+    def _takes_own_rows(self, y: Tensor, step: DeviceAttentionMetadata) -> bool:
         """Return whether the feed-forward block of divided rows reads this rank's only."""
-        return self.exchange is not None and self.exchange.takes_own_rows(y)
+        return step.lora is None and self.exchange is not None and self.exchange.takes_own_rows(y)
+
+    def _mixer_inputs(self, states: Sequence[Tensor], step: DeviceAttentionMetadata) -> DeviceMixerInputs:
+        return DeviceMixerInputs(self._own, self._mixer_linears, states, step, self._prefix)
 
     def _mix(
         self, y: Tensor, positions: Tensor, step: DeviceAttentionMetadata, cache: KvCache, states: Sequence[Tensor]
@@ -536,7 +543,7 @@ class DeviceLayer:
         """Return the output of attention, of the mixer, or of both together."""
         spec, mixed = self._spec, None
         if spec.mixer is not None:
-            mixed = mix(y, spec.mixer, DeviceMixerInputs(self._own, self._mixer_linears, states, step))
+            mixed = mix(y, spec.mixer, self._mixer_inputs(states, step))
             if spec.attention == NO_ATTENTION:
                 return mixed
         read = y if spec.attention_in_scale == 1.0 else y * spec.attention_in_scale
@@ -567,9 +574,7 @@ class DeviceLayer:
         q = place_heads(heads, cache, slots, positions, rope, norms, self._is_in_order)
         attended = attend(q, cache, step, spec, self._sinks, self._is_in_order).flatten(1)
         if self._attention_gate is not None:
-            gate = self._attention_gate(y)
-            if step.lora is not None:
-                gate = step.lora.add_to(gate, y, f"{self._prefix}attn_gate")
+            gate = self._adapted(step, self._attention_gate(y), y, "attn_gate")
             attended = attended * torch.sigmoid(gate)
         return self._close("o", attended, step)
 
@@ -584,14 +589,18 @@ class DeviceLayer:
         """Return the output of a linear layer, with what the adapters of the step add."""
         out = self._linears[name](x)
         if self._shared is not None:
-            self._shared.adapt(out, x, name)
-        return out if step.lora is None else step.lora.add_to(out, x, self._prefix + name)
+            self._shared.adapt(out, x, name, partial(self._adapted, step))
+        return self._adapted(step, out, x, name)
+
+    def _adapted(self, step: DeviceAttentionMetadata, y: Tensor, x: Tensor, name: str) -> Tensor:
+        """Return the output y of a linear layer with what LoRA adapters add for its input x; may change y."""
+        return y if step.lora is None else step.lora.add_to(y, x, self._prefix + name)
 
     def _close(self, name: str, rows: Tensor, step: DeviceAttentionMetadata) -> Tensor:
         """Return the output of attention ("o") or of the feed-forward block ("down"), given its inputs."""
         if self._ranks is None:
             return self._product(name, rows, step)
-        return self._ranks.close_block(name, self._linears[name], rows)
+        return self._ranks.close_block(name, lambda x: self._product(name, x, step), rows)
 
     def _mlp(self, y: Tensor, step: DeviceAttentionMetadata, residual: Tensor) -> Tensor:
         """Return the output of the feed-forward block of y, the residual normalised."""
@@ -599,16 +608,16 @@ class DeviceLayer:
         if isinstance(spec, MoeSpec) and self._router is not None:
             routed, read = (y, y) if self._branches is None else self._branches.inputs(residual)
             routed = routed.float() if spec.is_router_f32 else routed
-            logits, lora = self._router(routed), step.lora
-            logits = logits if lora is None else lora.add_to(logits, routed, f"{self._prefix}router")
+            logits, lora = self._adapted(step, self._router(routed), routed, "router"), step.lora
             read = read if spec.latent_size is None else self._product("latent_in", read, step)
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             if self.routing is not None:
                 extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
-            out, kind = self._run_experts(read, logits, spec, extra)
+            out, kind = self._run_experts(read, logits, spec, extra, lora)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
-            ranks, read = self._ranks, y if self._ranks is None or not self._takes_own_rows(y) else self._ranks.gather_rows(y)
+            ranks = self._ranks
+            read = y if ranks is None or not self._takes_own_rows(y, step) else ranks.gather_rows(y)
             shared = None if spec.shared is None else self._shared_expert(read, spec.shared, step)
             if ranks is None:
                 branches = self._branches
@@ -631,7 +640,9 @@ class DeviceLayer:
             return self._close("down", apply_xielu(both, *self._xielu), step)
         return self._close("down", activate(both, None, spec.activation), step)
 
-    def _run_experts(self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras) -> tuple[Tensor, PartKind]:
+    def _run_experts(
+        self, x: Tensor, logits: Tensor, spec: MoeSpec, extra: ExpertExtras, lora: AddsAdapters | None
+    ) -> tuple[Tensor, PartKind]:
         """Return what the experts give for x [T, N], and what that is with ranks."""
         gate_up, down = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
         if self.exchange is None:
@@ -640,10 +651,15 @@ class DeviceLayer:
             gather = None if ranks is None or is_sum else ranks.gather_inner
             out = mixture_of_experts(x, logits, spec, gate_up, down, self._is_in_order, extra, gather=gather)
             return out, "sum" if is_sum else "columns"
-        given = replace(spec, num_experts=self.exchange.num_own), gate_up, down, self._is_in_order, extra.biases
+        given = replace(spec, num_experts=self.exchange.num_own), gate_up, down, self._is_in_order
         routes = route_pairs(logits, spec, x.dtype, extra)
+
+        def multiply(rows: Tensor, own: Routes, numbers: Tensor | None) -> Tensor:
+            adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts", numbers)
+            return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters))
+
         note = None if self.routing is None else self.routing.note
-        out, is_part = self.exchange.run(x, routes, lambda rows, own: multiply_pairs(rows, own, *given), note)
+        out, is_part = self.exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:
@@ -655,14 +671,4 @@ class DeviceLayer:
         out = self._product("shared.down", inner, step)
         if self._shared_scale is None:
             return out
-        scale = self._shared_scale(y)
-        scale = scale if step.lora is None else step.lora.add_to(scale, y, f"{self._prefix}shared_scale")
-        return torch.sigmoid(scale) * out
-
-
-T = TypeVar("T")
-
-
-def _under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
-    """Return the entries whose names begin with a prefix, without the prefix."""
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+        return torch.sigmoid(self._adapted(step, self._shared_scale(y), y, "shared_scale")) * out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -500,3 +501,11 @@ def _expert(parameter: Parameter | StoredParameter, index: int, is_packed: bool)
     if isinstance(parameter, Tensor):
         return parameter[index]
     raise InvariantError(f"experts are a stack, got {type(parameter).__name__}")
+
+
+T = TypeVar("T")
+
+
+def under(named: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Return the entries whose names begin with a prefix, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}

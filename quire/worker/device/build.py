@@ -30,6 +30,7 @@ from quire.model.device_decoder import DeviceDecoder
 from quire.model.device_offload import OffloadedWeights
 from quire.model.device_ranks import DeviceRanks
 from quire.model.lora.device_adapters import DeviceAdapters
+from quire.model.lora.device_shards import AdapterShard
 from quire.parallel.rendezvous import check_fingerprints
 from quire.parallel.worker_group import LaunchOptions
 from quire.quant.parameters import Parameter, StoredParameter
@@ -68,6 +69,7 @@ from quire.worker.device.row_processors import fits_tables
 from quire.worker.expert_moves import ExpertMover
 from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
+from quire.worker.parallel_executor import GroupAdapters
 from quire.worker.parallel_launch import fingerprint, launch_options, launched_group, start_workers
 from quire.worker.pipelined_driver import PipelinedStepDriver
 from quire.worker.step_driver import StepDriver
@@ -119,7 +121,11 @@ def build_device_runner(
         raise
     drafting = () if built.drafter is None else built.drafter.executors
     mark_step = nvtx_range if config.nvtx_ranges else None
-    adapters = None if built.adapters is None else DecoderAdapters(config, report, built.adapters, has_fixed_memory=True)
+    adapters = None
+    if built.adapters is not None:
+        leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) else None
+        holder = built.adapters if leader is None else GroupAdapters(leader)
+        adapters = DecoderAdapters(config, report, holder, has_fixed_memory=True)
     is_async = config.async_scheduling is not False
     processor = built.executor if sizes.has_processors else None
     mover = None if built.executor.host_slab is None else built.executor
@@ -238,10 +244,12 @@ def build_rank(
         drafter = load_drafter(DraftedModel(config, report, decoder, sizes, recorder)) if is_first else None
         adapters = None
         if config.enable_lora:
-            adapters = DeviceAdapters(decoder.spec, config.max_loras, config.max_lora_rank, device, config.enable_lora_experts)
+            shard = None if ranks is None else AdapterShard(ranks.shard, decoder.row_parallel)
+            limits = config.max_loras, config.max_lora_rank
+            adapters = DeviceAdapters(decoder.spec, *limits, device, config.enable_lora_experts, shard)
         parts = decoder, pool, sizes, StepGraphs(_counted(recorder, group), agree), library
         is_leader = group is not None and group.workers is not None
-        stepper = LeaderGpuExecutor(*parts, group) if is_leader else GpuStepExecutor(*parts, adapters)
+        stepper = LeaderGpuExecutor(*parts, group, adapters) if is_leader else GpuStepExecutor(*parts, adapters)
         if group is not None:
             if compilation is not None:
                 compilation.wait()

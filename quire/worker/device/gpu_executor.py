@@ -344,11 +344,8 @@ class GpuStepExecutor:
 
     def logits_at(self, started: Launched, first: int, last: int) -> Tensor:
         """See StepExecutor."""
-        lora = None
-        if started.adapters is not None:
-            numbers = torch.from_numpy(started.adapters[first:last]).to(self._decoder.device)
-            lora = self._adapted_rows(numbers)
-        return self._logits_of(hidden_of(started)[first:last], lora)
+        adapters = None if started.adapters is None else started.adapters[first:last]
+        return self.logits_of(hidden_of(started)[first:last], adapters)
 
     def hidden_states(self, started: Launched, hidden_rows: Sequence[int]) -> Callable[[int, int], Tensor]:
         """See StepExecutor. All rows are copied to the host at once."""
@@ -670,9 +667,10 @@ class GpuStepExecutor:
         writes where the one before has."""
         return rows if self._stage is None else rows.clone()
 
-    def logits_of(self, hidden: Tensor) -> Tensor:
-        """Return the logits of rows of hidden states."""
-        return self._decoder.logits(hidden)
+    def logits_of(self, hidden: Tensor, adapters: NDArray[np.int32] | None) -> Tensor:
+        """Return the logits of rows of hidden states; adapters: of these, see HostStep."""
+        numbers = None if adapters is None else torch.from_numpy(adapters).to(self._decoder.device)
+        return self._logits_of(hidden, None if numbers is None else self._adapted_rows(numbers))
 
     def _arrange_mixed(self, call: StagedCall, lists: Sequence[TileLists]) -> tuple[Staged, Staged]:
         """Return the arrays of a step with prompts, and of the tokens of it that get a next one."""

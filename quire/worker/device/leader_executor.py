@@ -19,6 +19,8 @@ from quire.contracts.rank_stats import RankStats
 from quire.kernels.triton.step import AttentionLibrary
 from quire.kv.device_pool import DeviceKvPool
 from quire.model.device_decoder import DeviceDecoder
+from quire.model.lora.adapter import Adapter
+from quire.model.lora.device_adapters import DeviceAdapters
 from quire.parallel.barrier import AbortReason
 from quire.parallel.remote_workers import RemoteWorkers
 from quire.parallel.worker_group import WorkerGroup
@@ -33,7 +35,8 @@ from quire.worker.device.launched_step import Kept, Launched, StepSizes
 from quire.worker.device.staged_call import GpuCall, StagedCall, encode_staged
 from quire.worker.expert_moves import ExpertChange, ExpertMover
 from quire.worker.expert_rebalance import ExpertRebalancer
-from quire.worker.parallel_messages import encode_expert_change, encode_page_moves
+from quire.worker.parallel_executor import check_adapter_size
+from quire.worker.parallel_messages import encode_adapter, encode_adapter_key, encode_expert_change, encode_page_moves
 
 _SPINS = 200
 _PAUSE_S = 2e-5
@@ -57,6 +60,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         graphs: StepGraphs,
         library: AttentionLibrary | None,
         group: GpuGroup,
+        adapters: DeviceAdapters | None = None,
     ) -> None:
         if group.workers is None:
             raise InvariantError("the leader of a group has workers")
@@ -65,7 +69,7 @@ class LeaderGpuExecutor(GpuStepExecutor):
         self._page_moves: deque[tuple[int, bool]] = deque()  # not ended on all ranks: the step, and whether it loads pages
         self._num_moved = self._num_moved_here = 0
         self._rebalancer: ExpertRebalancer | None = None
-        super().__init__(decoder, pool, sizes, graphs, library)
+        super().__init__(decoder, pool, sizes, graphs, library, adapters)
 
     def lead(self) -> None:
         """Tell the workers of every call from now on. Before, all ranks make the same calls by themselves."""
@@ -133,12 +137,32 @@ class LeaderGpuExecutor(GpuStepExecutor):
         """See StepExecutor. Each rank has the hidden states of the last steps that kept them."""
         with self._scope():
             if self._is_leading:
-                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place])
+                numbers = [] if started.adapters is None else [started.adapters[first:last]]
+                self._workers.ring.send([GpuCall.LOGITS, first, last, started.place], numbers)
             return super().logits_at(started, first, last)
 
     def takes_masked(self, row: SamplingRow) -> bool:
         """See RowProcessor: the other ranks get no masks."""
         return False
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Add a LoRA adapter on all ranks, before their next step. Raises UnsupportedError if it is too large."""
+        check_adapter_size(adapter)
+        holder = self._adapters_here()
+        holder.load(adapter)  # checks it: an error of a worker would end the group
+        with self._scope():
+            self._workers.ring.send(*encode_adapter(adapter, GpuCall.LOAD_ADAPTER))
+
+    def unload_adapter(self, key: str) -> None:
+        """Remove a LoRA adapter on all ranks."""
+        self._adapters_here().unload(key)
+        with self._scope():
+            self._workers.ring.send(*encode_adapter_key(key, GpuCall.UNLOAD_ADAPTER))
+
+    def _adapters_here(self) -> DeviceAdapters:
+        if self._adapters is None:
+            raise InvariantError("the decoder takes no adapters")
+        return self._adapters
 
     def move_pages(self, step_id: int, saves: Sequence[tuple[int, int]], loads: Sequence[tuple[int, int]]) -> None:
         """See PageMover: every rank copies its share of each page."""

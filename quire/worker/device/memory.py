@@ -271,7 +271,7 @@ def estimate_memory(
     if config.cpu_offload_gb == 0 and any(layer.shared_block is not None for layer in spec.layers):
         shapes = distinct_shapes(folder, spec, shapes)
     num_weight_bytes = device_weight_bytes(config, spec, shapes, folder)
-    place, ranks = None, list[tuple[StagePlace, ModelSpec]]()
+    place, own, ranks = None, shapes, list[tuple[StagePlace, ModelSpec]]()
     if config.parallel.world_size > 1:
         stages = device_stages(config, spec, shapes, folder, num_weight_bytes)
         places = [place_of(config, stages, each) for each in range(config.parallel.world_size)]
@@ -302,7 +302,7 @@ def estimate_memory(
     num_offloaded_bytes = 0 if offload is None else offload.num_bytes
     num_weight_bytes += 0 if offload is None else offload.staging_bytes - offload.num_bytes
     head = {"lm_head.weight": (spec.vocab_size, spec.hidden_size)}
-    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **shapes})
+    num_weight_bytes += planned_adapter_bytes(config, spec, {**head, **own})
     if config.speculative_config is None:
         num_weight_bytes += 4 * (config.max_num_seqs + 1) * spec.vocab_size  # about what ProcessorTables take
     usage = estimated_usage(memory, spec, num_weight_bytes, (num_tokens, num_rows))

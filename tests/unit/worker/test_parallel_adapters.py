@@ -8,13 +8,12 @@ import pytest
 from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.base.errors import ConfigError, RequestError
+from quire.base.errors import RequestError
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
-from quire.worker.lora import check_lora
 from quire.worker.parallel_build import rank_memories
 from quire.worker.pipeline_plan import stage_memories
 from tests.lora_adapter import write_adapter
@@ -131,11 +130,3 @@ def test_first_matrices_are_counted_on_every_rank():
     )
     assert 1.2 * one < two < 2 * one
     assert (stages, ranks) == pytest.approx((one, two), rel=0.01)
-
-
-def test_gpus_that_share_a_model_take_no_adapters():
-    config = EngineConfig(model="demo", enable_lora=True, tensor_parallel_size=2)
-    with pytest.raises(
-        ConfigError, match=r"tensor_parallel_size is 2, but with LoRA adapters \(enable_lora\) only ranks on CPUs"
-    ):
-        check_lora(config, None, "cuda:0")

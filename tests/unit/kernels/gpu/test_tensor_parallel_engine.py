@@ -9,16 +9,18 @@ import time
 from dataclasses import replace
 
 import pytest
+from safetensors.torch import load_file
 
-from quire import LLM, PoolingParams, SamplingParams
+from quire import LLM, LoRARequest, PoolingParams, SamplingParams
 from quire.base.environment import environment_with_quire
-from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError
+from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError, RequestError
 from quire.kernels.native import load_native
 from quire.model import device_experts
 from quire.parallel.expert_files import read_loads
 from quire.worker import parallel_launch
 from quire.worker.device.gpu_group import RankConfig
 from tests.device_ranks import one_launch_at_a_time
+from tests.lora_adapter import write_adapter
 from tests.ports import free_port
 from tests.thread_workers import ThreadWorkers
 from tests.tiny_checkpoint import write_checkpoint
@@ -67,18 +69,18 @@ def greedy(max_tokens):
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **COMMON)
 
 
-def outputs_of(llm, prompts, params):
+def outputs_of(llm, prompts, params, loras=None):
     """Return tokens and log probabilities."""
     found = []
-    for output in llm.generate(prompts, params, use_tqdm=False):
+    for output in llm.generate(prompts, params, use_tqdm=False, lora_request=loras):
         assert output.error is None
         prompt_logprobs = [None if entry is None else entry.items() for entry in output.prompt_logprobs or ()]
         found.append((prompt_logprobs, [(list(c.token_ids), [e.items() for e in c.logprobs or ()]) for c in output.outputs]))
     return repr(found)
 
 
-def tokens_of(llm, prompts, params):
-    found = llm.generate(prompts, params, use_tqdm=False)
+def tokens_of(llm, prompts, params, loras=None):
+    found = llm.generate(prompts, params, use_tqdm=False, lora_request=loras)
     return [choice.token_ids for output in found for choice in output.outputs]
 
 
@@ -177,6 +179,45 @@ def move_experts(llm):
         assert time.monotonic() < end_s
         executor_of(llm).check_health()
         time.sleep(0.02)
+
+
+def adapters_of(model, folder):
+    """Return adapters of the requests: of all layers, none, and of some, and one of a rank above the limit."""
+    shapes = {
+        name.removesuffix(".weight"): tuple(weight.shape)
+        for name, weight in load_file(model / "model.safetensors").items()
+        if name.endswith(("proj.weight", "mlp.gate.weight")) or name == "lm_head.weight"
+    }
+    some = {name: shape for name, shape in shapes.items() if ".1." in name or "o_proj" in name}
+    for number, own in enumerate((shapes, some, some), start=1):
+        write_adapter(folder / str(number), own, rank=3 * number, seed=number)
+    one, two, wide = (LoRARequest(name, number, str(folder / str(number))) for number, name in enumerate("abc", start=1))
+    return [one, None, two], wide
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "is_deterministic", "options"),
+    [("qwen3", False, {}), ("qwen3_moe", True, {}), ("qwen3_moe", True, {"enable_expert_parallel": True})],
+    ids=["sums", "columns", "whole-experts"],
+)
+def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family, is_deterministic, options, monkeypatch):
+    monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)  # rows are sent to the ranks of their experts
+    model = write_checkpoint(tmp_path / "model", family)
+    loras, wide = adapters_of(model, tmp_path)
+    limits = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6, "enable_lora_experts": family == "qwen3_moe"}
+    counts = (1, None, None)
+    params = [SamplingParams(temperature=0.0, logprobs=1, prompt_logprobs=count, max_tokens=2, **COMMON) for count in counts]
+    prompts, say, found = [prompt[:3] for prompt in PROMPTS], outputs_of if is_deterministic else tokens_of, []
+    for size, more in ((1, {}), (2, options)):
+        llm = engine(model, size, deterministic=is_deterministic, **limits, **more)
+        found.append([say(llm, prompts, params, loras)])
+        assert llm.llm_engine.remove_lora(1)
+        with pytest.raises(RequestError, match="max_lora_rank"):
+            llm.llm_engine.add_lora(wide)
+        found[-1].append(say(llm, prompts[:1], params[:1], loras[2:]))
+        llm.close()
+    assert found[0] == found[1]
 
 
 STAGES = {"size": 1, "pipeline_parallel_size": 2}
