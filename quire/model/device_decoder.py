@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -163,6 +164,9 @@ class DeviceDecoder:
         """
         with self.on_device():
             self._layers[layer].place_experts(added, placement)
+            if self.device.type == "cuda":  # they were made on another stream, which could use their memory again
+                for tensor in itertools.chain.from_iterable(weights.all_tensors() for weights in added.values()):
+                    tensor.record_stream(torch.cuda.current_stream())
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
