@@ -123,7 +123,7 @@ class EngineConfig:
     save_expert_load        write the tokens of each expert to this file when the engine is closed. Without pipeline stages and
                             prefill_context_parallel_size
     enable_eplb             move experts between the processes while the engine runs, so that their loads stay even. The same
-                            tokens. On a CPU
+                            tokens
     eplb_config             when experts are moved: window_size, step_interval, num_redundant_experts, log_balancedness
     save_expert_placement   write the placement to this file when experts have moved, and when the engine is closed
     expert_capacity_factor  lossy, changes outputs: an expert takes at most this many times the mean of a step (1 to 8; usual:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quire.base.errors import InvariantError
+from quire.base.errors import InvariantError, UnsupportedError
 from quire.contracts.expert_options import LossyRouting
 from quire.contracts.model_spec import (
     NO_ATTENTION,
@@ -55,8 +55,9 @@ from quire.model.device_refusal import check_on_device
 from quire.model.device_routing import DeviceRouting, RealRows, RoutingCounts, read_counts
 from quire.model.device_stage import DeviceStage
 from quire.model.device_streams import LayerInputs, LayerNorms, StreamLayer
-from quire.model.device_weights import DeviceWeights, load_on_device, under
+from quire.model.device_weights import DeviceWeights, can_put_expert, load_on_device, put_expert, under
 from quire.model.mixers import mix
+from quire.parallel.expert_placement import ExpertPlacement
 from quire.parallel.torch_communicator import ORDERED_BYTES
 from quire.quant.parameters import Parameter, StoredParameter
 from quire.quant.policy import QuantizationPolicy, parameter_quantizer
@@ -168,7 +169,27 @@ class DeviceDecoder:
 
     def expert_counts(self) -> list[RoutingCounts | None]:
         """Return the counts of each layer; None: it has no experts, or they are not watched. Waits for launched steps."""
-        return read_counts([layer.routing for layer in self._layers])
+        with self.on_device():
+            return read_counts([layer.routing for layer in self._layers])
+
+    @property
+    def placements(self) -> dict[int, ExpertPlacement]:
+        """Where the whole experts of each layer are, by its index; empty: they are not on ranks."""
+        exchanges = {index: layer.exchange for index, layer in enumerate(self._layers)}
+        return {index: exchange.placement for index, exchange in exchanges.items() if exchange is not None}
+
+    def check_expert(self, layer: int, weights: DeviceWeights) -> None:
+        """Raise UnsupportedError for the weights of one expert whose form is not that of the layer's."""
+        self._layers[layer].check_expert(weights)
+
+    @torch.inference_mode()
+    def place_experts(self, layer: int, added: Mapping[int, DeviceWeights], placement: ExpertPlacement, rank: int) -> None:
+        """Take another placement of a layer's experts between two steps: launches copies, and waits for nothing.
+
+        added  the weights of the experts that this rank gets, as load_expert returns them
+        """
+        with self.on_device():
+            self._layers[layer].place_experts(added, placement)
 
     def keep_features(self, layers: tuple[int, ...], most_tokens: int) -> None:
         """Keep the features for a draft head in every step from now on, in a fixed buffer, so that CUDA graphs write them too.
@@ -353,7 +374,7 @@ class DeviceLayer:
         is_learned = isinstance(spec.mlp, MlpSpec) and spec.mlp.activation == "xielu"
         self._xielu = (own["xielu_positive.weight"], own["xielu_negative.weight"]) if is_learned else None
         self.fused: FusedLayer | None = None
-        self._exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
+        self.exchange = ExpertExchange.of(spec.mlp, ranks, is_in_order, own)
         self.routing: DeviceRouting | None = None
         self._own = own
         self._latent = None if attention.latent is None else LatentAttention(attention, own, self._rope, is_in_order, prefix)
@@ -366,8 +387,27 @@ class DeviceLayer:
         if isinstance(self._spec.mlp, MoeSpec):
             router = self._own["router.weight"]
             self.routing = DeviceRouting(self._spec.mlp, lossy, rows, self._correction, router.device)
-        if self._exchange is not None:
-            self._exchange.needs_all_rows = bool(lossy)
+        if self.exchange is not None:
+            self.exchange.needs_all_rows = bool(lossy)
+
+    def check_expert(self, weights: DeviceWeights) -> None:
+        """See DeviceDecoder."""
+        for name, stack in self._experts.items():
+            one = weights.experts[self._prefix + name]
+            if not can_put_expert(stack, one if not isinstance(one, Tensor) else one[0]):
+                raise UnsupportedError(f"{self._prefix}{name} of one expert has another form than those of the layer")
+
+    def place_experts(self, added: Mapping[int, DeviceWeights], placement: ExpertPlacement) -> None:
+        """See DeviceDecoder."""
+        assert self.exchange is not None
+        for slot, expert in self.exchange.place(placement):
+            weights = added[expert]
+            for name, stack in self._experts.items():
+                one = weights.experts[self._prefix + name]
+                put_expert(stack, one[0] if isinstance(one, Tensor) else one, slot)
+            if self._expert_biases is not None:
+                self._expert_biases.gate_up[slot].copy_(weights.tensors[f"{self._prefix}experts.gate_up.bias"][0])
+                self._expert_biases.down[slot].copy_(weights.tensors[f"{self._prefix}experts.down.bias"][0])
 
     @property
     def first_norm(self) -> Norm | None:
@@ -385,7 +425,7 @@ class DeviceLayer:
         if self._ranks is None or any(part is not None for part in (self._tail, self._shared, self._branches, self._streams)):
             return False
         closing = {"o", "experts.down"} if isinstance(spec.mlp, MoeSpec) else {"o", "down"}
-        closing -= {"experts.down"} if self._exchange is not None else set()
+        closing -= {"experts.down"} if self.exchange is not None else set()
         if isinstance(spec.mlp, MoeSpec) and spec.mlp.shared is not None:
             closing.add("shared.down")
         return self._ranks.row_parallel >= closing
@@ -488,7 +528,7 @@ class DeviceLayer:
 
     def _takes_own_rows(self, y: Tensor, step: DeviceAttentionMetadata) -> bool:
         """Return whether the feed-forward block of divided rows reads this rank's only."""
-        return step.lora is None and self._exchange is not None and self._exchange.takes_own_rows(y)
+        return step.lora is None and self.exchange is not None and self.exchange.takes_own_rows(y)
 
     def _mixer_inputs(self, states: Sequence[Tensor], step: DeviceAttentionMetadata) -> DeviceMixerInputs:
         return DeviceMixerInputs(self._own, self._mixer_linears, states, step, self._prefix)
@@ -569,7 +609,7 @@ class DeviceLayer:
             adapters = None if lora is None else lora.of_experts(f"{self._prefix}experts")
             extra = ExpertExtras(self._expert_biases, self._correction, self._own.get("expert_scale.weight"), adapters)
             if self.routing is not None:
-                extra = self.routing.watched(extra, logits, is_noted=self._exchange is not None)
+                extra = self.routing.watched(extra, logits, is_noted=self.exchange is not None)
             out, kind = self._run_experts(read, logits, spec, extra, lora)
             out = out if spec.latent_size is None else self._product("latent_out", out, step)
             ranks = self._ranks
@@ -601,13 +641,13 @@ class DeviceLayer:
     ) -> tuple[Tensor, PartKind]:
         """Return what the experts give for x [T, N], and what that is with ranks."""
         gate_up, down = self._experts["experts.gate_up.weight"], self._experts["experts.down.weight"]
-        if self._exchange is None:
+        if self.exchange is None:
             ranks = self._ranks
             is_sum = ranks is not None and "experts.down" in ranks.row_parallel
             gather = None if ranks is None or is_sum else ranks.gather_inner
             out = mixture_of_experts(x, logits, spec, gate_up, down, self._is_in_order, extra, gather=gather)
             return out, "sum" if is_sum else "columns"
-        given = replace(spec, num_experts=self._exchange.num_own), gate_up, down, self._is_in_order
+        given = replace(spec, num_experts=self.exchange.num_own), gate_up, down, self._is_in_order
         routes = route_pairs(logits, spec, x.dtype, extra)
 
         def multiply(rows: Tensor, own: Routes, numbers: Tensor | None) -> Tensor:
@@ -615,7 +655,7 @@ class DeviceLayer:
             return multiply_pairs(rows, own, *given, ExpertExtras(extra.biases, adapters=adapters))
 
         note = None if self.routing is None else self.routing.note
-        out, is_part = self._exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers)
+        out, is_part = self.exchange.run(x, routes, multiply, note, None if lora is None else lora.numbers)
         return out, "sum" if is_part else "whole"
 
     def _shared_expert(self, y: Tensor, spec: MlpSpec, step: DeviceAttentionMetadata) -> Tensor:

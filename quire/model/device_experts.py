@@ -51,15 +51,34 @@ class ExpertExchange:
         self._ranks, self._top_k, self._is_in_order = ranks, top_k, is_in_order
         self._rank, self.needs_all_rows = ranks.shard.rank, False
         self.num_own = len(placement.ranks[self._rank])
-        holders = [
-            [rank for rank, own in enumerate(placement.ranks) if expert in own] for expert in range(placement.num_experts)
-        ]
-        own = {expert: place for place, expert in enumerate(placement.ranks[self._rank])}
-        size = len(placement.ranks)
-        self._holders = torch.tensor([(each * size)[:size] for each in holders], device=device)  # [E, R]
-        self._num_copies = torch.tensor([len(each) for each in holders], device=device)
-        self._place = torch.tensor([own.get(expert, -1) for expert in range(len(holders))], dtype=torch.int32, device=device)
+        self.placement, self._slots = placement, list(placement.ranks[self._rank])
+        self._holders, self._num_copies, self._place = (table.to(device) for table in self._tables())
         self._legs = LegMaker(self._rank, ranks.hosts, device)
+
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of each expert: the ranks that hold its copies [E, R], how many these are [E], and its slot here or -1 [E]."""
+        by_rank, size = list(enumerate(self.placement.ranks)), len(self.placement.ranks)
+        experts = range(self.placement.num_experts)
+        holders = [[rank for rank, own in by_rank if expert in own] for expert in experts]
+        slots = [self._slots.index(expert) if expert in self._slots else -1 for expert in experts]
+        counts = torch.tensor([len(each) for each in holders])
+        return torch.tensor([(each * size)[:size] for each in holders]), counts, torch.tensor(slots, dtype=torch.int32)
+
+    def place(self, placement: ExpertPlacement) -> list[tuple[int, int]]:
+        """Take another placement, with as many experts on this rank, for the steps that are launched from now on.
+
+        Returns the slots of this rank that get another expert, and which; all others stay where they are.
+        """
+        own = placement.ranks[self._rank]
+        new = iter([expert for expert in own if expert not in self._slots])
+        changed = [(slot, next(new)) for slot, expert in enumerate(self._slots) if expert not in own]
+        for slot, expert in changed:
+            self._slots[slot] = expert
+        self.placement = placement
+        # In place: recorded steps read these.
+        for table, values in zip((self._holders, self._num_copies, self._place), self._tables(), strict=True):
+            table.copy_(values)
+        return changed
 
     @classmethod
     def of(

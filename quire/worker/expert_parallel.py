@@ -95,12 +95,6 @@ def check_experts(config: EngineConfig, report: ModelReport) -> None:
     refusal = native_refusal(report.spec, cpu_block_size(config)) if report.device == "cpu" else None
     if refusal is not None:
         raise ConfigError(f"{name} needs the native kernels, which do not run {refusal}: leave it out")
-    for other in ("enable_eplb", "save_expert_placement") if report.device != "cpu" else ():
-        if getattr(config, other):
-            raise ConfigError(
-                f"{other} is for ranks on CPUs, but device is {report.device!r}, where placements do not change while the "
-                "engine runs: leave it out, and place experts at the start by expert_placement"
-            )
     if not count_experts(report.spec):
         raise ConfigError(
             f"{name} is for mixture models, but the model ({report.spec.model_type}) has no experts: leave it out"

@@ -14,7 +14,7 @@ import torch
 from quire.base.errors import ConfigError, WorkerError
 from quire.base.logging import get_logger
 from quire.contracts.config import EngineConfig
-from quire.contracts.expert_options import counts_experts
+from quire.contracts.expert_options import EplbConfig, counts_experts
 from quire.contracts.kv_spec import KvSpec
 from quire.contracts.memory import MemoryPlan, ModelReport
 from quire.contracts.model_spec import NO_ATTENTION
@@ -40,6 +40,7 @@ from quire.speculate.memory import StepLimits
 from quire.worker.async_driver import AsyncStepDriver
 from quire.worker.device.device_select import drafts_trees
 from quire.worker.device.drafters import DraftedModel, Drafter, load_drafter
+from quire.worker.device.expert_loading import device_mover, moving_bytes
 from quire.worker.device.faults import is_out_of_memory
 from quire.worker.device.gpu_executor import GpuStepExecutor
 from quire.worker.device.gpu_group import WORKER_MODULE, GpuGroup, RankConfig
@@ -65,6 +66,7 @@ from quire.worker.device.memory import (
 from quire.worker.device.precompile import Order, Precompilation, arch_of
 from quire.worker.device.rank_pages import PageMoveCounters
 from quire.worker.device.row_processors import fits_tables
+from quire.worker.expert_moves import ExpertMover
 from quire.worker.expert_parallel import placements_of, warn_lossy
 from quire.worker.lora import DecoderAdapters
 from quire.worker.parallel_executor import GroupAdapters
@@ -84,6 +86,7 @@ class BuiltRank(NamedTuple):
     drafter: Drafter | None
     plan: MemoryPlan
     adapters: DeviceAdapters | None = None
+    mover: ExpertMover | None = None
 
 
 def build_device_runner(
@@ -128,7 +131,9 @@ def build_device_runner(
     mover = None if built.executor.host_slab is None else built.executor
     if isinstance(built.executor, LeaderGpuExecutor) and config.pipeline_parallel_size > 1:
         return PipelinedStepDriver(built.executor, speculator, drafting, mover, adapters, mark_step, processor), report
-    driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover)
+    leader = built.executor if isinstance(built.executor, LeaderGpuExecutor) and config.enable_eplb else None
+    rebalance = None if leader is None else leader.rebalance_experts
+    driver = AsyncStepDriver(built.executor, speculator, drafting, is_async, mark_step, adapters, processor, mover, rebalance)
     return driver, report
 
 
@@ -174,7 +179,9 @@ def _start_ranks(
         assert isinstance(built.executor, LeaderGpuExecutor)
         placements = placements_of(told.expert_ranks, report.spec)
         if placements is not None and group.stage is None:
-            built.executor.place_experts(placements, config.parallel.shares)
+            built.executor.place_experts(placements, config.parallel.shares, config.save_expert_placement)
+        if built.mover is not None:
+            built.executor.move_experts(built.mover, config.eplb_config or EplbConfig())
         built.executor.lead()
     except WorkerError:
         workers.wait_ready()  # raises what the rank at fault has failed with, in its class
@@ -247,7 +254,8 @@ def build_rank(
             if compilation is not None:
                 compilation.wait()
             group.wait()  # for what the first rank of a host has compiled
-        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares)
+        num_moving = moving_bytes(config, report)
+        own = _Measured(stepper, sizes, drafter, ranks, report.memory.page_shares, num_moving)
         plan = replace(report.memory, kv=kv) if memory is None else _measured_plan(config, memory, own, kv, before)
         pinned_bytes = report.memory.pinned_bytes
         page_shares = report.memory.page_shares
@@ -271,7 +279,8 @@ def build_rank(
         if not is_out_of_memory(error):
             raise
         raise ConfigError(f"the model does not fit on the device: {HOW_TO_SAVE} ({error})") from error
-    return BuiltRank(stepper, drafter, plan, adapters)
+    mover = None if group is None or not config.enable_eplb else device_mover(config, report, decoder, group.host)
+    return BuiltRank(stepper, drafter, plan, adapters, mover)
 
 
 def is_eager(config: EngineConfig) -> bool:
@@ -352,6 +361,7 @@ class _Measured(NamedTuple):
     drafter: Drafter | None
     ranks: DeviceRanks | None
     page_shares: tuple[int, ...]
+    moving_bytes: int = 0
 
     @property
     def steppers(self) -> list[GpuStepExecutor]:
@@ -376,6 +386,7 @@ def _measured_plan(config: EngineConfig, memory: DeviceMemory, own: _Measured, k
     recordings = Recordings(own.record_samples, own.stepper.record_copies, num_recordings)
     usage = measure_usage(memory, before, own.run_full, None if is_eager(config) else recordings)
     held, block_bytes = (0, 0) if own.drafter is None else (own.drafter.held_bytes, own.drafter.block_bytes)
+    held += own.moving_bytes
     usage = replace(usage, activation_bytes=usage.activation_bytes + held + tier_staging_bytes(config, kv, own.page_shares))
     limits = own.sizes.max_model_len, own.sizes.max_num_batched_tokens
     return plan_device_memory(config, kv, usage, *limits, draft_block_bytes=block_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -79,7 +80,7 @@ from quire.worker.device.sampling_table import SamplingTable, draw_on_device
 from quire.worker.device.sleeping import SleepingMemory, sleep_on_device
 from quire.worker.device.staged_call import ChangeCounts, StagedCall
 from quire.worker.device.staging import NUM_READBACKS, Staged, Staging, waits_by
-from quire.worker.expert_parallel import PlacedLoads, Placements, expert_stats, with_routing_counts
+from quire.worker.expert_parallel import PlacedLoads, Placements, expert_stats, save_placements, with_routing_counts
 from quire.worker.state_table import StateTable
 from quire.worker.step_executor import Moves, SlotSampling, StepTokens, TableEntry
 
@@ -140,6 +141,7 @@ class GpuStepExecutor:
         self._moves: Moves | None = None
         self._sleeping: SleepingMemory | None = None
         self._placed: PlacedLoads | None = None
+        self._save_placement: Callable[[], None] | None = None
         self.host_slab: HostSlab | None = None
         self._pages: DevicePages | None = None
         self._logit_rows: list[int] = []  # of the step that was started last
@@ -381,14 +383,21 @@ class GpuStepExecutor:
         """See StepExecutor: where the decoder watches them. Waits for launched steps."""
         if not isinstance(self._decoder, DeviceDecoder):
             return []
-        with self._decoder.on_device():
-            counts = self._decoder.expert_counts()
+        counts = self._decoder.expert_counts()
         stats = expert_stats([[] if each is None else each.tokens for each in counts], self._placed)
         return with_routing_counts(stats, [(0, 0, 0, 0.0) if each is None else each.changes for each in counts])
 
-    def place_experts(self, placements: Placements, shares: Sequence[float]) -> None:
-        """Say where the experts of each layer are, for their statistics."""
+    def place_experts(self, placements: Placements, shares: Sequence[float], save: str | None = None) -> None:
+        """Say where the experts of each layer are, for their statistics; save: a file for it, written at the end."""
         self._placed = PlacedLoads(placements, shares)
+        if save is not None:
+            self._save_placement = functools.partial(save_placements, save, self._placed)
+
+    def _placed_tokens(self) -> dict[int, NDArray[np.int64]]:
+        """Return the tokens so far of the experts of each layer that has any."""
+        assert isinstance(self._decoder, DeviceDecoder)
+        counts = enumerate(self._decoder.expert_counts())
+        return {layer: np.array(each.tokens) for layer, each in counts if each is not None}
 
     def rank_stats(self) -> list[RankStats]:
         """See StepExecutor."""
