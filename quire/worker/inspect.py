@@ -83,7 +83,7 @@ def inspect_model(config: EngineConfig) -> ModelReport:
     gpu = library_device(config)
     name = str(gpu or "cpu") if device is None else "interpreter" if device.type == "cpu" else str(device)
     if config.enable_lora:
-        check_lora(config, spec)
+        check_lora(config, spec, name)
     check_backend(config)
     check_context_parallel(config, spec, name)
     has_device_stages = config.pipeline_parallel_size > 1 and device is not None

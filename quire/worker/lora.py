@@ -113,8 +113,12 @@ def adapters_of(
     return DecoderAdapters(config, report, holder)
 
 
-def check_lora(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise UnsupportedError for a model whose layers cannot be adapted, and ConfigError for options that do not fit it."""
+def check_lora(config: EngineConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError for options of adapters that do not fit the model, or the device: ModelReport.device."""
+    if config.enable_lora_experts and config.enable_eplb and device != "cpu":
+        raise ConfigError(
+            "enable_eplb is True, but adapters of experts (enable_lora_experts) do not move between GPUs: leave one of them out"
+        )
     if config.enable_lora_experts and not any(isinstance(layer.mlp, MoeSpec) for layer in spec.layers):
         raise ConfigError(
             f"enable_lora_experts is True, but the model ({spec.model_type!r}) has no experts: leave --enable-lora-experts out"

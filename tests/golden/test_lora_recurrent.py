@@ -22,6 +22,7 @@ TOLERANCES = {"zamba2": 1e-3}
 """Whose blocks without residual connections amplify rounding: with the merged adapter transformers in f32 differs from f64 by
 1e-4 of the largest logit."""
 CASES = ("kimi-linear", "falcon-h1")
+LAST_LAYERS = ("qwen3-next", "jamba", "kimi-linear", "nemotron-h", "mamba2")
 MORE = (
     "lfm2",
     "jamba",
@@ -55,16 +56,19 @@ def test_every_linear_layer_of_a_recurrent_model_is_adapted(checkpoint, tmp_path
     check(folder, reference_model(merged), adapter, kind, TOLERANCES.get(case, F32_TOLERANCE))
 
 
-def test_chunks_states_and_cached_prefixes_keep_adapters_apart(checkpoint, tmp_path):
-    folder = checkpoint("lfm2", "v5")
+@pytest.mark.parametrize("case", ["lfm2", "falcon-h1", *(pytest.param(case, marks=pytest.mark.slow) for case in LAST_LAYERS)])
+def test_chunks_states_and_cached_prefixes_keep_adapters_apart(checkpoint, tmp_path, case):
+    folder = checkpoint(case, "v5")
     for seed, name in enumerate(("one", "two")):
-        write_adapter(tmp_path / name, linear_layers(folder), rank=3, seed=seed)
+        deltas = write_adapter(tmp_path / name, linear_layers(folder), rank=3, seed=seed)
     one, two = (LoRARequest(name, number, str(tmp_path / name)) for number, name in enumerate(("one", "two"), start=1))
     llm = engine(folder, max_num_batched_tokens=16)
     prompts, loras = [PROMPTS[0]] * 3, [one, None, two]
     found, again = generate(llm, prompts, loras), generate(llm, prompts, loras)
-    alone = [generate(llm, [prompt], [lora])[0] for prompt, lora in zip(prompts, loras, strict=True)]
     llm.close()
     assert is_equal(found, again)
-    assert is_equal(found, alone)
+    for model, output in ((folder, found[1]), (write_merged(folder, tmp_path / "merged", deltas), found[2])):
+        plain = engine(model, enable_lora=False)
+        assert is_equal([output], generate(plain, prompts[:1], None))
+        plain.close()
     assert len({tuple(output.token_ids) for output in found}) == 3

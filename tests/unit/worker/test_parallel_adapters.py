@@ -8,12 +8,13 @@ import pytest
 from safetensors.torch import load_file
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.base.errors import RequestError
+from quire.base.errors import ConfigError, RequestError
 from quire.base.threads import num_usable_cores
 from quire.contracts.config import EngineConfig
 from quire.kernels.native import load_native
 from quire.worker import parallel_launch, pipeline_build
 from quire.worker.inspect import inspect_model
+from quire.worker.lora import check_lora
 from quire.worker.parallel_build import rank_memories
 from quire.worker.pipeline_plan import stage_memories
 from tests.lora_adapter import write_adapter
@@ -130,3 +131,10 @@ def test_first_matrices_are_counted_on_every_rank():
     )
     assert 1.2 * one < two < 2 * one
     assert (stages, ranks) == pytest.approx((one, two), rel=0.01)
+
+
+def test_adapters_of_experts_that_move_between_gpus_are_refused():
+    options = {"enable_lora": True, "enable_lora_experts": True, "enable_expert_parallel": True, "enable_eplb": True}
+    config = EngineConfig(model="demo", tensor_parallel_size=2, **options)
+    with pytest.raises(ConfigError, match=r"enable_eplb is True, but adapters of experts .* do not move between GPUs"):
+        check_lora(config, None, "cuda:0")

@@ -408,7 +408,7 @@ struct Stepper : StepMixer {
                 pack_beside(l);
             else if (!plan.has_homes() && !l.is_mlp_only())
                 norm_and_pack(l.attn_site, l.attn_in, earlier.norm, earlier.scale, lora.has_rows(), l.has_streams() ? -1 : l.index, earlier.output_scale,
-                              attention_modules(l, has_few(l, i + 1 == count)));
+                              attention_modules(l, has_few(l, i + 1 == count && !l.mixer)));
             if (plan.has_homes())
                 attention_of_homes(l, before, i + 1 == count);
             else if (l.has_attention())
