@@ -15,7 +15,7 @@ from quire import LLM, LoRARequest, PoolingParams, SamplingParams
 from quire.base.environment import environment_with_quire
 from quire.base.errors import ConfigError, DeviceLostError, ModelFormatError, RequestError
 from quire.kernels.native import load_native
-from quire.model import device_experts
+from quire.model import device_decoder, device_experts
 from quire.parallel.expert_files import read_loads
 from quire.worker import parallel_launch
 from quire.worker.device.gpu_group import RankConfig
@@ -198,11 +198,17 @@ def adapters_of(model, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "is_deterministic", "options"),
-    [("qwen3", False, {}), ("qwen3_moe", True, {}), ("qwen3_moe", True, {"enable_expert_parallel": True})],
-    ids=["sums", "columns", "whole-experts"],
+    [
+        ("qwen3", False, {}),
+        ("qwen3_moe", True, {}),
+        ("qwen3_moe", True, {"enable_expert_parallel": True}),
+        ("qwen3_moe", False, {"enable_expert_parallel": True}),
+    ],
+    ids=["sums", "columns", "whole-experts", "divided-rows"],
 )
 def test_adapters_on_ranks_give_what_they_give_on_one(tmp_path, threads, family, is_deterministic, options, monkeypatch):
     monkeypatch.setattr(device_experts, "ORDERED_BYTES", 0)  # rows are sent to the ranks of their experts
+    monkeypatch.setattr(device_decoder, "ORDERED_BYTES", 0)  # and divided among the ranks, if not deterministic
     model = write_checkpoint(tmp_path / "model", family)
     loras, wide = adapters_of(model, tmp_path)
     limits = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 6, "enable_lora_experts": family == "qwen3_moe"}
